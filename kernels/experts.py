@@ -220,7 +220,7 @@ def _rows_of_a_tile(pairs: int, num_experts: int) -> int:
 
 
 def _choose_tiling(dtype: torch.dtype) -> _Tiling:
-    return _Tiling(32, 32, 2, 4) if dtype == torch.float32 else _Tiling(64, 64, 3, 4)
+    return _Tiling(32, 32, 2, 8) if dtype == torch.float32 else _Tiling(64, 64, 3, 4)
 
 
 def _gate_and_up(

