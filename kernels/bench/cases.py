@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -11,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
+from pagewire.kernels.bench.case import DTYPE, BenchCase
+from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
 from pagewire.kernels.bench.inputs import (
     LatentCase,
     PagedCase,
@@ -29,7 +30,6 @@ HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
 # Words of a block over all 32 layers: 2 MiB. What is moved are its groups of four layers each.
 BLOCK_WORDS = 1 << 19
 GROUPS = 8
-DTYPE = torch.bfloat16
 TOKENS = (1, 128, 8192)
 # (out, in) of a layer's projections and of the vocabulary's
 PROJECTIONS = (
@@ -39,8 +39,6 @@ PROJECTIONS = (
     (HIDDEN, INTERMEDIATE),
     (VOCABULARY, HIDDEN),
 )
-# (experts, chosen, hidden, inner) of Mixtral 8x7B and of Qwen3-30B-A3B
-MIXTURES = ((8, 2, 4096, 14336), (128, 8, 2048, 768))
 # (batch, context) of decode and (chunk, context) of prefill
 DECODE = (
     (1, 1024),
@@ -69,28 +67,6 @@ SHAPING = {
     "300 biases": ShapingRow(biases={37 * n: 1.0 for n in range(300)}),
     "bad words": ShapingRow(1000, bad_words=[[n, n + 1] for n in range(100)], output=range(500)),
 }
-
-Call = Callable[[Ops], tuple[torch.Tensor, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class BenchCase:
-    """One line of the table.
-
-    `call` runs the operation of a backend. What `check` (by default `call`) returns for the two
-    backends is compared before anything is timed; an operation that works in place has a `check`
-    that works on a copy. `work` is bytes moved if `unit` is TB/s, floating point operations if it
-    is TFLOP/s.
-    """
-
-    op: str
-    shape: str
-    call: Call
-    work: float
-    unit: str = "TB/s"
-    check: Call | None = None
-    peer: Callable[[], object] | None = None
-    exact: bool = False
 
 
 def _context_args(x: PagedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -228,21 +204,6 @@ def _linear(rows: int, outs: int, ins: int) -> BenchCase:
     return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
 
 
-def _experts(tokens: int, num_experts: int, top_k: int, hidden: int, inner: int) -> BenchCase:
-    x = torch.randn(tokens, hidden, device="cuda", dtype=DTYPE)
-    best = torch.randn(tokens, num_experts, device="cuda").topk(top_k)
-    chosen, weights = best.indices.int(), best.values.softmax(dim=-1)
-    first = (num_experts, 2 * inner, hidden)
-    gate_up = torch.randn(first, device="cuda", dtype=DTYPE) / hidden**0.5
-    down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=DTYPE) / inner**0.5
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.experts(x, chosen, weights, gate_up, down),)
-
-    shape = f"{tokens} x {hidden}, {top_k} of {num_experts}, inner {inner}"
-    return BenchCase("experts", shape, call, 6.0 * tokens * top_k * hidden * inner, "TFLOP/s")
-
-
 def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTYPE) -> BenchCase:
     noise = 3 * torch.randn(rows, VOCABULARY, device="cuda")
     logits = peaked_logits(rows, VOCABULARY, "cuda") if peaked else noise
@@ -372,7 +333,8 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for tokens in TOKENS
     ),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
-    "experts": lambda: (_experts(tokens, *shape) for shape in MIXTURES for tokens in (1, 64, 8192)),
+    "route": route_cases,
+    "experts": expert_cases,
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
     ),

@@ -21,7 +21,8 @@ import triton
 import triton.testing
 
 from pagewire.kernels import Ops, load_ops
-from pagewire.kernels.bench.cases import CASES, BenchCase
+from pagewire.kernels.bench.case import BenchCase
+from pagewire.kernels.bench.cases import CASES
 
 _COLUMNS = ("op", "shape", "us", "spread %", "rate", "unit", "of ceiling", "peer us", "of peer")
 
