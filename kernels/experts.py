@@ -190,16 +190,16 @@ def experts(
     if not all(each.is_contiguous() for each in parameters) or x.stride(1) != 1:
         raise UnsupportedShapeError("experts need weights without gaps, and rows of stride 1")
     tokens, width = x.shape
-    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
-    if tokens == 0:
-        return out
     num_experts, top_k = gate_up.shape[0], chosen.shape[1]
+    if tokens == 0:
+        return torch.empty_like(x)
     if are_few(tokens, top_k, num_experts):
         biases = gate_up_bias, down_bias
         return few_experts(x, chosen, weights, gate_up, down, *biases, activation, interleaved)
     tiles = list_tiles(chosen, num_experts, _rows_of_a_tile(chosen.numel(), num_experts))
     inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
     outputs = _project_down(inner, down, down_bias, tiles, top_k)
+    out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(width), _MAX_BLOCK)
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block))](
         outputs,

@@ -7,6 +7,7 @@ import torch
 
 from pagewire.kernels.bench.inputs import PagedCase, decode_case, sampling_inputs
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
+from pagewire.kernels.routing import Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +86,26 @@ def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, ass
     normed, _ = reference.rms_norm(hidden, weight, 1e-5, hidden)
     assert_close(out, reference.linear(reference.silu_and_mul(normed), down))
     assert_close(cache[7 * 17 // 16, 1, 1, :, 7 * 17 % 16], normed[7].view(32, 128))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64])
+def test_experts_replay_with_another_routing(tokens, kernels, reference, assert_close):
+    """One token, few of them, and as many as have a list of tiles."""
+    routing = Routing(top_k=2, renormalise=True)
+    logits = torch.zeros(tokens, 16, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    gate_up = torch.randn(16, 512, 512, device="cuda", dtype=torch.bfloat16) / 23
+    down = torch.randn(16, 512, 256, device="cuda", dtype=torch.bfloat16) / 16
+
+    def run(ops):
+        return ops.experts(hidden, *ops.route(logits, routing), gate_up, down)
+
+    graph, out = _capture(lambda: run(kernels))
+    for _ in range(3):
+        logits.normal_()
+        hidden.normal_()
+        graph.replay()
+        assert_close(out, run(reference))
 
 
 def test_packing_replays_with_other_blocks(kernels, reference):

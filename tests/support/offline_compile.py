@@ -15,8 +15,10 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -98,17 +100,25 @@ class _Compiled:
         return compile_it
 
 
-def _pretend(compiled: _Compiled) -> None:
+@contextmanager
+def _hopper(compiled: _Compiled) -> Iterator[None]:
     """Have launchers see a Hopper GPU, and launches only compile."""
     driver.set_active(_NoGpu())
-    torch.version.cuda = torch.version.cuda or "13.0"
-    torch.cuda.get_device_properties = lambda device=None: _Properties()
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    KernelInterface.__getitem__ = lambda kernel, grid: compiled.launcher(kernel, grid)
+    seen = {
+        "get_device_properties": lambda device=None: _Properties(),
+        "get_device_capability": lambda device=None: (9, 0),
+    }
+    with (
+        patch.multiple(torch.cuda, **seen),
+        patch.object(torch.version, "cuda", torch.version.cuda or "13.0"),
+        patch.object(KernelInterface, "__getitem__", lambda *args: compiled.launcher(*args)),
+        FakeTensorMode(),
+    ):
+        yield
 
 
 def _emptied(value: Any, device: str) -> Any:
-    """Return a tensor without memory for each of `value`; call it in fake mode."""
+    """Return a tensor without memory in place of one, or of those of tables; only in fake mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, ShapingTables):
@@ -135,7 +145,7 @@ def _mixtures(ops: Ops, dtype: torch.dtype, names: list[str]) -> Iterator[tuple[
 
     for name in names:
         experts, hidden, inner, rule = MIXTURES[name]
-        for tokens in (1, 16, 256, 8192) if len(names) > 1 else (1, 256):
+        for tokens in (1, 16, 256, 8192) if len(names) > 1 else (1, 256, 8192):
             yield "route", lambda t=tokens, e=experts, r=rule: routed(t, e, r)
             shape = (experts, hidden, inner, rule, name.startswith("gpt-oss"))
             yield "experts", lambda t=tokens, s=shape: run(t, *s)
@@ -209,12 +219,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--all-mixtures", action="store_true", help="those of all known models")
     options = parser.parse_args(arguments)
     compiled, ops = _Compiled(), load_ops("triton", "cuda")
-    _pretend(compiled)
     for name in options.dtypes:
         dtype = getattr(torch, name)
         cases = [*_attention(ops, dtype), *_others(ops, dtype)]
         mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
-        with FakeTensorMode():
+        with _hopper(compiled):
             for op, call, args in cases:
                 # Torch without CUDA cannot view a tensor of CUDA's as one of another dtype.
                 device = "cpu" if op in ("pack_blocks", "unpack_blocks") else "cuda"
