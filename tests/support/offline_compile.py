@@ -168,10 +168,10 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
     q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
     slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)
     norm = torch.empty(128, dtype=dtype)
-    tail = [cos_sin, *caches, slots, norm, norm, 1e-6]
+    tail: list[Any] = [cos_sin, *caches, slots, norm, norm, 1e-6]
     yield "rotary_and_cache", ops.rotary_and_cache, [slots, q, kv, kv, *tail]
     cached, norm = torch.empty(2, 576, dtype=dtype), torch.empty(512, dtype=dtype)
-    args = [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
+    args: list[Any] = [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
     args += [torch.empty(64, 64), torch.empty(8, 16, 576, dtype=dtype), slots, norm, 1e-6, True]
     yield "latent_rotary_and_cache", ops.latent_rotary_and_cache, args
 
