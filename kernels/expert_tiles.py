@@ -15,7 +15,8 @@ import triton.language as tl
 
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 
-_BLOCK_PAIRS = 1024
+_BLOCK_PAIRS = 4096
+_PAIRS_OF_A_WARP = 256
 
 
 class TileList(NamedTuple):
@@ -97,6 +98,7 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
     length = most_tiles(pairs, num_experts, rows)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty((length, 3), dtype=torch.int32, device=chosen.device)
+    block = min(max(next_power_of_2(pairs), 32), _BLOCK_PAIRS)
     _tile_list_kernel[(num_experts,)](
         chosen,
         order,
@@ -105,8 +107,8 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
         length,
         ROWS=rows,
         BINS=max(next_power_of_2(num_experts), 2),
-        BLOCK=min(max(next_power_of_2(pairs), 32), _BLOCK_PAIRS),
-        num_warps=4,
+        BLOCK=block,
+        num_warps=max(block // _PAIRS_OF_A_WARP, 4),
         **overlap_options(chosen.device, chosen.shape[0]),
     )
     return TileList(order, tiles, rows)

@@ -163,7 +163,7 @@ def test_the_reference_is_the_sum_over_experts_written_out(reference):
 
 @pytest.mark.parametrize("rows", [16, 128])
 @pytest.mark.parametrize(
-    ("tokens", "num_experts", "top_k"), [(1, 3, 2), (40, 7, 3), (700, 5, 2), (33, 1, 1), (2, 9, 9)]
+    ("tokens", "num_experts", "top_k"), [(1, 3, 2), (40, 7, 3), (2100, 5, 2), (33, 1, 1), (2, 9, 9)]
 )
 def test_tile_list(tokens, num_experts, top_k, rows, device):
     """Each pair is in one tile of its expert, and pairs of one expert stay in their order."""

@@ -162,8 +162,8 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, window]
     for chunks in (None, (40, 40)):
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
-        context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens, y.scale]
-        yield "latent_attention", ops.latent_attention, [*context, *y.lengths]
+        context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]
+        yield "latent_attention", ops.latent_attention, [*context, y.scale, *y.lengths]
     caches = torch.empty(8, 2, 8, 16, 128, dtype=dtype).unbind(1)
     q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
     slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)
