@@ -2,14 +2,16 @@
 
 import asyncio
 import re
+import time
 
 import msgspec
 import pytest
 
 from pagewire.services.cli.client.cluster_status import fetch_status
+from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.worker_record import WorkerLoad
-from pagewire.shared.control.protocol import PROTOCOL_VERSION
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.documents import ROOT
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
@@ -144,6 +146,23 @@ def test_metrics_show_requests_and_workers(redis_url):
         assert await router.metric("pagewire_redis_up") == 1
         ready = 'pagewire_workers{state="ready",worker_role="decode"}'
         assert await router.metric(ready) == 1
+
+    with_worker(redis_url, scenario)
+
+
+def test_the_time_to_place_a_request_ends_before_its_worker_can_begin(redis_url, monkeypatch):
+    slow_s = 0.2
+    post = WorkerLink.post
+
+    def post_slowly(link: WorkerLink, message: ControlMessage) -> None:
+        post(link, message)
+        time.sleep(slow_s)  # the process does not run
+
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        monkeypatch.setattr(WorkerLink, "post", post_slowly)
+        timings = (await router.complete(prompt="Hi", timings=True)).json()["timings"]
+        [choice] = timings["choices"]
+        assert 0 < choice["placed_ms"] < timings["first_token_ms"] - 1000 * slow_s
 
     with_worker(redis_url, scenario)
 

@@ -293,6 +293,7 @@ class TokenStream:
         attempt = Attempt(link, self._on_output, in_flight)
         others = [other for other in self._others if not other._ended]
         forks = [Attempt(link, other._on_output, in_flight) for other in others]
+        sent_at = time.monotonic()  # before the worker can begin
         attempt.start(
             Generate(
                 request_id=attempt.request_id,
@@ -312,7 +313,7 @@ class TokenStream:
         )
         self._dispatcher.selector.note_sent(prompt, (link.worker_id, *prefills[:1]))
         self._others = []
-        self._sent_at = self._sent_at or time.monotonic()
+        self._sent_at = self._sent_at or sent_at
         for other, fork in zip(others, forks, strict=True):
             fork.start_with(attempt)
             other._attempt, other._sent_at = fork, self._sent_at
