@@ -76,11 +76,12 @@ GenerationConfig = Literal["auto", "none"]
 SpecialTokens = Literal["text", "tokens"]
 # Names of rows in shared/tools/formats.py and reasoning.py, which a test compares.
 ToolParserName = Literal[
-    "auto", "none", "deepseek_v3", "deepseek_v31", "granite", "harmony", "hermes", "llama3_json",
-    "mistral", "mistral_args", "olmo3", "phi4_mini", "pythonic", "qwen3_coder", "tool_code",
+    "auto", "none", "cohere2", "command_r", "deepseek_v3", "deepseek_v31", "granite", "harmony",
+    "hermes", "llama3_json", "mistral", "mistral_args", "olmo3", "phi4_mini", "pythonic",
+    "qwen3_coder", "smollm3_python", "tool_code",
 ]  # fmt: skip
 ReasoningParserName = Literal[
-    "auto", "none", "think", "granite", "granite_tags", "mistral", "harmony"
+    "auto", "none", "think", "cohere", "granite", "granite_tags", "mistral", "harmony"
 ]
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]

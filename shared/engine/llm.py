@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any, Unpack
 
 import msgspec
@@ -84,8 +85,7 @@ class LLM:
                 self.settings.reasoning_parser,
                 self.tokenizer.marker_token_id,
             )
-            source = self.tokenizer.template_source or ""
-            self.tokenizer.fit_chats(fit_for(source, self._syntax.tools))
+            self.tokenizer.fit_chats(partial(fit_for, form=self._syntax.tools))
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )

@@ -6,7 +6,7 @@ The router and the offline `LLM` share it. It reads what a Hugging Face model di
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,12 +44,14 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: frozenset[int],
         special_tokens: SpecialTokens = "text",
+        tools_template: ChatTemplate | None = None,
     ) -> None:
         # Some files carry the settings of the training run; a prompt is never cut or padded here.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._chat_template = chat_template
+        self._tools_template = tools_template or chat_template
         self._literals = Literals(backend) if special_tokens == "text" else None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
@@ -74,9 +76,9 @@ class Tokenizer:
         names = _special_tokens(config)
         eos = _eos_token_ids(path, names, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
-        source = _chat_template_source(path, config)
-        template = ChatTemplate(source, names) if source is not None else None
-        return cls(backend, template, bos, eos, special_tokens)
+        sources = _chat_template_sources(path, config)
+        template, tools = (ChatTemplate(each, names) if each else None for each in sources)
+        return cls(backend, template, bos, eos, special_tokens, tools)
 
     @cached_property
     def text_table(self) -> list[bytes] | None:
@@ -108,13 +110,18 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str | None:
-        """The source of the chat template."""
-        return None if self._chat_template is None else self._chat_template.source
+        """The source of the chat template: of the one for chats with tools, if it is another."""
+        return None if self._tools_template is None else self._tools_template.source
 
-    def fit_chats(self, fit: Fit | None) -> None:
-        """Have conversations made what the chat template can show, before it is given them."""
-        if self._chat_template is not None:
-            self._chat_template.fit = fit
+    def fit_chats(self, fit_for: Callable[[str], Fit | None]) -> None:
+        """Have conversations made what a chat template can show, before it is given them.
+
+        Args:
+            fit_for: returns what makes them, by the template's source.
+        """
+        for template in (self._chat_template, self._tools_template):
+            if template is not None:
+                template.fit = fit_for(template.source)
 
     def marker_token_id(self, text: str) -> int | None:
         """Return the id of a token that grammars know by its id alone; None for any other text.
@@ -167,11 +174,12 @@ class Tokenizer:
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses.
         """
-        if self._chat_template is None:
+        template = self._tools_template if options.tools is not None else self._chat_template
+        if template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions instead", param="messages"
             )
-        return self._chat_template.render(messages, options)
+        return template.render(messages, options)
 
     def encode_chat(
         self,
@@ -241,16 +249,27 @@ def _eos_token_ids(
     return frozenset() if token_id is None else frozenset([token_id])
 
 
-def _chat_template_source(path: Path, config: dict[str, Any]) -> str | None:
-    """The Jinja source: a file of its own, or in the tokenizer's configuration."""
+def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """The Jinja sources: of the chat template, and of another one for chats with tools, if any.
+
+    They are files of their own, or in the tokenizer's configuration, perhaps by name.
+    """
     file = path / "chat_template.jinja"
     if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as exc:
-            raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc
+        return _read_source(file), _read_source(
+            path / "additional_chat_templates" / "tool_use.jinja"
+        )
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    named = {"default": template}
+    if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+    found = (named.get(name) for name in ("default", "tool_use"))
+    default, tools = (each if isinstance(each, str) else None for each in found)
+    return default, tools
+
+
+def _read_source(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, ValueError) as exc:
+        raise ModelLoadError(f"{file} cannot be read ({exc}): fetch the model again") from exc

@@ -19,8 +19,14 @@ MAX_CALL_ID = 64  # characters
 # Characters from a name to where arguments begin: they are read again with each part that comes.
 MAX_HEAD = 1024
 
-_OWN_KEYS = ("name", "function", "arguments")
-_OTHER_KEYS = ("id", "type", "index")  # that an object may have besides; they say nothing
+_NAME_KEYS = ("name", "function", "tool_name")
+_OWN_KEYS = (*_NAME_KEYS, "arguments")
+_OTHER_KEYS = (
+    "id",
+    "type",
+    "index",
+    "tool_call_id",
+)  # that an object may have besides; they say nothing
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
 _CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
 # What a call of Python has in parentheses, and what may become that.
@@ -73,7 +79,7 @@ class ObjectCall:
 
     The arguments may also be a string with the object in it, or null. Models that know OpenAI's
     tools write `{"type": "function", "function": {"name": "f", "arguments": {...}}}`, or the name
-    as `function`.
+    as `function`; Cohere's write it as `tool_name`.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -166,7 +172,7 @@ class ObjectCall:
     def _after_value(self) -> None:
         self._expected = "next"
         value = "".join(self._parts)
-        if self._key in ("name", "function"):
+        if self._key in _NAME_KEYS:
             name = json.loads(value)
             is_first = self._found is None
             self._found = name if isinstance(name, str) and name in self._names else None

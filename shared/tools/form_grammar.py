@@ -132,12 +132,18 @@ def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
         rules += [f"REASONING: {_TEXT} {json.dumps(form.close)}", "reasoning_end[lazy]: REASONING"]
     answer = f"@{_NAME}"
     if form.answer_open:
-        opened, closed = (json.dumps(text) for text in (form.answer_open, form.answer_close))
+        tags = (form.answer_open, form.answer_close)
+        opened, closed = (_tag(text, syntax.tokens.get(text)) for text in tags)
         in_tags = f'{opened} LINE_BREAKS? @{_NAME} "\\n"? {closed}'
         answer = f"({answer} | {in_tags})"
     if begins == "inside":
         rules.append(f"start: {rest} {answer}")
     else:
-        opened = json.dumps(form.open) if open_id is None else f"<[{open_id}]>"
-        rules += [f"start: @{_NAME} | reasoning {answer}", f"reasoning: {opened} {rest}"]
+        alone = answer if form.tags_alone else f"@{_NAME}"
+        rules += [f"start: {alone} | reasoning {answer}"]
+        rules += [f"reasoning: {_tag(form.open, open_id)} {rest}"]
     return "\n".join(rules) + "\n"
+
+
+def _tag(text: str, token_id: int | None) -> str:
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"

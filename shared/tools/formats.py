@@ -17,6 +17,7 @@ import msgspec
 CallKind = Literal["object", "headed", "python", "xml", "harmony"]
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # models confuse them
+ID_PLACE = "<id>"  # in a shape: where a number is that the model counts its calls by
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
@@ -34,7 +35,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         end: of the list.
         before: each call, in a list or not.
         after: each call.
-        arguments_key: of an "object" call.
+        shape: of an "object" call; its name is in place of <name>, its arguments of <arguments>.
+        no_call: a name that a model calls when it wants to call none.
         mark: between name and arguments of a "headed" call.
         id_mark: before an id, which some models put between name and `mark`.
         python_constants: a "python" call has `True` and `None`, not `true` and `null`.
@@ -55,7 +57,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str = ""
     before: str = ""
     after: str = ""
-    arguments_key: str = "arguments"
+    shape: str = '{"name": "<name>", "arguments": <arguments>}'
+    no_call: str = ""
     mark: str = ""
     id_mark: str = ""
     python_constants: bool = True
@@ -67,6 +70,15 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     def is_bare_json(self) -> bool:
         """Whether a call is a JSON object with nothing before it."""
         return self.kind == "object" and not (self.open or self.begin)
+
+    def head(self, name: str) -> str:
+        """Return an "object" call of a function up to its arguments."""
+        return self.shape.partition("<arguments>")[0].replace("<name>", name)
+
+    @property
+    def tail(self) -> str:
+        """An "object" call from the end of its arguments."""
+        return self.shape.partition("<arguments>")[2]
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -114,6 +126,32 @@ _ROWS = (
         separator=", ",
         end="]",
         in_template=("<|tool_call|>", "available_tools"),
+    ),
+    ToolFormat(
+        name="cohere2",
+        kind="object",
+        open="<|START_ACTION|>",
+        close="<|END_ACTION|>",
+        is_list=True,
+        begin="[\n    ",
+        separator=",\n    ",
+        end="\n]",
+        shape='{"tool_call_id": "<id>", "tool_name": "<name>", "parameters": <arguments>}',
+        in_template=("<|START_ACTION|>",),
+    ),
+    ToolFormat(
+        name="command_r",
+        kind="object",
+        open="Action:\n```json\n",
+        other_opens=("Action: ```json\n", "Action:```json\n"),
+        close="```",
+        is_list=True,
+        begin="[\n    ",
+        separator=",\n    ",
+        end="\n]",
+        shape='{\n        "tool_name": "<name>",\n        "parameters": <arguments>\n    }',
+        no_call="directly-answer",
+        in_template=("'Action:", '"tool_name"'),
     ),
     ToolFormat(
         name="hermes",
@@ -185,6 +223,16 @@ _ROWS = (
         python_constants=False,
         in_template=("<function_calls>",),
     ),
+    # SmolLM3 writes so if it has its tools as Python's; with its template alone it is "hermes".
+    ToolFormat(
+        name="smollm3_python",
+        kind="python",
+        open="<code>",
+        close="</code>",
+        is_list=True,
+        separator="\n",
+        in_template=("python_tools", "<code>"),
+    ),
     ToolFormat(
         name="tool_code",
         kind="python",
@@ -200,7 +248,7 @@ _ROWS = (
         may_open="<|python_tag|>",
         is_list=True,
         separator="; ",
-        arguments_key="parameters",
+        shape='{"name": "<name>", "parameters": <arguments>}',
         in_template=('"parameters": dictionary of argument name',),
     ),
     ToolFormat(

@@ -22,7 +22,7 @@ from pagewire.shared.tools.argument_grammar import (
     regex,
 )
 from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.formats import TokenOf, ToolFormat
+from pagewire.shared.tools.formats import ID_PLACE, TokenOf, ToolFormat
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END
 
@@ -84,7 +84,9 @@ class _Grammar:
         self._reasoning, self._begins = reasoning, begins
         markers = {*form.markers, *(reasoning.markers if reasoning is not None else ())}
         self._tokens = {text: token for text in markers if (token := token_of(text)) is not None}
-        self._markers = re.compile(f"({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
+        places = {text: f"<[{token}]>" for text, token in self._tokens.items()}
+        self._places = {**places, ID_PLACE: "CALL_NUMBER"}
+        self._markers = re.compile(f"({'|'.join(map(re.escape, self._places))})")
         self._rules: dict[str, str] = {}
 
     def text(self, content: str) -> str:
@@ -104,10 +106,7 @@ class _Grammar:
         """Return a text as it is in a rule; a marker in it that is a token is one."""
         parts = [part for part in self._markers.split(text) if part]
         return " ".join(
-            f"<[{self._tokens[part]}]>"
-            if part in self._tokens
-            else json.dumps(part, ensure_ascii=False)
-            for part in parts
+            self._places.get(part) or json.dumps(part, ensure_ascii=False) for part in parts
         )
 
     def _until(self, name: str, marker: str, excluded: Sequence[str] = ()) -> str:
@@ -140,9 +139,13 @@ class _Grammar:
 
     def _add_calls(self) -> str:
         """Add the rules of calls; return the name of the one that reads all."""
-        form = self._form
+        form, functions = self._form, self._wanted.functions
+        if form.no_call and not self._wanted.must_call:
+            functions += (Function(form.no_call),)
+        if ID_PLACE in form.shape:
+            self._rules["CALL_NUMBER"] = regex("[0-9]{1,3}")
         self._rules["call"] = " | ".join(
-            self._add_function(index, each) for index, each in enumerate(self._wanted.functions)
+            self._add_function(index, each) for index, each in enumerate(functions)
         )
         marker, close = self._literal(form.open), self._literal(form.close)
         separator = self._literal(form.separator)
@@ -212,14 +215,19 @@ class _Grammar:
             if self._reasoning is not None:
                 excluded.append("\n")  # else the line breaks before a call would begin a text
         self._rules["TEXT"] = _text("", excluded)
-        return "TEXT"
+        form = self._reasoning
+        tags = (form.answer_open, form.answer_close) if form is not None else ()
+        if not any(tag in self._tokens for tag in tags):  # else they are text as well
+            return "TEXT"
+        before, after = ((f"{self._literal(tag)}?") for tag in tags)
+        return f"{before} TEXT {after}"
 
     def _head(self, function: Function) -> str:
         name, before = function.name, self._form.before
         if self._form.kind == "xml":
             return f"{before}{FUNCTION}{name}>\n"
         if self._form.kind == "object":
-            return f'{before}{{"name": "{name}", "{self._form.arguments_key}": '
+            return before + self._form.head(name)
         return f"{before}{name}(" if self._form.kind == "python" else before + name
 
     def _add_function(self, index: int, function: Function) -> str:
@@ -232,7 +240,7 @@ class _Grammar:
             arguments, end = Parameters(body, function.schema, self._rules).add(), FUNCTION_END
         else:
             self._rules[f"arguments_{index}"] = json_rule(function.schema)
-            arguments, end = f"arguments_{index}", "}" if form.kind == "object" else ""
+            arguments, end = f"arguments_{index}", form.tail if form.kind == "object" else ""
         parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
         self._rules[body] = " ".join(part for part in parts if part)
         return f"{self._literal(self._head(function))} {body}"

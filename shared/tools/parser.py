@@ -54,7 +54,7 @@ class ToolParser:
         self._before, self._after = form.before.strip(), form.after.strip()
         self._close = form.close.strip()
         # What ends the calls; a list with an end of its own has `close` after that.
-        self._end = form.end if form.is_list and form.end else self._close
+        self._end = form.end.strip() if form.is_list and form.end else self._close
         self._state: _State = "text" if self._opens else "open"
         # What is not given out, in order; only the buffer, which is short, is looked at again.
         self._raw: list[str] = []  # of a call that has not begun: content, should it be none
@@ -100,7 +100,7 @@ class ToolParser:
             case "open":
                 return self._match_open()
             case "begin":
-                return self._match_begin(self._form.begin)
+                return self._match_begin(self._form.begin.strip())
             case "before":
                 return self._match_begin(self._before)
             case "call":

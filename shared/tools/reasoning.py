@@ -21,6 +21,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
         in_template: a chat template with any of these texts is of a model that writes this way.
         answer_open: what may come before the answer, if reasoning came before that.
         answer_close: what then comes after the answer.
+        tags_alone: they may also be around an answer without reasoning.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     in_template: tuple[str, ...]
     answer_open: str = ""
     answer_close: str = ""
+    tags_alone: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -53,6 +55,15 @@ _ROWS = (
         ("<response></response>",),
         answer_open="<response>",
         answer_close="</response>",
+    ),
+    ReasoningFormat(
+        "cohere",
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        ("<|START_THINKING|>", "<|START_RESPONSE|>"),
+        answer_open="<|START_RESPONSE|>",
+        answer_close="<|END_RESPONSE|>",
+        tags_alone=True,
     ),
     ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
     ReasoningFormat(
@@ -82,16 +93,18 @@ class ReasoningSplitter:
 
     def __init__(self, form: ReasoningFormat, begins: Begins) -> None:
         self.is_open = begins == "inside"
-        self.has_ended = False
+        self.has_ended = begins == "answer"
         self.close_end: int | None = None
         self._form = form
-        self._is_decided = False  # whether the answer begins with an open tag
+        self._is_decided = self.has_ended  # whether the answer begins with an open tag
         self._is_after_tag = self.is_open  # line breaks here are dropped
         self._spaces: list[str] = []  # held back, before the buffer; never looked at again
         self._buffer = ""
         self._length = 0  # of all text that was added
         # Whether the answer is between tags; None before that is known.
         self._has_answer_tags = None if form.answer_open else False
+        if self.has_ended:
+            self._has_answer_tags = form.tags_alone
 
     def push(self, text: str) -> tuple[str, str]:
         """Add text; return reasoning and answer, as far as they are certain."""
@@ -125,7 +138,7 @@ class ReasoningSplitter:
             self._buffer = self._held_spaces() + start
         self._is_decided = True
         self.has_ended = not self.is_open
-        if self.has_ended:
+        if self.has_ended and not self._form.tags_alone:
             self._has_answer_tags = False
         return True
 

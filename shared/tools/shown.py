@@ -13,13 +13,17 @@ from functools import partial
 from typing import Any
 
 from pagewire.shared.text.chat_template import Fit, Fitted
-from pagewire.shared.tools.formats import ToolFormat
+from pagewire.shared.tools.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 
 _Message = dict[str, Any]
 # The system message has the tools, as JSON text, under this name (Phi-4-mini; OLMo 3 Think).
 _IN_SYSTEM = {"tools": ("message['tools']",), "functions": ("message.get('functions'",)}
 _VARIABLE = "xml_tools"  # SmolLM3
+_AS_PYTHON = "python_tools"
+_PLAN = "message.tool_plan"  # Command R7B and A, which leave out the content before a call
+# Templates that fail if a function has no parameters.
+_PARAMETERS = re.compile(r"parameters(?:\.properties|['\"]\] *\| *tojson)")
 _ONE_CALL = "message.tool_calls[0]"  # gpt-oss
 
 
@@ -35,8 +39,14 @@ def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
     if re.search(r"\btools\b", others) is None:
         names = [name for name, texts in _IN_SYSTEM.items() if any(t in source for t in texts)]
         steps += [partial(_in_system, name) for name in names]
-    if _VARIABLE in source:
-        steps.append(_as_variable)
+    if form is not None and form.name == "smollm3_python":
+        steps.append(partial(_as_variable, _AS_PYTHON))
+    elif _VARIABLE in source:
+        steps.append(partial(_as_variable, _VARIABLE))
+    if _PLAN in source:
+        steps.append(_planned)
+    if _PARAMETERS.search(source):
+        steps.append(partial(_described, parameters={"type": "object", "properties": {}}))
     if form is not None and form.name == "harmony":
         steps.append(_for_harmony if _ONE_CALL in source else _described)
     elif form is not None and "tool_calls" not in source:
@@ -60,8 +70,21 @@ def _in_system(name: str, given: Fitted) -> Fitted:
     return given._replace(messages=[messages[0] | {name: text}, *messages[1:]])
 
 
-def _as_variable(given: Fitted) -> Fitted:
-    return given._replace(variables={_VARIABLE: given.tools} if given.tools else {})
+def _as_variable(name: str, given: Fitted) -> Fitted:
+    """Give the tools by another name, and for Python by that name alone."""
+    tools = None if name == _AS_PYTHON else given.tools
+    return given._replace(tools=tools, variables={name: given.tools} if given.tools else {})
+
+
+def _planned(given: Fitted) -> Fitted:
+    """Give what was written before calls as the plan of these calls."""
+    messages = []
+    for message in given.messages:
+        if message.get("tool_calls"):
+            parts = (message.get("thinking"), message["content"])
+            message = message | {"tool_plan": "\n".join(part for part in parts if part)}
+        messages.append(message)
+    return given._replace(messages=messages)
 
 
 def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
@@ -77,11 +100,11 @@ def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
     return given._replace(messages=messages)
 
 
-def _described(given: Fitted) -> Fitted:
-    """Add descriptions, without which the template fails."""
+def _described(given: Fitted, **others: Any) -> Fitted:
+    """Add descriptions and what else a function lacks without which the template fails."""
+    missing = {"description": "", **others}
     tools = given.tools and [
-        tool | {"function": {"description": "", **(tool.get("function") or {})}}
-        for tool in given.tools
+        tool | {"function": {**missing, **(tool.get("function") or {})}} for tool in given.tools
     ]
     return given._replace(tools=tools)
 
@@ -134,8 +157,8 @@ def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
         calls: as templates take them, with their arguments as objects.
     """
     each = [
-        form.before + _written(form, call["function"]["name"], call["function"]["arguments"])
-        for call in calls
+        form.before + _written(form, index, call["function"]["name"], call["function"]["arguments"])
+        for index, call in enumerate(calls)
     ]
     if form.is_list:
         inner = form.separator.join(call + form.after for call in each)
@@ -143,10 +166,10 @@ def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
     return form.separator.join(form.open + call + form.after + form.close for call in each)
 
 
-def _written(form: ToolFormat, name: str, arguments: dict[str, Any]) -> str:
+def _written(form: ToolFormat, index: int, name: str, arguments: dict[str, Any]) -> str:
     match form.kind:
         case "object":
-            return _json({"name": name, form.arguments_key: arguments})
+            return form.head(name).replace(ID_PLACE, str(index)) + _json(arguments) + form.tail
         case "python":
             show = repr if form.python_constants else _json
             return (

@@ -68,16 +68,20 @@ class ChatSyntax:
         Args:
             prompt_end: the last part of the prompt's text.
         """
-        opened = self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.open)
-        return "inside" if opened else "outside"
+        form, text = self.reasoning, prompt_end.rstrip()
+        if form is not None and text.endswith(form.open):
+            return "inside"
+        opened = form is not None and form.tags_alone and text.endswith(form.answer_open)
+        return "answer" if opened else "outside"
 
     def goes_on(self, text: str) -> Begins:
         """Return where an answer begins that continues a text."""
         form = self.reasoning
         if form is not None and form.has_channels:
             return "answer"
-        is_open = form is not None and text.rfind(form.open) > text.rfind(form.close)
-        return "inside" if is_open else "outside"
+        if form is not None and text.rfind(form.open) > text.rfind(form.close):
+            return "inside"
+        return "answer" if form is not None and form.tags_alone else "outside"
 
     def wanted(
         self, tools: list[Tool] | None, choice: Choice, parallel: bool | None

@@ -74,7 +74,9 @@ def _one(form: ToolFormat, name: str, arguments: dict[str, Any], show: Callable[
         return f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
     if form.kind in ("headed", "harmony"):
         return name + form.mark + json.dumps(arguments)
-    return json.dumps({"name": name, form.arguments_key: arguments}, ensure_ascii=False)
+    return (
+        form.head(name).replace("<id>", "0") + json.dumps(arguments, ensure_ascii=False) + form.tail
+    )
 
 
 def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any) -> ToolParser:

@@ -17,7 +17,15 @@ _DEEPSEEK = [
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 ]
+_COHERE = [
+    "<|START_OF_TURN_TOKEN|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|USER_TOKEN|>",
+    "<|CHATBOT_TOKEN|>",
+]
 SPECIAL = {
+    "cohere2": _COHERE,
+    "command_r": _COHERE,
     "phi4_mini": ["<|tool|>", "<|/tool|>"],
     "granite": ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"],
     "smollm3": _IM,
@@ -41,6 +49,10 @@ SPECIAL = {
     ],
 }
 TEXT = {
+    "cohere2": [
+        *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_TOOL_RESULT|>", "<|END_TOOL_RESULT|>"),
+    ],
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
     "phi4_mini": ["<|tool_call|>", "<|/tool_call|>"],
     "qwen3_coder": ["<tool_call>", "</tool_call>"],

@@ -138,6 +138,54 @@ def test_the_prompt_may_open_the_reasoning(prompt: str, begins: Begins) -> None:
     assert SYNTAX.goes_on("<think>so</think> yes") == SYNTAX.goes_on("yes") == "outside"
 
 
+COHERE = ChatSyntax(TOOL_FORMATS["cohere2"], REASONING_FORMATS["cohere"])
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "reasoning", "content"),
+    [
+        ("outside", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>", None, "Yes."),
+        ("outside", "Yes.", None, "Yes."),
+        ("outside", "<|START_RESP", None, "<|START_RESP"),
+        ("outside", "<|START_", None, "<|START_"),
+        ("answer", "Yes.<|END_RESPONSE|>", None, "Yes."),
+        ("answer", "Yes.<|END_RESP", None, "Yes.<|END_RESP"),
+        ("answer", "", None, ""),
+        (
+            "outside",
+            "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>",
+            "Hm.",
+            "Yes.",
+        ),
+        ("inside", "Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>", "Hm.", "Yes."),
+        ("outside", "<|START_THINKING|>Hm.<|END_THINKING|>Yes.", "Hm.", "Yes."),
+    ],
+)
+def test_answers_between_tags_without_reasoning(
+    begins: Begins, text: str, reasoning: str | None, content: str | None
+) -> None:
+    for size in (1, 3, 100):
+        parser = answer_parser(COHERE, AnswerReading(("clock",), reasoning=begins))
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        found = AnswerMessage.of(parsed(parser, parts))
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
+def test_calls_after_a_plan() -> None:
+    call = written(TOOL_FORMATS["cohere2"], [("clock", {"a": 1})])
+    text = f"<|START_THINKING|>I look.<|END_THINKING|>{call}"
+    found = read_answer(COHERE, AnswerReading(("clock",), reasoning="outside"), text)
+    assert (found.reasoning, found.content) == ("I look.", None)
+    assert [(each.name, each.arguments) for each in found.tool_calls] == [("clock", '{"a": 1}')]
+
+
+def test_a_prompt_may_open_the_answers_tag() -> None:
+    assert COHERE.begins("<|CHATBOT_TOKEN|><|START_RESPONSE|>") == "answer"
+    assert COHERE.begins("<|CHATBOT_TOKEN|><|START_THINKING|>") == "inside"
+    assert COHERE.begins("<|CHATBOT_TOKEN|>") == "outside"
+    assert COHERE.goes_on("One, ") == "answer"
+
+
 RESPONSES = ChatSyntax(TOOL_FORMATS["granite"], REASONING_FORMATS["granite_tags"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,38 @@ def test_tools_as_a_variable_may_be_set_by_the_caller() -> None:
     assert "get_weather" not in text
 
 
+def test_smollm3_has_its_tools_as_pythons_if_it_is_to_write_python() -> None:
+    source = "{{ tools }} {{ xml_tools }} {{ python_tools }} <tool_call> <code>"
+    assert recognise_tools(source) == TOOL_FORMATS["hermes"]
+    template = ChatTemplate(source, {})
+    template.fit = fit_for(source, TOOL_FORMATS["smollm3_python"])
+    text = template.render(read_conversation(CHAT[:1]), ChatOptions([CLOCK]))
+    assert text == f"None  {[CLOCK]} <tool_call> <code>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools[0].function.parameters.properties | items | list }}",
+        "{{ tools[0]['function']['parameters']|tojson }}",
+    ],
+)
+def test_a_function_without_parameters_has_none_for_templates_that_need_them(source: str) -> None:
+    template = ChatTemplate(source, {})
+    template.fit = fit_for(source, TOOL_FORMATS["command_r"])
+    text = template.render(read_conversation(CHAT[:1]), ChatOptions([CLOCK]))
+    assert text in ("[]", '{"type": "object", "properties": {}}')
+
+
+def test_cohere_has_what_came_before_calls_as_their_plan() -> None:
+    text = shown("cohere2", CHAT)
+    assert "<|START_THINKING|>So.\nI look.<|END_THINKING|><|START_ACTION|>[\n    {" in text
+    calls = text.split("<|END_THINKING|>")[1].split("<|END_OF_TURN_TOKEN|>")[0]
+    assert write_calls(TOOL_FORMATS["cohere2"], TWO) == calls
+    plain = [{"role": "assistant", "content": "", "tool_calls": TWO}]
+    assert "<|START_THINKING|><|END_THINKING|>" in shown("cohere2", plain)
+
+
 def test_functions_of_a_system_message() -> None:
     source = (
         "{% for m in messages %}{{ m.content }}{{ message.get('functions', none) }}{% endfor %}"
@@ -113,7 +146,7 @@ def test_harmony_keeps_results_of_no_call_and_reasoning_effort() -> None:
 
 def test_special_tokens_of_calls_are_tokens_and_those_in_arguments_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(make_model(tmp_path, "granite"))
-    tokenizer.fit_chats(fit_for(template_source("granite"), TOOL_FORMATS["granite"]))
+    tokenizer.fit_chats(partial(fit_for, form=TOOL_FORMATS["granite"]))
     marker = tokenizer.marker_token_id("<|tool_call|>")
     chat = [CHAT[0], {"role": "assistant", "tool_calls": [call("f", {"a": "<|tool_call|>"}, "a")]}]
     ids = tokenizer.encode_chat(read_conversation(chat))

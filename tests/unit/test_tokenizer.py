@@ -206,6 +206,30 @@ class TestFromDir:
         edit(model_dir / "tokenizer_config.json", chat_template=template)
         assert Tokenizer.from_dir(model_dir).render_chat([]) == "<|bos|>!"
 
+    @pytest.mark.parametrize("is_file", [True, False])
+    def test_a_template_of_its_own_for_chats_with_tools(
+        self, model_dir: Path, is_file: bool
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        named = {"default": "plain", "tool_use": "{{ tools[0] }}"}
+        if is_file:
+            (model_dir / "chat_template.jinja").write_text(named["default"])
+            (model_dir / "additional_chat_templates").mkdir()
+            file = model_dir / "additional_chat_templates" / "tool_use.jinja"
+            file.write_text(named["tool_use"])
+        else:
+            (model_dir / "chat_template.jinja").unlink()
+            template = [{"name": name, "template": text} for name, text in named.items()]
+            edit(model_dir / "tokenizer_config.json", chat_template=template)
+        tokenizer = Tokenizer.from_dir(model_dir)
+        assert tokenizer.template_source == "{{ tools[0] }}"
+        theirs = AutoTokenizer.from_pretrained(model_dir)
+        chat = [{"role": "user", "content": "Hi"}]
+        for tools, expected in ((None, "plain"), ([{"name": "f"}], "{'name': 'f'}")):
+            assert tokenizer.render_chat(chat, ChatOptions(tools)) == expected
+            assert theirs.apply_chat_template(chat, tools=tools, tokenize=False) == expected
+
     def test_without_template_chat_is_refused(self, model_dir: Path) -> None:
         (model_dir / "chat_template.jinja").unlink()
         tokenizer = Tokenizer.from_dir(model_dir)

@@ -35,7 +35,8 @@ FORMATS = sorted({*TOOL_FORMATS} - {"harmony"})  # test_harmony.py
 FUNCTIONS = tuple(Function(**each["function"]) for each in TOOLS)
 CALLS = [("get_weather", {"city": "Oslo", "days": 3}), ("clock", {})]
 MARKERS = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"]
-TOOL_MARKERS = sorted({marker for form in TOOL_FORMATS.values() for marker in form.markers})
+ALL_FORMATS = (*TOOL_FORMATS.values(), *REASONING_FORMATS.values())
+ALL_MARKERS = sorted({marker for form in ALL_FORMATS for marker in form.markers})
 EOS = 1
 REASONINGS_IN_TAGS = sorted({*REASONING_FORMATS} - {"harmony"})
 REASONINGS: list[tuple[str | None, Begins]] = [
@@ -63,7 +64,7 @@ VOCABULARIES = {
     "text": vocabulary([], False),
     "special": vocabulary(MARKERS, True),
     "added": vocabulary(["<tool_call>", "</tool_call>", "<think>", "</think>"], False),
-    "all": vocabulary([*TOOL_MARKERS, "<think>", "</think>"], True),
+    "all": vocabulary(ALL_MARKERS, True),
 }
 
 
@@ -166,6 +167,23 @@ def test_an_unknown_function_cannot_be_called(form: str) -> None:
     assert not Allowed(form).allows(call)
     # Where calls have no marker it is text, and the parser takes it for that.
     assert Allowed(form, must_call=False).allows(call) == (not TOOL_FORMATS[form].open)
+
+
+def test_a_model_that_calls_something_to_call_nothing_may_do_so() -> None:
+    """Only where no call is required, and it is content."""
+    call = calls_in("command_r", [("directly-answer", {})])
+    assert Allowed("command_r", must_call=False).allows(f"So.\n{call}")
+    assert not Allowed("command_r", must_call=True).allows(call)
+    assert content_of(parsed(parser("command_r"), [call])) == call
+
+
+@pytest.mark.parametrize("tokens", VOCABULARIES)
+def test_answers_of_cohere_may_be_between_their_tags(tokens: str) -> None:
+    allowed = Allowed("cohere2", False, reasoning=("cohere", "outside"), tokens=tokens)
+    plan = "<|START_THINKING|>Hm.<|END_THINKING|>"
+    for text in ("Yes.", "<|START_RESPONSE|>Yes.<|END_RESPONSE|>"):
+        assert allowed.allows(text) and allowed.allows(plan + text)
+    assert allowed.allows(plan + calls_in("cohere2", CALLS))
 
 
 @pytest.mark.parametrize("form", FORMATS)

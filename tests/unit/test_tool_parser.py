@@ -71,6 +71,13 @@ FRAGMENTS = st.sampled_from(
         "```",
         "```json\n",
         "tool_code\n",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        "Action:",
+        '"tool_name": "clock"',
+        '"tool_call_id": "0"',
+        "<code>",
+        "</code>",
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
         "function",
@@ -110,6 +117,26 @@ def test_calls_are_found_whatever_the_cuts(
     begins = [event for event in events if isinstance(event, CallBegin)]
     assert [(each.index, each.id) for each in begins] == [(i, f"id-{i}") for i in range(len(calls))]
     assert [event.index for event in events if isinstance(event, CallEnd)] == [*range(len(calls))]
+
+
+HARD = [
+    ("get_weather", {"city": '"\\ \U0001f44b\n</tool_call>]}', "days": [{"a": {"b": []}}]}),
+    ("clock", {}),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_cut_in_two_gives_the_same(name: str) -> None:
+    form, kinds = TOOL_FORMATS[name], kinds_of(HARD)
+    before, after = ("So: ", " \U0001f44b.") if form.open else ("", "")
+    text = before + written(form, HARD) + after
+    whole = parsed(parser(name, kinds=kinds), [text])
+    if form.kind != "xml":  # in which the text has the mark that ends a call
+        assert calls_of(whole) == HARD
+        assert content_of(whole).strip() == (before.strip() + after).strip()
+    for at in range(len(text) + 1):
+        assert parsed(parser(name, kinds=kinds), [text[:at], text[at:]]) == whole, at
+    assert parsed(parser(name, kinds=kinds), text) == whole
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -163,6 +190,11 @@ def is_balanced(text: str) -> bool:
         ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clo", None),
         ("olmo3", "<function_calls>print(1)</function_calls>", None),
         ("tool_code", "```tool_code\nprint(clock())\n```", None),
+        ("smollm3_python", "Write <code>x = clock()</code>", None),
+        ("cohere2", '<|START_ACTION|>[{"tool_name": "other", "parameters": {}}]', None),
+        ("cohere2", '<|START_ACTION|>{"tool_name": "clock"}<|END_ACTION|>', None),
+        ("command_r", "Action: call the clock.", None),
+        ("command_r", 'Action: ```json\n[\n    {"tool_name": "directly-answer"}\n]```', None),
     ],
 )
 def test_what_is_not_a_call_is_content(name: str, text: str, content: str | None) -> None:
@@ -234,6 +266,21 @@ def test_what_is_not_a_call_is_content(name: str, text: str, content: str | None
         ("olmo3", "<function_calls>clock()</function_calls> b", "{}", " b"),
         ("olmo3", "<function_calls>clock()\nother()", "{}", "\nother()"),
         ("tool_code", "a\n```tool_code\nclock(a=[1, 2])\n``` b", '{"a": [1, 2]}', "a b"),
+        ("smollm3_python", "a <code>\nclock(a=1)\n</code>", '{"a": 1}', "a"),
+        (
+            "cohere2",
+            '<|START_ACTION|>[{"tool_name":"clock","parameters":{"a":1}}]<|END_ACTION|>',
+            '{"a":1}',
+            "",
+        ),
+        (
+            "command_r",
+            'I look.\nAction: ```json\n[\n  {\n "tool_name": "clock",\n "parameters": {\n'
+            ' "a": "]```"\n }\n }\n]\n``` So.',
+            '{\n "a": "]```"\n }',
+            "I look. So.",
+        ),
+        ("command_r", 'Action:```json[{"parameters":{},"tool_name":"clock"}]```', "{}", ""),
     ],
 )
 def test_what_models_write_differently(name: str, text: str, arguments: str, content: str) -> None:

@@ -26,6 +26,7 @@ REASONS = {
     "olmo3": "think",
     "deepseek_v31": "think",
     "harmony": "harmony",
+    "cohere2": "cohere",
     "granite": "granite",
 }
 PLAIN_TOOLS = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pagewire.shared.config import RouterSettings
@@ -65,7 +66,7 @@ class ServedModel:
             settings.reasoning_parser,
             tokenizer.marker_token_id,
         )
-        tokenizer.fit_chats(fit_for(tokenizer.template_source or "", syntax.tools))
+        tokenizer.fit_chats(partial(fit_for, form=syntax.tools))
         # Made now: the first request must not wait for it.
         tokenizer.table_with(syntax.tokens.values())
         return cls(
