@@ -41,7 +41,7 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
     Raises:
         InvalidRequestError: it is wrong, or exceeds a limit.
     """
-    compiled = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits())
+    compiled = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits(vocabulary.vocab_size))
     if compiled.is_error():
         raise InvalidRequestError(problem_of(compiled))
     return compiled

@@ -260,7 +260,9 @@ def test_failure_that_is_not_the_grammars_is_not_kept(error: Exception) -> None:
 def test_want_of_memory_for_one_grammar_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "parser_limits", lambda: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(
+            compiling, "parser_limits", lambda _size: (_ for _ in ()).throw(MemoryError())
+        )
         assert isinstance(compiler.compile(TEXTS[0]).exception(), MemoryError)
     assert isinstance(compiler.compile(TEXTS[0]).result(), LLMatcher)
 
