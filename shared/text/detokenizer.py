@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Protocol
 
+from pagewire.shared.text.piece_table import PieceTable
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
 
 _REPLACEMENT_BYTES = REPLACEMENT.encode()
@@ -49,6 +50,9 @@ def make_detokenizer(
     table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
     if table is not None:
         return TableDetokenizer(table, context)
+    pieces = tokenizer.pieces_with(shown) if skip_special else tokenizer.piece_table
+    if pieces is not None:
+        return PieceDetokenizer(pieces, prompt_ids)
     detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
     hidden = shown if skip_special else ()
     return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer
@@ -100,6 +104,99 @@ class TableDetokenizer:
             if text[0] == REPLACEMENT and not raw.startswith(_REPLACEMENT_BYTES):
                 return text[1:]
         return text
+
+
+class PieceDetokenizer:
+    """Looks up each token of a SentencePiece-like vocabulary, and decodes bytes as they come.
+
+    Byte tokens next to each other that are not UTF-8 are U+FFFD, each of them, as Hugging Face's
+    decoder has it; but what they have finished before stays as it was given out.
+
+    Args:
+        table: the vocabulary's.
+        prompt_ids: what the text comes after.
+    """
+
+    def __init__(self, table: PieceTable, prompt_ids: Sequence[int]) -> None:
+        self._texts, self._byte_ids, self._first = table
+        self._bytes_of = table.texts.__getitem__
+        self._rest = b""  # of a character that has begun
+        self._is_wrong = False  # the byte tokens before are not UTF-8
+        known = len(self._texts)
+        before = (self._texts[i] for i in reversed(prompt_ids) if i < known)
+        self._is_first = not any(before)  # the text begins with the answer
+        self._prompt_rest = 0  # bytes that the prompt has shown as U+FFFD
+        if not self._is_first:
+            self._push_each(self._known(prompt_ids[-MAX_HELD_TOKENS:]))
+        self._prompt_rest = len(self._rest)
+
+    def flush(self) -> str:
+        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
+        return self._wrong_rest()
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add tokens and end the stream."""
+        return self.push(token_ids) + self.flush()
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that they finish, perhaps none."""
+        if self._is_first:
+            token_ids = self._begin(self._known(token_ids))
+        if self._is_wrong:
+            return self._push_each(self._known(token_ids))
+        try:
+            raw = self._rest + b"".join(map(self._bytes_of, token_ids))
+            text, read = codecs.utf_8_decode(raw, "strict", False)
+        except IndexError:  # the model has more tokens than the vocabulary
+            return self.push(self._known(token_ids))
+        except UnicodeDecodeError:
+            return self._push_each(token_ids)
+        self._rest = raw[read:]
+        if read:
+            self._prompt_rest = 0
+        return text
+
+    def _known(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id < len(self._texts)]
+
+    def _begin(self, token_ids: list[int]) -> list[int]:
+        """Take the token that begins the text; return those after it."""
+        for at, token_id in enumerate(token_ids, start=1):
+            if self._texts[token_id]:
+                self._is_first, text = False, self._first(token_id)
+                if token_id in self._byte_ids and text:
+                    return token_ids[at - 1 :]
+                self._rest = text
+                return token_ids[at:]
+        return []
+
+    def _push_each(self, token_ids: Sequence[int]) -> str:
+        """Add tokens among which are bytes that are not UTF-8."""
+        text, read = codecs.utf_8_decode(self._rest, "strict", False)
+        self._rest, parts = self._rest[read:], [text]
+        for token_id in token_ids:
+            raw = self._texts[token_id]
+            if token_id not in self._byte_ids:
+                if raw:
+                    parts += (self._wrong_rest(), raw.decode())
+                    self._is_wrong = False
+                continue
+            try:
+                text, read = codecs.utf_8_decode(self._rest + raw, "strict", False)
+            except UnicodeDecodeError:
+                self._is_wrong = True
+            if self._is_wrong:
+                parts += (self._wrong_rest(), REPLACEMENT)
+                continue
+            parts.append(text)
+            self._rest = (self._rest + raw)[read:]
+            self._prompt_rest = 0 if read else self._prompt_rest
+        return "".join(parts)
+
+    def _wrong_rest(self) -> str:
+        count = len(self._rest) - self._prompt_rest
+        self._rest, self._prompt_rest = b"", 0
+        return REPLACEMENT * count
 
 
 class MarkedDetokenizer:

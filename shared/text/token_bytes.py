@@ -31,20 +31,23 @@ class TokenBytes:
 
     A byte-level vocabulary and byte tokens such as `<0x0A>` give each token's own bytes, which
     joined are those of the text. SentencePiece's first space is there although decoding drops it.
+
+    Attributes:
+        special: tokens that are not part of an answer's text, such as one that ends it.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
-        self._special = {token_id for token_id, token in added.items() if token.special}
+        self.special = frozenset(i for i, token in added.items() if token.special)
         decoders = _decoders(backend.decoder)
         self._is_byte_level = "ByteLevel" in decoders
         self._joins_bytes = decoders in (["ByteLevel"], ["ByteLevel", "Fuse"])
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is not part of an answer's text, such as one that ends it."""
-        return token_id in self._special
+        return token_id in self.special
 
     def is_added(self, token_id: int) -> bool:
         """Whether a token was added to the vocabulary, and is found in a text as a whole."""
@@ -79,7 +82,7 @@ class TokenBytes:
     def with_special(self, table: list[bytes]) -> list[bytes]:
         """Return a `text_table` in which special tokens have the bytes of their names."""
         whole = list(table)
-        for token_id in self._special:
+        for token_id in self.special:
             whole[token_id] = self.of(token_id)
         return whole
 

@@ -20,6 +20,7 @@ from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit
 from pagewire.shared.text.encoding import encode_text
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
+from pagewire.shared.text.piece_table import PieceTable, piece_table
 from pagewire.shared.text.token_bytes import TokenBytes
 from pagewire.shared.text.tokenizer_files import no_tokenizer, read_optional_json
 
@@ -58,6 +59,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.token_bytes = TokenBytes(backend)
         self._tables: dict[frozenset[int], list[bytes]] = {}
+        self._pieces: dict[frozenset[int], PieceTable] = {}
 
     @classmethod
     def from_dir(cls, path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
@@ -96,6 +98,22 @@ class Tokenizer:
                 table[token_id] = self.token_bytes.of(token_id)
             self._tables = {key: table}  # one model's markers
         return self._tables[key]
+
+    @cached_property
+    def piece_table(self) -> PieceTable | None:
+        """What each token of a SentencePiece-like vocabulary adds to a text, special ones too."""
+        return piece_table(self._backend)
+
+    def pieces_with(self, shown: Collection[int]) -> PieceTable | None:
+        """Return `piece_table` without special tokens, except for some."""
+        if self.piece_table is None:
+            return None
+        key = self.token_bytes.special - frozenset(shown)
+        if key not in self._pieces:
+            self._pieces = {**self._pieces, key: self.piece_table.without(key)}
+            while len(self._pieces) > 2:  # with one model's markers, and without
+                self._pieces.pop(next(iter(self._pieces)))
+        return self._pieces[key]
 
     @cached_property
     def whole_text_table(self) -> list[bytes] | None:

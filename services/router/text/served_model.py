@@ -68,7 +68,8 @@ class ServedModel:
         )
         tokenizer.fit_chats(partial(fit_for, form=syntax.tools))
         # Made now: the first request must not wait for it.
-        tokenizer.table_with(syntax.tokens.values())
+        if tokenizer.table_with(syntax.tokens.values()) is None:
+            tokenizer.pieces_with(syntax.tokens.values())
         return cls(
             names=settings.served_model_name or (default_served_name(settings.model),),
             path=path,
