@@ -103,9 +103,12 @@ def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
 def _described(given: Fitted, **others: Any) -> Fitted:
     """Add descriptions and what else a function lacks without which the template fails."""
     missing = {"description": "", **others}
-    tools = given.tools and [
-        tool | {"function": {**missing, **(tool.get("function") or {})}} for tool in given.tools
-    ]
+    tools = []
+    for tool in given.tools or []:
+        known = {k: v for k, v in (tool.get("function") or {}).items() if v is not None}
+        tools.append(tool | {"function": missing | known})
+    if not tools:
+        return given
     return given._replace(tools=tools)
 
 

@@ -40,6 +40,17 @@ KINDS: ArgumentKinds = {
 }
 
 Call = tuple[str, dict[str, Any]]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
 
 
 def written(form: ToolFormat, calls: Sequence[Call], show: Callable[[Any], str] = repr) -> str:

@@ -92,8 +92,10 @@ def test_smollm3_has_its_tools_as_pythons_if_it_is_to_write_python() -> None:
 def test_a_function_without_parameters_has_none_for_templates_that_need_them(source: str) -> None:
     template = ChatTemplate(source, {})
     template.fit = fit_for(source, TOOL_FORMATS["command_r"])
-    text = template.render(read_conversation(CHAT[:1]), ChatOptions([CLOCK]))
-    assert text in ("[]", '{"type": "object", "properties": {}}')
+    null = {"name": "clock", "parameters": None, "description": None}
+    for tool in (CLOCK, {"type": "function", "function": null}):
+        text = template.render(read_conversation(CHAT[:1]), ChatOptions([tool]))
+        assert text in ("[]", '{"type": "object", "properties": {}}')
 
 
 def test_cohere_has_what_came_before_calls_as_their_plan() -> None:
