@@ -278,7 +278,7 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
             path / "additional_chat_templates" / "tool_use.jinja"
         )
     template = config.get("chat_template")
-    named = {"default": template}
+    named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     found = (named.get(name) for name in ("default", "tool_use"))

@@ -35,8 +35,8 @@ FORMATS = sorted({*TOOL_FORMATS} - {"harmony"})  # test_harmony.py
 FUNCTIONS = tuple(Function(**each["function"]) for each in TOOLS)
 CALLS = [("get_weather", {"city": "Oslo", "days": 3}), ("clock", {})]
 MARKERS = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>"]
-ALL_FORMATS = (*TOOL_FORMATS.values(), *REASONING_FORMATS.values())
-ALL_MARKERS = sorted({marker for form in ALL_FORMATS for marker in form.markers})
+TOOL_MARKERS = {marker for form in TOOL_FORMATS.values() for marker in form.markers}
+REASONING_MARKERS = {marker for form in REASONING_FORMATS.values() for marker in form.markers}
 EOS = 1
 REASONINGS_IN_TAGS = sorted({*REASONING_FORMATS} - {"harmony"})
 REASONINGS: list[tuple[str | None, Begins]] = [
@@ -64,7 +64,7 @@ VOCABULARIES = {
     "text": vocabulary([], False),
     "special": vocabulary(MARKERS, True),
     "added": vocabulary(["<tool_call>", "</tool_call>", "<think>", "</think>"], False),
-    "all": vocabulary(ALL_MARKERS, True),
+    "all": vocabulary(sorted(TOOL_MARKERS | REASONING_MARKERS), True),
 }
 
 
