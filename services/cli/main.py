@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -67,6 +69,7 @@ class App(typer.Typer):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, with an eye on what becomes of its output."""
         forget_impossible_width()
+        atexit.register(gc.freeze)  # else its last act is to look for garbage, 0.2 s long
         with checked_stdout():
             return super().__call__(*args, **kwargs)
 
