@@ -36,7 +36,7 @@ test: $(STAMP) redis prometheus ## Run all tests that this machine can run
 ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 2 tests/unit tests/kernels tests/integration
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/kernels tests/integration
 	$(BIN)/pytest tests/e2e tests/faults tests/gpu tests/clients
 endif
 
