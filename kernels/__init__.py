@@ -19,7 +19,8 @@ those before it are arbitrary.
 `load_ops` chooses the backend. Each operation has a file here, in which its launcher chooses tiles,
 splits and the kernel: `paged_decode.py` splits the context, `paged_prefill.py` takes the kernel of
 `paged_prefill_hopper.py` where it applies, `linear.py` leaves to cuBLAS what it does better.
-`reference/` has the same in plain torch, `bench/` times both.
+`reference/` has the same in plain torch, `bench/` times both. `invariant/` has those whose results
+would depend on the batch once more, so that they do not.
 """
 
 from __future__ import annotations
@@ -44,6 +45,16 @@ if TYPE_CHECKING:
 
 BackendName = Literal["auto", "triton", "torch"]
 
+# Whose results for a row depend on the batch, unless they are those of `kernels/invariant`.
+BATCH_DEPENDENT = (
+    "paged_decode",
+    "paged_prefill",
+    "latent_attention",
+    "linear",
+    "head_products",
+    "experts",
+)
+
 OP_NAMES = (
     "paged_decode",
     "paged_prefill",
@@ -52,6 +63,7 @@ OP_NAMES = (
     "latent_rotary_and_cache",
     "rms_norm",
     "linear",
+    "head_products",
     "silu_and_mul",
     "gelu_and_mul",
     "route",
@@ -121,6 +133,16 @@ class Linear(Protocol):
         bias: torch.Tensor | None = None,  # [out]
         out: torch.Tensor | None = None,  # [T, out] contiguous
     ) -> torch.Tensor: ...  # [T, out]
+
+
+class HeadProducts(Protocol):
+    """`x[:, h] @ weights[h]` of each head, summed up in float32, returned in x's dtype."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, H, in], any strides with stride(-1) == 1
+        weights: torch.Tensor,  # [H, in, out], any strides
+    ) -> torch.Tensor: ...  # [T, H, out], any strides
 
 
 class SiluAndMul(Protocol):
@@ -338,6 +360,7 @@ class Ops:
     latent_rotary_and_cache: LatentRotaryAndCache
     rms_norm: RmsNorm
     linear: Linear
+    head_products: HeadProducts
     silu_and_mul: SiluAndMul
     gelu_and_mul: GeluAndMul
     route: Route
@@ -352,6 +375,7 @@ class Ops:
 
 
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
+    "head_products": "linear",
     "pack_blocks": "kv_pack",
     "unpack_blocks": "kv_pack",
     "gelu_and_mul": "silu_and_mul",
@@ -361,12 +385,13 @@ _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
 }
 
 
-def load_ops(backend: BackendName, device_type: str) -> Ops:
+def load_ops(backend: BackendName, device_type: str, batch_invariant: bool = False) -> Ops:
     """Return the operations of a backend.
 
     Args:
         backend: `auto` takes Triton on CUDA and torch elsewhere.
         device_type: `cuda` or `cpu`, the device that the tensors will live on.
+        batch_invariant: whether a row's result must not depend on the batch; takes time.
 
     Raises:
         ImportError: Triton was asked for and is not installed.
@@ -378,4 +403,7 @@ def load_ops(backend: BackendName, device_type: str) -> Ops:
         name: getattr(importlib.import_module(f"{package}.{_MODULE_OF_OP[name]}"), name)
         for name in OP_NAMES
     }
+    if batch_invariant:
+        invariant = importlib.import_module(f"{package}.invariant")
+        found |= {name: getattr(invariant, name) for name in BATCH_DEPENDENT}
     return Ops(backend=backend, **found)

@@ -178,10 +178,12 @@ def experts(
     down_bias: torch.Tensor | None = None,
     activation: GatedSilu = SILU,
     interleaved: bool = False,
+    tile_rows: int | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of what each token's experts make of it, `[T, H]`.
 
-    Shapes are those of `pagewire.kernels.Experts`.
+    Shapes are those of `pagewire.kernels.Experts`. `tile_rows` is how many pairs a tile has; None:
+    as suits the batch.
 
     Raises:
         UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
@@ -193,10 +195,11 @@ def experts(
     num_experts, top_k = gate_up.shape[0], chosen.shape[1]
     if tokens == 0:
         return torch.empty_like(x)
-    if are_few(tokens, top_k, num_experts):
+    if tile_rows is None and are_few(tokens, top_k, num_experts):
         biases = gate_up_bias, down_bias
         return few_experts(x, chosen, weights, gate_up, down, *biases, activation, interleaved)
-    tiles = list_tiles(chosen, num_experts, _rows_of_a_tile(chosen.numel(), num_experts))
+    rows = tile_rows or _rows_of_a_tile(chosen.numel(), num_experts)
+    tiles = list_tiles(chosen, num_experts, rows)
     inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
     outputs = _project_down(inner, down, down_bias, tiles, top_k)
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)

@@ -26,6 +26,7 @@ from pagewire.kernels.paged_decode import choose_splits, combine_splits
 
 _MAX_SPLITS = 32  # the second kernel has a program hold a latent vector of each
 _MIN_DOT = 16
+_MANY_ROWS = 17  # and more take larger tiles
 MAX_RANK = 512
 MAX_ROTATED = 128
 
@@ -163,7 +164,7 @@ def _choose_config(rows: int, element_size: int) -> _Config:
     """
     if element_size == 4:
         return _Config(block_m=16, tile=16, num_warps=4, stages=2)
-    if rows <= 16:
+    if rows < _MANY_ROWS:
         return _Config(block_m=16, tile=32, num_warps=4, stages=3)
     return _Config(block_m=64, tile=32, num_warps=8, stages=3)
 
@@ -189,11 +190,12 @@ def latent_attention(
     cu_query_lens: torch.Tensor | None = None,
     max_query_len: int = 1,
     out: torch.Tensor | None = None,
+    one_tiling: bool = False,
 ) -> torch.Tensor:
     """Causal attention of all heads to one latent vector a token, over its paged context.
 
     Shapes are those of `pagewire.kernels.LatentAttention`; `max_query_len` sizes the grid and must
-    be at least every sequence's query length.
+    be at least every sequence's query length. With `one_tiling`, tiles are the same in all batches.
 
     Raises:
         UnsupportedShapeError: C is above 512 or R above 128, or a last dimension has gaps.
@@ -204,7 +206,8 @@ def latent_attention(
     sequences, block_size = seq_lens.shape[0], cache.shape[1]
     if sequences == 0 or max_query_len == 0:
         return out
-    config = _choose_config(heads * max_query_len, q_latent.element_size())
+    rows = _MANY_ROWS if one_tiling else heads * max_query_len
+    config = _choose_config(rows, q_latent.element_size())
     row_tiles = -(-heads * max_query_len // config.block_m)
     splits = 1
     if cu_query_lens is None:
@@ -244,7 +247,7 @@ def latent_attention(
         SINGLE=splits == 1,
         STAGES=config.stages,
         num_warps=config.num_warps,
-        **overlap_options(cache.device, sequences * max_query_len, 4),
+        **overlap_options(cache.device, sequences * max_query_len, 0 if one_tiling else 4),
     )
     if splits > 1:
         combine_splits(partial, lse, seq_lens, out, config.tile)

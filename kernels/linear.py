@@ -193,3 +193,11 @@ def linear(
         **overlap_options(x.device, rows),
     )
     return out
+
+
+def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return each head's rows times its own matrix, by cuBLAS.
+
+    Shapes are those of `pagewire.kernels.HeadProducts`.
+    """
+    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)

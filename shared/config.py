@@ -107,6 +107,11 @@ class EngineSettings(Settings):
         True,
         "Replay decode steps, small prefill steps and copies of KV blocks as CUDA graphs.",
     )
+    batch_invariant: bool = described(
+        False,
+        "Make a token's log probabilities the same bits in every batch, however its prompt is cut "
+        "into chunks and whether it is recomputed; slower. The same in all workers.",
+    )
 
     @field_validator("max_model_len")
     @classmethod

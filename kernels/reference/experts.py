@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -18,10 +20,11 @@ def experts(
     down_bias: torch.Tensor | None = None,
     activation: GatedSilu = SILU,
     interleaved: bool = False,
+    product: Callable[..., torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """Return the weighted sum of what each token's experts make of it, `[T, H]`.
 
-    Shapes are those of `pagewire.kernels.Experts`. The host reads which experts are chosen, so a
+    Shapes are those of `pagewire.kernels.Experts`; `product` multiplies by a weight. The host reads which experts are chosen, so a
     CUDA graph cannot capture this.
     """
     tokens, top_k = chosen.shape
@@ -29,11 +32,11 @@ def experts(
     for expert in chosen.unique().tolist():
         token, choice = (chosen == expert).nonzero(as_tuple=True)
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        projected = F.linear(x[token], gate_up[expert], bias).float()
+        projected = product(x[token], gate_up[expert], bias).float()
         gate, up = _split(projected, interleaved)
         inner = _activate(gate, up, activation).to(x.dtype)
         bias = None if down_bias is None else down_bias[expert]
-        outputs[token, choice] = F.linear(inner, down[expert], bias)
+        outputs[token, choice] = product(inner, down[expert], bias)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for choice in range(top_k):  # in the order of the choices, as the kernel adds them
         total += weights[:, choice, None] * outputs[:, choice]

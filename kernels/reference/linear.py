@@ -1,4 +1,4 @@
-"""`x @ weight.T + bias`, in plain torch."""
+"""`x @ weight.T + bias`, and one such product a head, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,3 +18,11 @@ def linear(
     """
     product = F.linear(x, weight, bias)
     return product if out is None else out.copy_(product)
+
+
+def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return each head's rows times its own matrix.
+
+    Shapes are those of `pagewire.kernels.HeadProducts`.
+    """
+    return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)

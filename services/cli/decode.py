@@ -29,6 +29,7 @@ def decode(
     local_prefill_tokens: options.LocalPrefillTokens = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     cuda_graphs: options.CudaGraphs = None,
+    batch_invariant: options.BatchInvariant = None,
     kv_transport: options.KvTransport = None,
     kv_network: options.KvNetwork = None,
     staging_slots: options.StagingSlots = None,

@@ -91,6 +91,9 @@ EnablePrefixCaching = Annotated[
     _engine("enable_prefix_caching", "--enable-prefix-caching/--no-enable-prefix-caching"),
 ]
 CudaGraphs = Annotated[bool | None, _engine("cuda_graphs", "--cuda-graphs/--no-cuda-graphs")]
+BatchInvariant = Annotated[
+    bool | None, _engine("batch_invariant", "--batch-invariant/--no-batch-invariant")
+]
 LocalPrefillTokens = Annotated[int | None, setting(WorkerSettings, "local_prefill_tokens", ENGINE)]
 KvTransport = Annotated[setting_types.KvTransport | None, _network(WorkerSettings, "kv_transport")]
 KvNetwork = Annotated[setting_types.KvNetwork | None, _network(WorkerSettings, "kv_network")]

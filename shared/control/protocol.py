@@ -250,6 +250,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
         head_dim: numbers of each head.
         block_bytes: of one block.
         resume_blocks: how many of a prefix's last blocks a worker needs to go on after it; 0: all.
+        batch_invariant: whether blocks do not depend on the batches that computed them.
     """
 
     fingerprint: Id
@@ -261,6 +262,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Annotated[int, Meta(ge=1, le=4096)]
     block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
     resume_blocks: Count = 0
+    batch_invariant: bool = False
 
 
 class KvHello(Message, frozen=True, kw_only=True):

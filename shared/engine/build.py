@@ -5,7 +5,6 @@ Chooses device and dtype (`auto`), loads weights, sizes the KV pool from free GP
 
 from __future__ import annotations
 
-import importlib
 import logging
 import secrets
 from collections.abc import Callable
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from pagewire.kernels import BackendName, Ops, load_ops
+from pagewire.kernels import Ops
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.kernel_choice import check_invariance, choose_ops
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.engine.model_runner import ModelRunner
 from pagewire.shared.engine.schedule import SchedulerLimits
@@ -104,7 +104,8 @@ def build_engine(
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     full_model_len = choose_max_model_len(settings.max_model_len, config)
-    ops = choose_ops(settings.kernels, device)
+    check_invariance(config, settings.batch_invariant)
+    ops = choose_ops(settings.kernels, device, settings.batch_invariant)
     progress("loading weights")
     if isinstance(config, TransformersConfig):
         settings = settings.model_copy(update={"cuda_graphs": False})
@@ -124,7 +125,7 @@ def build_engine(
     if device.type == "cuda":
         _prepare(runner, settings, max_model_len, progress)
     fingerprint = model_fingerprint(path, config, settings.load_format, full_model_len)
-    layout = _layout(fingerprint, dtype, shape, groups)
+    layout = _layout(fingerprint, dtype, shape, groups, settings.batch_invariant)
     pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
     limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
@@ -159,7 +160,11 @@ def _load(
 
 
 def _layout(
-    fingerprint: str, dtype: torch.dtype, shape: KvShape, groups: CacheGroups
+    fingerprint: str,
+    dtype: torch.dtype,
+    shape: KvShape,
+    groups: CacheGroups,
+    batch_invariant: bool,
 ) -> BlockLayout:
     return BlockLayout(
         fingerprint=fingerprint,
@@ -171,6 +176,7 @@ def _layout(
         head_dim=shape.token.size,
         block_bytes=shape.block_bytes,
         resume_blocks=groups.resume_blocks,
+        batch_invariant=batch_invariant,
     )
 
 
@@ -202,27 +208,6 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device was found: install a driver, or use --device cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def choose_ops(name: BackendName, device: torch.device) -> Ops:
-    """Return the kernels that a setting means.
-
-    Raises:
-        ConfigError: Triton was asked for where it cannot run.
-    """
-    try:
-        ops = load_ops(name, device.type)
-        # Its interpreter, for tests, runs anywhere.
-        if ops.backend == "triton" and device.type == "cpu" and not _triton_is_interpreted():
-            raise ConfigError("the Triton kernels need a GPU: use --kernels torch on the CPU")
-    except ImportError as exc:
-        raise ConfigError(f"Triton is not installed ({exc}): use --kernels torch") from exc
-    return ops
-
-
-def _triton_is_interpreted() -> bool:
-    knobs = importlib.import_module("triton").knobs  # not available on every platform
-    return bool(knobs.runtime.interpret)
 
 
 def choose_dtype(name: str, config: ModelConfig) -> torch.dtype:

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine import build
+from pagewire.shared.engine import kernel_choice
 from pagewire.shared.errors import ConfigError
 
 CPU = torch.device("cpu")
 
 
 def test_auto_takes_torch_on_the_cpu() -> None:
-    assert build.choose_ops("auto", CPU).backend == "torch"
+    assert kernel_choice.choose_ops("auto", CPU).backend == "torch"
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
@@ -24,16 +24,16 @@ def test_triton_runs_on_the_cpu_in_its_interpreter_alone(
     load_ops("triton", "cpu")  # kernels become what they are when they are imported: for all tests
     monkeypatch.setattr(triton.knobs.runtime, "interpret", interpreted)
     if interpreted:
-        assert build.choose_ops("triton", CPU).backend == "triton"
+        assert kernel_choice.choose_ops("triton", CPU).backend == "triton"
     else:
         with pytest.raises(ConfigError, match="--kernels torch"):
-            build.choose_ops("triton", CPU)
+            kernel_choice.choose_ops("triton", CPU)
 
 
 def test_missing_triton_is_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_nothing(_backend: str, _device: str) -> None:
+    def load_nothing(*_: object) -> None:
         raise ModuleNotFoundError("No module named 'triton'", name="triton")
 
-    monkeypatch.setattr(build, "load_ops", load_nothing)
+    monkeypatch.setattr(kernel_choice, "load_ops", load_nothing)
     with pytest.raises(ConfigError, match="Triton is not installed"):
-        build.choose_ops("triton", torch.device("cuda"))
+        kernel_choice.choose_ops("triton", torch.device("cuda"))

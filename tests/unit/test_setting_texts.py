@@ -108,6 +108,7 @@ def test_the_compose_files_example_of_an_environment() -> None:
         assert comment[: len(expected)] == expected, name
         default = kind.model_fields[name.lower()].default
         plain = f"{default:g}" if isinstance(default, float) else str(default)
+        plain = plain.lower() if isinstance(default, bool) else plain
         if default in (None, PydanticUndefined):  # it is computed
             plain = ""
         assert value == OTHER_DEFAULTS.get(name, plain), name

@@ -92,6 +92,7 @@ def up(
     local_prefill_tokens: options.LocalPrefillTokens = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     cuda_graphs: options.CudaGraphs = None,
+    batch_invariant: options.BatchInvariant = None,
     kv_transport: options.KvTransport = None,
     kv_network: options.KvNetwork = None,
     api_key_file: options.ApiKeyFile = None,

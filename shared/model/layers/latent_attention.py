@@ -85,11 +85,11 @@ class LatentAttention:
             self.kv_norm.eps,
             config.interleaved,
         )
-        q_latent = torch.bmm(q_nope.transpose(0, 1), self._key_up).transpose(0, 1)  # [T, H, C]
+        q_latent = self._ops.head_products(q_nope, self._key_up)  # [T, H, C]
         out = torch.empty_like(q_latent)
         attend_latent(self._ops, q_latent, q_rope, cache, batch, config.score_scale, out)
-        values = torch.bmm(out.transpose(0, 1), self._value_up)  # [H, T, V]
-        return self.o_proj.apply(values.transpose(0, 1).flatten(1))
+        values = self._ops.head_products(out, self._value_up)  # [T, H, V]
+        return self.o_proj.apply(values.flatten(1))
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills projections and norms."""

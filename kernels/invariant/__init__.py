@@ -1,0 +1,30 @@
+"""Operations whose result for a row depends on that row alone, in Triton.
+
+A sum of floating-point numbers depends on the order in which they are added, and the fastest order
+depends on the batch: on its rows, on where chunks end, on how a context is split. Here each order
+follows from shapes of the model alone, so that a row has the same bits in every batch, and a token
+the same keys and values whether it was decoded or computed as part of a prompt:
+
+- attention is one kernel for decode rows and chunks. Tiles of keys begin at multiples of a fixed
+  size, one program takes all that a row sees, and tiles that a row does not see leave its sums as
+  they are (`attention.py`);
+- products have one tiling a weight, whatever the rows, and no split of the inputs (`products.py`);
+- experts have one size of tiles; their outputs are added in the order of a token's choices.
+
+The other operations compute a row by itself in any batch. `reference/invariant.py` has these in
+plain torch. `load_ops` chooses.
+"""
+
+from __future__ import annotations
+
+from pagewire.kernels.invariant.attention import latent_attention, paged_decode, paged_prefill
+from pagewire.kernels.invariant.products import experts, head_products, linear
+
+__all__ = [
+    "experts",
+    "head_products",
+    "latent_attention",
+    "linear",
+    "paged_decode",
+    "paged_prefill",
+]

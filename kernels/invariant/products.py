@@ -1,0 +1,140 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Matrix products with one tiling a weight: a row's result does not depend on the other rows.
+
+A program takes some rows and some outputs, and all inputs in order. How it is cut follows from the
+weight's shape. Few rows leave most of a tile empty, which costs little: reading the weights takes
+the time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels import experts as usual_experts
+
+# As many as the usual kernel takes at most: an expert's weights are read once for so many rows.
+experts = partial(usual_experts.experts, tile_rows=64)
+
+_MANY_OUTS = 16384  # fill a GPU's SMs with large tiles
+
+
+class _Tiling(NamedTuple):
+    """Rows, outputs and inputs of a tile, warps, and tiles in flight."""
+
+    rows: int
+    outs: int
+    ins: int
+    warps: int
+    stages: int
+
+
+def _tiling_of(outs: int, element_size: int) -> _Tiling:
+    """Return how to cut the product with a weight, which must not depend on the rows."""
+    if element_size == 4:
+        return _Tiling(32, 32, 32, 4, 2)
+    return _Tiling(128, 128, 64, 8, 3) if outs >= _MANY_OUTS else _Tiling(128, 64, 64, 8, 4)
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr,  # [rows, heads, ins]
+    weight_ptr,  # [heads, outs, ins]
+    bias_ptr,  # [outs]
+    out_ptr,  # [rows, heads, outs]
+    rows,
+    outs,
+    ins,
+    x_stride_row,
+    x_stride_head,
+    weight_stride_head,
+    weight_stride_out,
+    weight_stride_in,
+    out_stride_row,
+    out_stride_head,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    # Programs that share weights are neighbours.
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    head = tl.program_id(2).to(tl.int64)
+    inputs = tl.arange(0, BLOCK_IN)
+    is_row, is_column = row < rows, column < outs
+    x_tile = x_ptr + head * x_stride_head + row[:, None] * x_stride_row + inputs[None, :]
+    weight_tile = weight_ptr + head * weight_stride_head + column[None, :] * weight_stride_out
+    weight_tile += inputs[:, None] * weight_stride_in
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_OUT], dtype=tl.float32)
+    for first in tl.range(0, ins, BLOCK_IN, num_stages=STAGES):
+        there = inputs < ins - first
+        x = tl.load(x_tile + first, mask=is_row[:, None] & there[None, :], other=0.0)
+        weight = tl.load(
+            weight_tile + first.to(tl.int64) * weight_stride_in,
+            mask=is_column[None, :] & there[:, None],
+            other=0.0,
+        )
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    out = out_ptr + head * out_stride_head + row[:, None] * out_stride_row + column[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def _multiply(
+    x: torch.Tensor,  # [T, H, in]
+    weight: torch.Tensor,  # [H, out, in], any strides
+    bias: torch.Tensor | None,  # [out]
+    out: torch.Tensor,  # [T, H, out]
+) -> None:
+    rows, heads, ins = x.shape
+    outs = weight.shape[1]
+    if rows == 0:
+        return
+    x = x if x.stride(2) == 1 else x.contiguous()
+    tiling = _tiling_of(outs, x.element_size())
+    _product_kernel[(triton.cdiv(rows, tiling.rows), triton.cdiv(outs, tiling.outs), heads)](
+        x,
+        weight,
+        weight if bias is None else bias.contiguous(),
+        out,
+        rows,
+        outs,
+        ins,
+        *x.stride()[:2],
+        *weight.stride(),
+        *out.stride()[:2],
+        BLOCK_ROWS=tiling.rows,
+        BLOCK_OUT=tiling.outs,
+        BLOCK_IN=tiling.ins,
+        STAGES=tiling.stages,
+        HAS_BIAS=bias is not None,
+        num_warps=tiling.warps,
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias`; see `pagewire.kernels.Linear`."""
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x[:, None], weight[None], bias, out[:, None])
+    return out
+
+
+def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return each head's rows times its own matrix; see `pagewire.kernels.HeadProducts`."""
+    tokens, heads, _ = x.shape
+    out = torch.empty((tokens, heads, weights.shape[2]), dtype=x.dtype, device=x.device)
+    _multiply(x, weights.transpose(1, 2), None, out)
+    return out

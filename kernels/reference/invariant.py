@@ -1,0 +1,126 @@
+"""The operations of `pagewire.kernels.invariant` in plain torch.
+
+Libraries choose how to multiply matrices by their shapes. So products here are always of the same
+number of rows, padded with zeros, and attention is of one query at a time.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from pagewire.kernels.reference import experts as usual_experts
+from pagewire.kernels.reference import latent_attention as usual_latent_attention
+from pagewire.kernels.reference.paged_decode import paged_decode
+
+__all__ = [
+    "experts",
+    "head_products",
+    "latent_attention",
+    "linear",
+    "paged_decode",
+    "paged_prefill",
+]
+
+_ROWS = 16  # of a product, unless its library computes equal rows differently
+# By a weight's shape, and what else a library may choose by.
+_rows_of_products: dict[tuple[object, ...], int] = {}
+
+
+def _rows_of(weight: torch.Tensor) -> int:
+    """Return of how many rows products with a weight `[out, in]` are.
+
+    16 if the library computes a row alike wherever it stands, which is tried out once; else one.
+    """
+    key = (weight.shape, weight.stride(), weight.dtype, weight.device, torch.get_num_threads())
+    if key not in _rows_of_products:
+        row = torch.arange(weight.shape[1], device=weight.device).sin().to(weight.dtype)
+        products = F.linear(row.repeat(_ROWS, 1), weight)
+        _rows_of_products[key] = (
+            _ROWS if torch.equal(products, products[:1].expand(_ROWS, -1)) else 1
+        )
+    return _rows_of_products[key]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return `x @ weight.T + bias`; see `pagewire.kernels.Linear`."""
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    if not len(x):
+        return out
+    size = _rows_of(weight)
+    for rows, target in zip(x.split(size), out.split(size), strict=True):
+        padded = torch.zeros((size, x.shape[1]), dtype=x.dtype, device=x.device)
+        padded[: len(rows)] = rows
+        target.copy_(F.linear(padded, weight, bias)[: len(rows)])
+    return out
+
+
+def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return each head's rows times its own matrix; see `pagewire.kernels.HeadProducts`."""
+    heads = zip(x.unbind(1), weights.unbind(0), strict=True)
+    return torch.stack([linear(rows, weight.t()) for rows, weight in heads], dim=1)
+
+
+experts = partial(usual_experts.experts, product=linear)
+
+
+def _queries(
+    block_tables: torch.Tensor, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return block tables and lengths of the context of each query, as if each were a sequence."""
+    counts = cu_query_lens.diff()
+    last = (cu_query_lens[1:] - 1).repeat_interleave(counts)
+    before_last = last - torch.arange(len(last), device=last.device)
+    lengths = seq_lens.repeat_interleave(counts) - before_last
+    return block_tables.repeat_interleave(counts, dim=0), lengths
+
+
+def paged_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    out: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
+    out = torch.empty_like(q) if out is None else out
+    tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
+    own, options = slice(len(lengths)), (window, soft_cap, sinks)
+    paged_decode(q[own], k_cache, v_cache, tables, lengths, scale, out[own], *options)
+    return out
+
+
+def latent_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    cu_query_lens: torch.Tensor | None = None,
+    max_query_len: int = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention to latent vectors; see `pagewire.kernels.LatentAttention`."""
+    out = torch.empty_like(q_latent) if out is None else out
+    if cu_query_lens is not None:
+        block_tables, seq_lens = _queries(block_tables, cu_query_lens, seq_lens)
+    own = slice(len(seq_lens))
+    attend = usual_latent_attention.latent_attention
+    attend(q_latent[own], q_rope[own], cache, block_tables, seq_lens, scale, out=out[own])
+    return out
