@@ -35,7 +35,7 @@ class _Config(NamedTuple):
 def _config_of(dim_pad: int, element_size: int) -> _Config:
     """Return the tiles; whatever they depend on must be the same in every batch."""
     if element_size == 4:  # no tensor cores: what registers hold
-        return _Config(block_m=16, tile=32, num_warps=4, stages=2)
+        return _Config(block_m=16, tile=16, num_warps=4, stages=2)
     if dim_pad > 128:
         return _Config(block_m=64, tile=32, num_warps=8, stages=3)
     return _Config(block_m=64, tile=64, num_warps=4, stages=3)

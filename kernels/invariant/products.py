@@ -76,7 +76,7 @@ def _product_kernel(
         there = inputs < ins - first
         x = tl.load(x_tile + first, mask=is_row[:, None] & there[None, :], other=0.0)
         weight = tl.load(
-            weight_tile + first.to(tl.int64) * weight_stride_in,
+            weight_tile + first * weight_stride_in,
             mask=is_column[None, :] & there[:, None],
             other=0.0,
         )

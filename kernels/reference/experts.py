@@ -24,8 +24,8 @@ def experts(
 ) -> torch.Tensor:
     """Return the weighted sum of what each token's experts make of it, `[T, H]`.
 
-    Shapes are those of `pagewire.kernels.Experts`; `product` multiplies by a weight. The host reads which experts are chosen, so a
-    CUDA graph cannot capture this.
+    Shapes are those of `pagewire.kernels.Experts`; `product` multiplies by a weight. The host
+    reads which experts are chosen, so a CUDA graph cannot capture this.
     """
     tokens, top_k = chosen.shape
     outputs = torch.empty((tokens, top_k, x.shape[1]), dtype=x.dtype, device=x.device)
