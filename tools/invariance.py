@@ -1,0 +1,187 @@
+"""Measures whether a token's log probabilities depend on what else an engine does.
+
+    python -P -m pagewire.tools.invariance MODEL [--device cuda] [--dtype bfloat16]
+
+One prompt is answered alone, and then in other circumstances: in batches of each size, with the
+context cut elsewhere, with the prompt cut into other chunks, from the prefix cache, after having
+been preempted, and with the answer recomputed as a part of the prompt. For each, the log
+probabilities of the 20 most likely tokens at each position of the answer are compared bit for bit
+with those of the first run, in the default mode and with `--batch-invariant`. Other settings of the
+engine are taken from the environment, such as PAGEWIRE_LOAD_FORMAT=dummy.
+
+Ends with 1 if anything depends in the batch-invariant mode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.outputs import Logprob, Logprobs, RequestOutput
+
+MODES = {False: "default", True: "batch-invariant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is run.
+
+    Attributes:
+        prompt, answer: tokens of the prompt that is looked at, and of its answer.
+        batches: numbers of prompts at once.
+        chunks: tokens of a step.
+    """
+
+    prompt: int = 300
+    answer: int = 32
+    batches: tuple[int, ...] = (2, 3, 8, 16, 17, 32, 64)
+    chunks: tuple[int, ...] = (7, 64, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far an answer's log probabilities are from those of the first run.
+
+    Attributes:
+        positions: of the answer that are not the same bits.
+        largest: absolute difference of two log probabilities of one token.
+    """
+
+    positions: int
+    largest: float
+
+    def __str__(self) -> str:
+        return f"{self.largest:.2g} ({self.positions})" if self.positions else "equal"
+
+
+def compare(found: Logprobs, expected: Logprobs) -> Difference:
+    """Compare position by position, up to the first at which tokens differ, as that counts."""
+    positions, largest = 0, 0.0
+    for one, other in zip(found, expected, strict=True):
+        if _values(one) != _values(other):
+            positions += 1
+            gaps = [abs(one[key].logprob - other[key].logprob) for key in one.keys() & other.keys()]
+            largest = max([largest, *gaps])
+        if next(iter(one)) != next(iter(other)):
+            break
+    return Difference(positions, largest)
+
+
+def _values(position: dict[int, Logprob]) -> dict[int, float]:
+    return {token: each.logprob for token, each in position.items()}
+
+
+class Measurement:
+    """The circumstances of one mode.
+
+    Args:
+        model: a directory, a hub id, or "demo".
+        work: what is run.
+        settings: of the engine.
+    """
+
+    def __init__(self, model: str, work: Workload, **settings: Any) -> None:
+        self._model, self._work, self._settings = model, work, settings
+        self._greedy = SamplingParams(
+            temperature=0, max_tokens=work.answer, ignore_eos=True, logprobs=20
+        )
+        self._vocab_size = self._num_groups = 0
+
+    def differences(self) -> Iterator[tuple[str, Difference]]:
+        """Yield each circumstance and what it changes."""
+        work, total = self._work, self._work.prompt + self._work.answer
+        first, *others = self._run(self._on_one_engine)
+        expected = first[1]
+        yield from ((name, compare(found, expected)) for name, found in others)
+        cut = {"max_model_len": -(-total // 16) * 16}
+        found = self._run(lambda llm: self._answers(llm, 1)[0], **cut)
+        yield f"context of {cut['max_model_len']} at most", compare(found, expected)
+        for size in work.chunks:
+            found = self._run(lambda llm: self._answers(llm, 1)[0], max_num_batched_tokens=size)
+            yield f"chunks of {size}", compare(found, expected)
+        # Two prompts fit, and not their answers.
+        blocks = {"num_blocks": self._num_groups * (2 * -(-work.prompt // 16) + 2), **cut}
+        found = self._run(self._preempted, max_num_batched_tokens=100, block_size=16, **blocks)
+        if found is not None:
+            yield "preempted", compare(found, expected)
+
+    def _run(self, run: Callable[[LLM], Any], **settings: Any) -> Any:
+        """Return what is computed on an engine of its own, whose memory is free afterwards."""
+        llm = LLM(self._model, **{**self._settings, **settings})
+        try:
+            self._vocab_size = llm.engine.config.vocab_size
+            self._num_groups = len(llm.engine.runner.groups)
+            return run(llm)
+        finally:
+            del llm
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _prompt(self, number: int) -> list[int]:
+        """Return a prompt; the first is the one that is looked at."""
+        length = self._work.prompt if number == 0 else 1 + 37 * number % self._work.prompt
+        return [(7919 * at + 101 * number + 31) % self._vocab_size for at in range(length)]
+
+    def _answers(self, llm: LLM, count: int) -> list[Logprobs]:
+        prompts = [self._prompt(number) for number in range(count)]
+        outputs = llm.generate(prompts, self._greedy, use_tqdm=False)
+        return [_logprobs(output) for output in outputs]
+
+    def _on_one_engine(self, llm: LLM) -> list[tuple[str, Logprobs]]:
+        """Return what one engine answers: alone first, then what its settings allow."""
+        [output] = llm.generate([self._prompt(0)], self._greedy, use_tqdm=False)
+        found = [("alone", _logprobs(output))]
+        found.append(("prefix cached", self._answers(llm, 1)[0]))
+        found += [(f"in a batch of {n}", self._answers(llm, n)[0]) for n in self._work.batches]
+        whole = [*output.prompt_token_ids, *output.token_ids]
+        scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
+        [again] = llm.generate([whole], scored, use_tqdm=False)
+        recomputed = (again.prompt_logprobs or [])[self._work.prompt :]
+        return [*found, ("recomputed as a prompt", [each for each in recomputed if each])]
+
+    def _preempted(self, llm: LLM) -> Logprobs | None:
+        """Return the answer of a sequence that another has displaced; None if none was."""
+        ours, other = self._prompt(0), self._prompt(0)[::-1]
+        outputs = llm.generate([other, ours], self._greedy, use_tqdm=False)
+        return _logprobs(outputs[1]) if llm.engine.core.scheduler.num_preemptions else None
+
+
+def _logprobs(output: RequestOutput) -> Logprobs:
+    return output.outputs[0].logprobs or []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print; return 1 if anything depends in the batch-invariant mode."""
+    parser = argparse.ArgumentParser(
+        description="Measure whether log probabilities depend on the batch."
+    )
+    parser.add_argument("model", help="a Hugging Face directory, a hub id, or demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompt-tokens", type=int, default=Workload().prompt)
+    parser.add_argument("--answer-tokens", type=int, default=Workload().answer)
+    options = parser.parse_args(arguments)
+    work = Workload(options.prompt_tokens, options.answer_tokens)
+    found: dict[bool, dict[str, Difference]] = {}
+    for mode in MODES:
+        settings = {"device": options.device, "dtype": options.dtype, "batch_invariant": mode}
+        found[mode] = dict(Measurement(options.model, work, **settings).differences())
+    print(
+        f"{options.model}: largest difference of a log probability (positions that differ, of "
+        f"{work.answer})"
+    )
+    print(f"{'':<28}" + "".join(f"{name:>18}" for name in MODES.values()))
+    for name in found[True]:
+        print(f"{name:<28}" + "".join(f"{found[mode][name]!s:>18}" for mode in MODES))
+    return 1 if any(each.positions for each in found[True].values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
