@@ -24,7 +24,11 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.outputs import Logprob, Logprobs, RequestOutput
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.source import resolve_model
 
+BLOCK_SIZE = 16
 MODES = {False: "default", True: "batch-invariant"}
 
 
@@ -91,32 +95,46 @@ class Measurement:
         self._greedy = SamplingParams(
             temperature=0, max_tokens=work.answer, ignore_eos=True, logprobs=20
         )
-        self._vocab_size = self._num_groups = 0
+        self._config = load_config(resolve_model(model))
+        self._num_groups = len(CacheGroups.of(self._config.windows, BLOCK_SIZE))
 
     def differences(self) -> Iterator[tuple[str, Difference]]:
         """Yield each circumstance and what it changes."""
-        work, total = self._work, self._work.prompt + self._work.answer
         first, *others = self._run(self._on_one_engine)
         expected = first[1]
         yield from ((name, compare(found, expected)) for name, found in others)
-        cut = {"max_model_len": -(-total // 16) * 16}
-        found = self._run(lambda llm: self._answers(llm, 1)[0], **cut)
-        yield f"context of {cut['max_model_len']} at most", compare(found, expected)
-        for size in work.chunks:
-            found = self._run(lambda llm: self._answers(llm, 1)[0], max_num_batched_tokens=size)
-            yield f"chunks of {size}", compare(found, expected)
+        for name, settings in self._other_engines():
+            found = self._run(lambda llm: self._answers(llm, 1)[0], **settings)
+            yield name, compare(found, expected)
         # Two prompts fit, and not their answers.
-        blocks = {"num_blocks": self._num_groups * (2 * -(-work.prompt // 16) + 2), **cut}
-        found = self._run(self._preempted, max_num_batched_tokens=100, block_size=16, **blocks)
+        blocks = self._num_groups * (2 * -(-self._work.prompt // BLOCK_SIZE) + 2)
+        small = {"num_blocks": blocks, "block_size": BLOCK_SIZE, "max_num_batched_tokens": 100}
+        found = self._run(self._preempted, **small, **self._short_context())
         if found is not None:
             yield "preempted", compare(found, expected)
+
+    def _other_engines(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yield what is changed and the settings."""
+        short = self._short_context()
+        if short:
+            yield f"context of {short['max_model_len']} at most", short
+        for size in self._work.chunks:
+            yield f"chunks of {size}", {"max_num_batched_tokens": size}
+
+    def _short_context(self) -> dict[str, int]:
+        """Return settings of a context that just fits, which is split otherwise.
+
+        Of models whose keys turn by other factors then, as longrope has them, nothing.
+        """
+        total = self._work.prompt + self._work.answer
+        length, rope = -(-total // BLOCK_SIZE) * BLOCK_SIZE, self._config.rope
+        same = rope.is_long(length) == rope.is_long(self._config.max_position_embeddings)
+        return {"max_model_len": length} if same else {}
 
     def _run(self, run: Callable[[LLM], Any], **settings: Any) -> Any:
         """Return what is computed on an engine of its own, whose memory is free afterwards."""
         llm = LLM(self._model, **{**self._settings, **settings})
         try:
-            self._vocab_size = llm.engine.config.vocab_size
-            self._num_groups = len(llm.engine.runner.groups)
             return run(llm)
         finally:
             del llm
@@ -127,7 +145,7 @@ class Measurement:
     def _prompt(self, number: int) -> list[int]:
         """Return a prompt; the first is the one that is looked at."""
         length = self._work.prompt if number == 0 else 1 + 37 * number % self._work.prompt
-        return [(7919 * at + 101 * number + 31) % self._vocab_size for at in range(length)]
+        return [(7919 * at + 101 * number + 31) % self._config.vocab_size for at in range(length)]
 
     def _answers(self, llm: LLM, count: int) -> list[Logprobs]:
         prompts = [self._prompt(number) for number in range(count)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagewire.kernels.routing import Routing
+from pagewire.kernels.sigmoid import sigmoid
 
 
 def route(
@@ -15,7 +16,7 @@ def route(
     Shapes are those of `pagewire.kernels.Route`.
     """
     wide = logits.float()
-    scores = wide.softmax(dim=-1) if routing.scores == "softmax" else wide.sigmoid()
+    scores = wide.softmax(dim=-1) if routing.scores == "softmax" else sigmoid(wide)
     # A softmax keeps the order of its logits, and rounds some that differ to the same score.
     ordered_by_logits = (
         routing.scores == "softmax" and correction is None and routing.group_score == "best"

@@ -10,6 +10,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.routing import Routing
+from pagewire.kernels.sigmoid import sigmoid
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
 from pagewire.shared.model.layers.mlp import Mlp
 
@@ -152,7 +153,7 @@ class WithSharedExpert:
         """Map `[T, hidden]` to `[T, hidden]`."""
         shared = self.shared.forward(hidden)
         if self.gate is not None:
-            shared = torch.sigmoid(self.gate.apply(hidden)) * shared
+            shared = sigmoid(self.gate.apply(hidden)) * shared
         return self.experts.forward(hidden) + shared
 
     def targets(self, name: str) -> Iterator[NamedTarget]:

@@ -1,0 +1,79 @@
+"""A batch-invariant cluster: log probabilities are the same bits, whoever computes them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from pagewire import LLM, SamplingParams
+from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.sse import events_of
+
+pytestmark = pytest.mark.timeout(240)
+
+# The second and the last are short enough for a decode worker to compute them itself.
+PROMPTS = [
+    [(n * 37 + 11 * length) % 1900 + 10 for n in range(length)] for length in (70, 9, 150, 30)
+]
+TOKENS = 150
+Answer = list[tuple[int, float]]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    options = ("--prefill", "1", "--decode", "2", "--device", "cpu", "--dtype", "float32")
+    with local_cluster(*options, "--batch-invariant", "--max-num-batched-tokens", "50") as running:
+        yield running
+
+
+def offline_answers(**settings: Any) -> list[Answer]:
+    llm = LLM("demo", device="cpu", dtype="float32", batch_invariant=True, **settings)
+    asked = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+        for seed in range(len(PROMPTS))
+    ]
+    return [
+        [
+            (token, each[token].logprob)
+            for token, each in zip(o.token_ids, o.outputs[0].logprobs or [], strict=True)
+        ]
+        for o in llm.generate(PROMPTS, asked)
+    ]
+
+
+def streamed(cluster: LocalCluster, seed: int, kills_at: int = -1) -> Answer:
+    """Return an answer; after some events, kill a decode worker that has work."""
+    asked = {
+        "model": "pagewire-demo", "prompt": PROMPTS[seed], "seed": seed, "temperature": 0.9,
+        "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+        "stream": True,
+    }  # fmt: skip
+    tokens: list[int] = []
+    values: list[float] = []
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=asked, timeout=60) as response:
+        assert response.status_code == 200
+        for count, event in enumerate(events_of(response.iter_bytes())):
+            if count == kills_at:
+                busy = [name for name, n in cluster.used_blocks().items() if n and "decode" in name]
+                os.kill(cluster.worker_pid(busy[0]), signal.SIGKILL)
+            for choice in event["choices"]:
+                tokens += choice.get("token_ids", [])
+                values += (choice["logprobs"] or {}).get("token_logprobs", [])
+    return list(zip(tokens, values, strict=True))
+
+
+def test_answers_are_those_of_an_engine_even_if_their_worker_dies(cluster: LocalCluster) -> None:
+    truth = offline_answers()
+    assert offline_answers(max_num_batched_tokens=33, max_num_seqs=2) == truth
+    seeds = range(len(PROMPTS))
+    assert [streamed(cluster, seed) for seed in seeds] == truth
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        together = list(pool.map(streamed, [cluster] * len(PROMPTS), seeds, [20, -1, -1, -1]))
+    assert together == truth
+    assert cluster.total("pagewire_request_migrations_total") >= 1
