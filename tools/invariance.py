@@ -6,8 +6,8 @@ One prompt is answered alone, and then in other circumstances: in batches of eac
 context cut elsewhere, with the prompt cut into other chunks, from the prefix cache, after having
 been preempted, and with the answer recomputed as a part of the prompt. For each, the log
 probabilities of the 20 most likely tokens at each position of the answer are compared bit for bit
-with those of the first run, in the default mode and with `--batch-invariant`. Other settings of the
-engine are taken from the environment, such as PAGEWIRE_LOAD_FORMAT=dummy.
+with those of the first run, in the default mode and with `--batch-invariant`, whose cost follows.
+Other settings of the engine are taken from the environment, such as PAGEWIRE_LOAD_FORMAT=dummy.
 
 Ends with 1 if anything depends in the batch-invariant mode.
 """
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +123,20 @@ class Measurement:
         for size in self._work.chunks:
             yield f"chunks of {size}", {"max_num_batched_tokens": size}
 
+    def costs(self) -> dict[str, float]:
+        """Return milliseconds: of a first token, and of a decode step of some batches."""
+
+        def measure(llm: LLM) -> dict[str, float]:
+            prompt = self._prompt(0)
+            found = {f"first token of {len(prompt)}": _median_ms(llm, [prompt], 1)}
+            for size in (1, self._work.batches[-1]):
+                prompts = [[number % self._config.vocab_size] * 16 for number in range(size)]
+                steps = _median_ms(llm, prompts, 33) - _median_ms(llm, prompts, 1)
+                found[f"decode step of {size}"] = steps / 32
+            return found
+
+        return self._run(measure, enable_prefix_caching=False)
+
     def _short_context(self) -> dict[str, int]:
         """Return settings of a context that just fits, which is split otherwise.
 
@@ -171,6 +187,17 @@ class Measurement:
         return _logprobs(outputs[1]) if llm.engine.core.scheduler.num_preemptions else None
 
 
+def _median_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
+    """Return what greedy answers of so many tokens take, without the first of six times."""
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        llm.generate(prompts, greedy, use_tqdm=False)
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times[1:])
+
+
 def _logprobs(output: RequestOutput) -> Logprobs:
     return output.outputs[0].logprobs or []
 
@@ -180,17 +207,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Measure whether log probabilities depend on the batch."
     )
+    usual = Workload()
     parser.add_argument("model", help="a Hugging Face directory, a hub id, or demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompt-tokens", type=int, default=Workload().prompt)
-    parser.add_argument("--answer-tokens", type=int, default=Workload().answer)
+    parser.add_argument("--prompt-tokens", type=int, default=usual.prompt)
+    parser.add_argument("--answer-tokens", type=int, default=usual.answer)
+    parser.add_argument("--batches", type=int, nargs="+", default=usual.batches)
+    parser.add_argument("--chunks", type=int, nargs="+", default=usual.chunks)
     options = parser.parse_args(arguments)
-    work = Workload(options.prompt_tokens, options.answer_tokens)
+    sizes = (options.prompt_tokens, options.answer_tokens)
+    work = Workload(*sizes, tuple(options.batches), tuple(options.chunks))
     found: dict[bool, dict[str, Difference]] = {}
+    costs: dict[bool, dict[str, float]] = {}
     for mode in MODES:
         settings = {"device": options.device, "dtype": options.dtype, "batch_invariant": mode}
-        found[mode] = dict(Measurement(options.model, work, **settings).differences())
+        measurement = Measurement(options.model, work, **settings)
+        found[mode], costs[mode] = dict(measurement.differences()), measurement.costs()
     print(
         f"{options.model}: largest difference of a log probability (positions that differ, of "
         f"{work.answer})"
@@ -198,6 +231,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'':<28}" + "".join(f"{name:>18}" for name in MODES.values()))
     for name in found[True]:
         print(f"{name:<28}" + "".join(f"{found[mode][name]!s:>18}" for mode in MODES))
+    for name in costs[True]:
+        print(f"{name + ', ms':<28}" + "".join(f"{costs[mode][name]:>18.3g}" for mode in MODES))
     return 1 if any(each.positions for each in found[True].values()) else 0
 
 

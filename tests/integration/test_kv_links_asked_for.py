@@ -20,7 +20,8 @@ SMALLEST = LayerGroups.of_layout(LAYOUT).packed_bytes(1)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("block_size", 8), ("num_layers", 4), ("dtype", "float16")]
+    ("field", "value"),
+    [("block_size", 8), ("num_layers", 4), ("dtype", "float16"), ("batch_invariant", True)],
 )
 def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
     field: str, value: Any, caplog: pytest.LogCaptureFixture

@@ -61,8 +61,8 @@ class WorkerSelector:
                 self._complaints.say(
                     record.worker_id,
                     record.epoch,
-                    f"{record.worker_id} gets no requests: its model or KV layout differs from "
-                    f"that of {records[0].worker_id}",
+                    f"{record.worker_id} gets no requests: its model, KV layout or "
+                    f"--batch-invariant differs from that of {records[0].worker_id}",
                 )
         return [record for record in records if record.layout == records[0].layout]
 
