@@ -109,7 +109,7 @@ class Measurement:
             found = self._run(lambda llm: self._answers(llm, 1)[0], **settings)
             yield name, compare(found, expected)
         # Two prompts fit, and not their answers.
-        blocks = self._num_groups * (2 * -(-self._work.prompt // BLOCK_SIZE) + 2)
+        blocks = self._num_groups * (2 * -(-self._work.prompt // BLOCK_SIZE) + 1)
         small = {"num_blocks": blocks, "block_size": BLOCK_SIZE, "max_num_batched_tokens": 100}
         found = self._run(self._preempted, **small, **self._short_context())
         if found is not None:
@@ -188,7 +188,7 @@ class Measurement:
 
 
 def _median_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> float:
-    """Return what greedy answers of so many tokens take, without the first of six times."""
+    """Return what greedy answers of a number of tokens take, without the first of six times."""
     greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     times = []
     for _ in range(6):

@@ -108,6 +108,7 @@ def _line(row: dict[str, Any]) -> str:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the Triton kernels on a GPU.")
     parser.add_argument("--ops", nargs="+", choices=sorted(CASES), default=list(CASES))
+    parser.add_argument("--batch-invariant", action="store_true", help="those of that mode")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows to this file, one a line")
     return parser.parse_args(arguments)
@@ -120,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("the bench needs a CUDA device", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    ops, reference = load_ops("triton", "cuda"), load_ops("torch", "cuda")
+    ops, reference = load_ops("triton", "cuda", options.batch_invariant), load_ops("torch", "cuda")
     ceilings = measure_ceilings()
     device = torch.cuda.get_device_name()
     print(

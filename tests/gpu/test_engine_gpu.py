@@ -21,6 +21,7 @@ from pagewire.tests.support.float32_reference import (
 )
 from pagewire.tests.support.shaped_requests import shaped_fields
 from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
+from pagewire.tools.invariance import Measurement, Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -166,3 +167,13 @@ def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
     assert [len(output.token_ids) for output in outputs] == [32] * 4
     assert all(0 <= token < 128256 for output in outputs for token in output.token_ids)
     assert llm.block_counts().used == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "launched"])
+def test_log_probabilities_do_not_depend_on_the_batch(dtype: str, cuda_graphs: bool) -> None:
+    settings = {"dtype": dtype, "cuda_graphs": cuda_graphs, "gpu_memory_utilization": 0.2}
+    measurement = Measurement("demo", Workload(), device="cuda", batch_invariant=True, **settings)
+    found = dict(measurement.differences())
+    assert "preempted" in found
+    assert not {name: each for name, each in found.items() if each.positions}
