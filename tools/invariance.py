@@ -102,10 +102,11 @@ class Measurement:
 
     def differences(self) -> Iterator[tuple[str, Difference]]:
         """Yield each circumstance and what it changes."""
-        first, *others = self._run(self._on_one_engine)
+        first, *others = self._run(self._alone)
         expected = first[1]
+        others += self._run(self._in_batches, enable_prefix_caching=False)
         yield from ((name, compare(found, expected)) for name, found in others)
-        for name, settings in self._other_engines():
+        for name, settings in self._other_settings():
             found = self._run(lambda llm: self._answers(llm, 1)[0], **settings)
             yield name, compare(found, expected)
         # Two prompts fit, and not their answers.
@@ -115,7 +116,7 @@ class Measurement:
         if found is not None:
             yield "preempted", compare(found, expected)
 
-    def _other_engines(self) -> Iterator[tuple[str, dict[str, int]]]:
+    def _other_settings(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Yield what is changed and the settings."""
         short = self._short_context()
         if short:
@@ -168,12 +169,14 @@ class Measurement:
         outputs = llm.generate(prompts, self._greedy, use_tqdm=False)
         return [_logprobs(output) for output in outputs]
 
-    def _on_one_engine(self, llm: LLM) -> list[tuple[str, Logprobs]]:
-        """Return what one engine answers: alone first, then what its settings allow."""
+    def _in_batches(self, llm: LLM) -> list[tuple[str, Logprobs]]:
+        return [(f"in a batch of {n}", self._answers(llm, n)[0]) for n in self._work.batches]
+
+    def _alone(self, llm: LLM) -> list[tuple[str, Logprobs]]:
+        """Return what is answered to the prompt alone: at first, and then in two other ways."""
         [output] = llm.generate([self._prompt(0)], self._greedy, use_tqdm=False)
         found = [("alone", _logprobs(output))]
         found.append(("prefix cached", self._answers(llm, 1)[0]))
-        found += [(f"in a batch of {n}", self._answers(llm, n)[0]) for n in self._work.batches]
         whole = [*output.prompt_token_ids, *output.token_ids]
         scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
         [again] = llm.generate([whole], scored, use_tqdm=False)
