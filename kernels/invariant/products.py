@@ -17,7 +17,7 @@ import triton.language as tl
 
 from pagewire.kernels import experts as usual_experts
 
-# As many as the usual kernel takes at most: an expert's weights are read once for all of them.
+# An expert's weights are read once for 64 rows of a long prompt.
 experts = partial(usual_experts.experts, tile_rows=64)
 
 _MANY_OUTS = 16384  # fill a GPU's SMs with large tiles

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from pagewire.kernels import OP_NAMES
+from pagewire.kernels import BATCH_DEPENDENT, OP_NAMES
 
 ATTENTION = ("paged_decode", "paged_prefill", "latent_attention")
 MIXTURES = ("route", "experts")
@@ -22,6 +22,11 @@ OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES)
         pytest.param(MIXTURES, {"_route_kernel", "_few_down_kernel", "_down_kernel"}, id="experts"),
         pytest.param(
             OTHERS, {"_linear_kernel", "_draw_kernel", "_move_blocks_kernel"}, id="others"
+        ),
+        pytest.param(
+            (*BATCH_DEPENDENT, "--batch-invariant"),
+            {"_attention_kernel", "_product_kernel", "_down_kernel"},
+            id="batch-invariant",
         ),
     ],
 )

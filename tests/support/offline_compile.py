@@ -1,6 +1,7 @@
 """Compile the Triton kernels for a Hopper GPU on a machine without one; print what each takes.
 
     python -P -m pagewire.tests.support.offline_compile [--ops ...] [--dtypes ...] [--all-mixtures]
+        [--batch-invariant]
 
 Launchers run on tensors without memory, and where one launches a kernel, Triton compiles it with
 the ptxas that it brings. The interpreter, which the tests use, accepts programs that the compiler
@@ -180,6 +181,8 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
     x = torch.empty(2, 4096, dtype=dtype)
     yield "rms_norm", ops.rms_norm, [x, x[0], 1e-5, x]
     yield "linear", ops.linear, [x, torch.empty(1024, 4096, dtype=dtype), None]
+    heads = torch.empty(2, 16, 128, dtype=dtype), torch.empty(16, 128, 512, dtype=dtype)
+    yield "head_products", ops.head_products, list(heads)
     yield "silu_and_mul", ops.silu_and_mul, [x]
     yield "gelu_and_mul", ops.gelu_and_mul, [x]
     logits = torch.empty(2, 32000, dtype=dtype)
@@ -217,8 +220,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ops", nargs="+", choices=OP_NAMES, default=OP_NAMES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--all-mixtures", action="store_true", help="those of all known models")
+    parser.add_argument("--batch-invariant", action="store_true", help="those of that mode")
     options = parser.parse_args(arguments)
-    compiled, ops = _Compiled(), load_ops("triton", "cuda")
+    compiled, ops = _Compiled(), load_ops("triton", "cuda", options.batch_invariant)
     for name in options.dtypes:
         dtype = getattr(torch, name)
         cases = [*_attention(ops, dtype), *_others(ops, dtype)]
