@@ -214,7 +214,7 @@ def paged_decode(
     Raises:
         UnsupportedShapeError: See `check_attention_shapes`.
     """
-    starts = _one_query_each(q.device)[: q.shape[0] + 1]
+    starts = _one_query_each(q.device, q.shape[0])
     caches = (k_cache, v_cache, block_tables)
     return paged_prefill(q, *caches, starts, seq_lens, 1, scale, out, window, soft_cap, sinks)
 
@@ -239,12 +239,17 @@ def latent_attention(
         UnsupportedShapeError: C is above 512 or R above 128, or a last dimension has gaps.
     """
     if cu_query_lens is None:
-        cu_query_lens = _one_query_each(q_latent.device)[: seq_lens.shape[0] + 1]
+        cu_query_lens = _one_query_each(q_latent.device, seq_lens.shape[0])
     lengths = (seq_lens, scale, cu_query_lens, max_query_len, out)
     return latent.latent_attention(q_latent, q_rope, cache, block_tables, *lengths, one_tiling=True)
 
 
+def _one_query_each(device: torch.device, rows: int) -> torch.Tensor:
+    """Return the cumulative query lengths of a decode step."""
+    return _numbers(device).narrow(0, 0, rows + 1)
+
+
 @lru_cache(maxsize=16)
-def _one_query_each(device: torch.device) -> torch.Tensor:
-    """Return cumulative query lengths of a decode step; all launches share them."""
+def _numbers(device: torch.device) -> torch.Tensor:
+    """Return what all decode steps share, so that none of them makes it."""
     return torch.arange(_MOST_SEQUENCES + 1, dtype=torch.int32, device=device)

@@ -128,7 +128,7 @@ def linear(
     """Return `x @ weight.T + bias`; see `pagewire.kernels.Linear`."""
     if out is None:
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    _multiply(x[:, None], weight[None], bias, out[:, None])
+    _multiply(x.unsqueeze(1), weight.unsqueeze(0), bias, out.unsqueeze(1))
     return out
 
 

@@ -223,19 +223,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-invariant", action="store_true", help="those of that mode")
     options = parser.parse_args(arguments)
     compiled, ops = _Compiled(), load_ops("triton", "cuda", options.batch_invariant)
-    for name in options.dtypes:
-        dtype = getattr(torch, name)
-        cases = [*_attention(ops, dtype), *_others(ops, dtype)]
-        mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
-        with _hopper(compiled):
-            for op, call, args in cases:
-                # Torch without CUDA cannot view a tensor of CUDA's as one of another dtype.
-                device = "cpu" if op in ("pack_blocks", "unpack_blocks") else "cuda"
-                if op in options.ops:
-                    call(*(_emptied(each, device) for each in args))
-            for op, run in _mixtures(ops, dtype, mixtures):
-                if op in options.ops:
-                    run()
+    dtypes = [getattr(torch, name) for name in options.dtypes]
+    cases = [
+        each for dtype in dtypes for part in (_attention, _others) for each in part(ops, dtype)
+    ]
+    mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
+    with _hopper(compiled):
+        for op, call, args in cases:
+            # Torch without CUDA cannot view a tensor of CUDA's as one of another dtype.
+            device = "cpu" if op in ("pack_blocks", "unpack_blocks") else "cuda"
+            if op in options.ops:
+                call(*(_emptied(each, device) for each in args))
+        for op, run in (each for dtype in dtypes for each in _mixtures(ops, dtype, mixtures)):
+            if op in options.ops:
+                run()
     failed = False
     for name, kernel in compiled.kernels.items():
         took = _resources(kernel)
