@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,8 @@ from pagewire.shared.engine.outputs import Logprob, Logprobs, RequestOutput
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.source import resolve_model
+
+ResultT = TypeVar("ResultT")
 
 BLOCK_SIZE = 16
 MODES = {False: "default", True: "batch-invariant"}
@@ -148,7 +150,7 @@ class Measurement:
         same = rope.is_long(length) == rope.is_long(self._config.max_position_embeddings)
         return {"max_model_len": length} if same else {}
 
-    def _run(self, run: Callable[[LLM], Any], **settings: Any) -> Any:
+    def _run(self, run: Callable[[LLM], ResultT], **settings: Any) -> ResultT:
         """Return what is computed on an engine of its own, whose memory is free afterwards."""
         llm = LLM(self._model, **{**self._settings, **settings})
         try:

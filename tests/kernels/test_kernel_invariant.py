@@ -39,30 +39,25 @@ def _integers(values: Sequence[int], device: str) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+def _chunks(
+    x: PagedInputs, ops: Ops, own: slice, starts: Sequence[int], ends: Sequence[int]
+) -> torch.Tensor:
+    """Attention of some queries of one sequence, as packed chunks."""
+    device = str(x.q.device)
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    tables = x.block_tables.expand(len(ends), -1).contiguous()
+    cumulative = _integers([0, *accumulate(lengths)], device)
+    args = (x.q[own], x.k_cache, x.v_cache, tables, cumulative, _integers(ends, device))
+    return ops.paged_prefill(*args, max(lengths), x.scale, **x.options)
+
+
 def _prefilled(x: PagedInputs, ops: Ops, ends: Sequence[int], *, packed: bool) -> torch.Tensor:
     """Attention of all queries of one sequence, in chunks: packed, or one by one."""
-    device, starts = str(x.q.device), [0, *ends[:-1]]
-    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    starts = [0, *ends[:-1]]
     if packed:
-        tables = x.block_tables.expand(len(ends), -1).contiguous()
-        cumulative = _integers([0, *accumulate(lengths)], device)
-        calls = [(slice(None), tables, cumulative, _integers(ends, device), max(lengths))]
-    else:
-        calls = [
-            (
-                slice(start, end),
-                x.block_tables,
-                _integers([0, n], device),
-                _integers([end], device),
-                n,
-            )
-            for start, end, n in zip(starts, ends, lengths, strict=True)
-        ]
-    parts = [
-        ops.paged_prefill(x.q[own], x.k_cache, x.v_cache, *lengths, x.scale, **x.options)
-        for own, *lengths in calls
-    ]
-    return torch.cat(parts)
+        return _chunks(x, ops, slice(None), starts, ends)
+    each = zip(starts, ends, strict=True)
+    return torch.cat([_chunks(x, ops, slice(start, end), [start], [end]) for start, end in each])
 
 
 def _decoded(x: PagedInputs, ops: Ops, positions: Sequence[int]) -> torch.Tensor:
