@@ -114,9 +114,9 @@ class Measurement:
         # Two prompts fit, and not their answers.
         blocks = self._num_groups * (2 * -(-self._work.prompt // BLOCK_SIZE) + 1)
         small = {"num_blocks": blocks, "block_size": BLOCK_SIZE, "max_num_batched_tokens": 100}
-        found = self._run(self._preempted, **small, **self._short_context())
-        if found is not None:
-            yield "preempted", compare(found, expected)
+        displaced = self._run(self._preempted, **small, **self._short_context())
+        if displaced is not None:
+            yield "preempted", compare(displaced, expected)
 
     def _other_settings(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Yield what is changed and the settings."""
