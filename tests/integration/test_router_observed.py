@@ -203,7 +203,7 @@ def test_each_request_for_an_answer_counts_once_by_its_outcome(redis_url):
 def test_the_documents_list_the_metrics_that_have_vllms_names(redis_url):
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     present, absent = re.search(
-        r"these of vLLM's, (.*?)\n\n.* stay empty, (.*?)\n$", page, re.DOTALL
+        r"metrics have vLLM's names, (.*?)\n\n.* stay empty, (.*?)\n$", page, re.DOTALL
     ).groups()
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
