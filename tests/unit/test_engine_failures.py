@@ -161,7 +161,7 @@ def test_name_in_use_is_refused() -> None:
     core, _ = make_core()
     first = make_sequence("a", [1] * 3)
     core.add(first)
-    with pytest.raises(InvalidRequestError, match="already") as caught:
+    with pytest.raises(InvalidRequestError, match="has the id") as caught:
         core.add(make_sequence("a", [2]))
     assert caught.value.param == "request_id"
     assert core.get("a") is first
@@ -173,7 +173,7 @@ def test_name_of_a_held_prefill_job_is_refused_until_it_is_forgotten() -> None:
     core.add(make_sequence("job", [1] * 9, prefill_only=True))
     assert ends_of(drain(core)) == {"job": "length"}
     assert core.scheduler.pool.counts().used == 3
-    with pytest.raises(InvalidRequestError, match="already"):
+    with pytest.raises(InvalidRequestError, match="has the id"):
         core.add(make_sequence("job", [1]))
     core.abort("job")
     assert_idle(core)
