@@ -1,4 +1,4 @@
-"""docs/decisions.md, and a table of architecture.md, name what exists in the files that they name."""
+"""What docs/decisions.md and a table of docs/architecture.md name exists in the code."""
 
 from __future__ import annotations
 
