@@ -6,8 +6,8 @@ Shapes used throughout:
     T  tokens of a step, all sequences packed      H   query heads       KH  key/value heads
     B  sequences of a decode batch                 D   head dimension    V   vocabulary
     NB blocks of the KV pool                       BS  tokens a block    L   layers
-    E  experts, of which a token has K             I   inner size of one
-    C  numbers of a latent vector                  R   numbers of a head that are rotated
+    E  experts, of which a token has K             I   inner size of an expert or an MLP
+    C  size of a latent vector                     R   rotated dimensions of a head
 
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`, or one view `[NB, BS, C + R]` where latent vectors are cached; kernels take
@@ -16,11 +16,12 @@ A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are in
 `[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range; with a window,
 those before it are arbitrary.
 
-`load_ops` chooses the backend. Each operation has a file here, in which its launcher chooses tiles,
-splits and the kernel: `paged_decode.py` splits the context, `paged_prefill.py` takes the kernel of
-`paged_prefill_hopper.py` where it applies, `linear.py` leaves to cuBLAS what it does better.
-`reference/` has the same in plain torch, `bench/` times both. `invariant/` has those whose results
-would depend on the batch once more, so that they do not.
+`load_ops` chooses the backend. Each operation has a file here, with its Triton kernel and a
+launcher that chooses tiles, splits and the kernel: `paged_decode.py` splits the context,
+`paged_prefill.py` uses the kernel of `paged_prefill_hopper.py` where that applies, `linear.py`
+uses cuBLAS where that is faster. `reference/` has the same operations in plain torch, `bench/`
+times both. `invariant/` has a second version of those whose results would depend on the batch. Read
+first: `rms_norm.py` (a short one), `paged_decode.py`, `paged_prefill.py`.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class RotaryAndCache(Protocol):
     """Rotate q in place; write rotated k, and v, into their KV slots of the paged caches.
 
     Half-split ("NeoX") pairing, in float32, as Hugging Face's Llama does. KV slot -1 is skipped.
-    The first R numbers of a head are rotated (R <= D), the others stay; None rotates nothing. With
-    weights of norms (both or none), each head of q and k is RMS-normalised before, as `RmsNorm`
-    does it with a row.
+    The first R dimensions of a head are rotated (R <= D), the others stay; without a cos_sin_cache
+    nothing is rotated. With q_norm and k_norm (both or neither), each head of q and k is
+    RMS-normalised first, as `RmsNorm` does with a row.
     """
 
     def __call__(
@@ -205,14 +206,20 @@ class Experts(Protocol):
 
 
 class ShapeLogits(Protocol):
-    """Logits as requests want them shaped, in float32; the logits themselves stay as they are.
+    """Logits after masks, biases and penalties, in float32; the input logits stay unchanged.
 
-    In this order: tokens outside of the row's mask or of the allowed ones become -inf; biases are
-    added; a token of prompt or output is divided by the repetition penalty if it is positive, else
-    multiplied by it; the frequency penalty times its count in the output is subtracted, and the
-    presence penalty if it is there at all. Stop tokens before their first position, and the last
-    token of a bad word whose others are the newest outputs, are -inf whatever else is said. NaN
-    counts as -inf, +inf as the largest float. See `ShapingTables` for where each lies.
+    The steps, in this order:
+
+    1. Tokens outside the row's mask, or outside its allowed tokens, become -inf.
+    2. Biases are added.
+    3. Repetition penalty: if a token is in the prompt or output, its logit is divided by the
+       penalty if positive, else multiplied by it.
+    4. The frequency penalty times the token's count in the output is subtracted; so is the presence
+       penalty, if the count is not 0.
+    5. Banned tokens become -inf: stop tokens before the first position at which they are allowed,
+       and the last token of a bad word if the newest outputs are its other tokens.
+
+    NaN counts as -inf, +inf as the largest float. `ShapingTables` says where each value lies.
     """
 
     def __call__(
@@ -259,15 +266,18 @@ class NoteTokens(Protocol):
 class Sample(Protocol):
     """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
 
-    The candidate set is min-p (tokens at least `min_p` times as probable as the most probable one:
-    `logit >= highest + log(min_p) * temperature`), of these top-k, then top-p over what is left (a
-    token is kept while the
-    probability mass before it, in descending order, is below p; at least one is kept; equal
-    logits at the boundary are all kept), with probabilities at the row's temperature. A NaN
-    logit counts as -inf. The draw is `argmax(logit / temperature + gumbel)`,
-    the noise a function of (seed, position, token id) alone by Philox4x32-10: counter
-    `(token_id, position, 0, 0)`, key = the seed's low and high 32 bits, word 0 of the output
-    turned into a uniform in (0, 1). So a row's token depends on nothing but the row.
+    The candidates are found in this order, with probabilities at the row's temperature:
+
+    1. min-p keeps tokens at least `min_p` times as probable as the most probable one:
+       `logit >= highest + log(min_p) * temperature`.
+    2. top-k keeps the k most probable of these.
+    3. top-p keeps a token while the probability mass before it, in descending order, is below p; at
+       least one is kept, and equal logits at the boundary are all kept.
+
+    A NaN logit counts as -inf. The draw is `argmax(logit / temperature + gumbel)`. The noise is a
+    function of only seed, position and token id, by Philox4x32-10: counter
+    `(token_id, position, 0, 0)`, key = the seed's low and high 32 bits; word 0 of the output is
+    turned into a uniform in (0, 1). So a row's token does not depend on the batch's other rows.
     """
 
     def __call__(

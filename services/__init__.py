@@ -1,6 +1,7 @@
 """The services: router, prefill, decode, and the command line.
 
-Services communicate by messages only and do not import each other. `pagewire up` starts them as
-processes; `pagewire router`, `prefill` and `decode` import one service's `main` when they run.
-docs/decisions.md says which file decides what.
+Services communicate by messages only and do not import each other. The commands `pagewire router`,
+`prefill` and `decode` each import one service's `main`; `pagewire up` starts these commands as
+processes. docs/architecture.md follows a request through all of them; docs/decisions.md says which
+file decides what.
 """

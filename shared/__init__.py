@@ -7,7 +7,7 @@
     http/           bounds and deadlines of HTTP ports, API keys
     grammar/        structured output
     control/        messages between services, over ZeroMQ
-    cluster/        the directory of workers, in Redis
+    cluster/        the directory of workers and routers, in Redis
     metrics/        Prometheus metrics of several services
     model/          configuration, weights, layers
     kv/             KV blocks: hashes, pool, layout
@@ -18,7 +18,7 @@
     kv/carriers/, kv/endpoint/   move blocks from worker to worker
     worker/         an engine with a network around it
 
-"Small modules" in other introductions means these and the three files above them.
+Where another introduction says "small modules", it means the files of this directory.
 
 Read first: `control/protocol.py`, `engine/__init__.py`, `kv/endpoint/__init__.py`.
 docs/decisions.md says which file decides what.

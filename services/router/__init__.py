@@ -1,6 +1,15 @@
 """The router: one OpenAI-compatible endpoint in front of all workers.
 
-    http/ --> text/, dispatch/ --> placement/ --> workers/ --> decode workers
+    http/       routes, request bodies, responses and streams
+    text/       from the workers' tokens to the text of an answer
+    dispatch/   requests in progress: sent to a worker, retried, migrated
+    placement/  which workers a request goes to, and whether it is admitted at all
+    workers/    the connections to workers
+    metrics/    what Prometheus reads
+    dashboard/  the page for operators
+
+A request passes http/, dispatch/, placement/ and workers/ on its way to a decode worker; its tokens
+come back through workers/, dispatch/, text/ and http/.
 
 Entry point: `run` (main.py); `service.py` composes the parts.
 Read first: `http/api.py`, `dispatch/dispatcher.py`, `placement/policy.py`.

@@ -2,9 +2,10 @@
 
     ControlClient --Ping, requests--> ControlServer --Pong, answers--> ControlClient
 
-Entry points: `ControlServer` (server.py) for a worker, `ControlClient` (client.py) for its clients.
-Read first: `channel.py` (what a connection promises; `client.py` and `server.py` see to it),
-`protocol.py` (every message), `auth.py` (the cluster's keys).
+Entry points: a worker has a `ControlServer` (server.py); whoever sends it requests has a
+`ControlClient` (client.py).
+Read first: `protocol.py` (every message), `channel.py` (what a connection guarantees; `client.py`
+and `server.py` implement it), `auth.py` (the cluster's keys).
 
 May import: the small modules of `shared`. Never torch: routers import it.
 """

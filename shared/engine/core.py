@@ -1,13 +1,14 @@
 """The engine's step loop: schedules and runs steps, accepts tokens, decides when sequences end.
 
-One thread calls it.
+One iteration of a worker's engine (`EngineThread._iterate`) calls `advance`, hands out the outputs,
+and calls `run_hooks`. Only one thread calls this class.
 
 With overlap, step n + 1 is launched before the tokens of step n are read, so that the host works
-while the device does. Stop conditions are then seen a step late; the one token too many is dropped.
+while the device does. Stop conditions are then noticed one step late; the extra token is dropped.
 
-An error in the middle of an iteration fails the sequences that the iteration touched and no others.
-The block accounting is checked then, and the loop ends only if that fails, or if the device fails
-step after step.
+An error in an iteration fails only the sequences that the iteration touched. Then the block
+accounting is checked. The loop ends only if the accounting is wrong, or if one step after another
+fails on the device.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ MAX_FAILED_STEPS = 3  # in a row
 
 @dataclass(slots=True)
 class EngineCore:
-    """Scheduler and executor, joined.
+    """Runs what the scheduler decides on an executor, and gives the tokens to their sequences.
 
     Attributes:
-        overlap: launch a step before the tokens of the one before are read.
-        hooks_busy: a hook waits for the device.
+        overlap: launch a step before the tokens of the previous step are read.
+        hooks: called before and after each launch; in a worker, the KV endpoint.
+        hooks_busy: a hook has work on the device that is not finished.
+        constraints: the grammars of sequences, and the masks of steps.
     """
 
     scheduler: Scheduler
@@ -54,13 +57,12 @@ class EngineCore:
     constraints: Constraints = field(default_factory=Constraints)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _in_flight: deque[Launched] = field(default_factory=deque)
-    _plain: tuple[list[str], list[int]] = ([], [])  # columns of the next outputs
-    _others: list[StepOutput] = field(default_factory=list)
-    _failed_steps: int = 0
-    _has_news: bool = False  # for the scheduler, which has decided already
-    _present: tuple[Schedule, StepPlan | None] = field(  # for the hooks
-        default_factory=lambda: (Schedule(), None)
-    )
+    _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
+    _other_outputs: list[StepOutput] = field(default_factory=list)
+    _failed_steps: int = 0  # in a row
+    _has_news: bool = False  # something has changed since the scheduler's last decision
+    # What this iteration has decided and launched, for the hooks.
+    _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
 
     def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
         """Take a sequence into the queue; see `Scheduler.add` for its children.
@@ -79,14 +81,14 @@ class EngineCore:
             each.arrival_s = self.clock()
             self.constraints.open(each)
         self._sequences |= named
-        self._has_news = True  # a hook may have brought them
+        self._has_news = True  # if a hook has called this, the scheduler has already decided
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""
         return self._sequences.get(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a sequence wherever it is and free all of it; unknown ids are fine."""
+        """End a sequence in whatever state it is, and free all that it has; ignores unknown ids."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, RequestStatus.FINISHED_ABORTED)
@@ -96,7 +98,9 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a further step could change anything."""
         scheduler = self.scheduler
-        return bool(scheduler.running or scheduler.waiting or self._in_flight or self._others)
+        return bool(
+            scheduler.running or scheduler.waiting or self._in_flight or self._other_outputs
+        )
 
     @property
     def awaits_step(self) -> bool:
@@ -104,7 +108,7 @@ class EngineCore:
         return bool(self._in_flight)
 
     def is_due(self) -> bool:
-        """Whether the device has done something that the next step waits for; cheap."""
+        """Whether the next iteration has something to do; cheap, so that it can be polled."""
         if self._in_flight:
             oldest = self._in_flight[0]
             if self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done():
@@ -112,20 +116,20 @@ class EngineCore:
         return any(hook.is_due() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:
-        """Make an iteration: `advance`, then `run_hooks`; returns what both return."""
+        """Run an iteration: `advance`, then `run_hooks`; returns what both return."""
         outputs, worked = self.advance(wait)
         has_news = self.run_hooks()
         return outputs, worked or has_news
 
     def advance(self, wait: bool) -> tuple[StepOutputs, bool]:
-        """Launch the next step and postprocess the one before (without overlap: the same).
+        """Launch the next step and postprocess the previous one (without overlap: the same one).
 
         Args:
-            wait: for the step that is due; without, a step that still runs on the device is
-                looked for again at the next call.
+            wait: block until the step that is due has finished. Otherwise a step that still runs
+                on the device is looked at again in the next call.
 
         Returns:
-            The outputs, and whether anything was done that the next call may build on.
+            The outputs, and whether anything was done, so that another call may find more to do.
 
         Raises:
             IntegrityError: something failed, and the block accounting is wrong afterwards.
@@ -136,7 +140,7 @@ class EngineCore:
         may_launch = num_before < depth and not (num_before and self._in_flight[-1].awaits_supply)
         schedule = self._schedule() if may_launch else Schedule()
         plan = self._launch(schedule, schedule.plan) if schedule.plan is not None else None
-        self._present = schedule, plan
+        self._decided = schedule, plan
         has_rows = len(self._in_flight) > num_before
         supplied = self._supply(wait)
         due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
@@ -144,26 +148,26 @@ class EngineCore:
         if finished:
             self._postprocess(self._in_flight.popleft())
             supplied |= self._supply(wait)
-        outputs = StepOutputs(*self._plain, self._others)
-        self._plain, self._others = ([], []), []
+        outputs = StepOutputs(*self._plain_outputs, self._other_outputs)
+        self._plain_outputs, self._other_outputs = ([], []), []
         return outputs, bool(schedule.plan or finished or supplied or outputs)
 
     def run_hooks(self) -> bool:
-        """Run the hooks, to be called after `advance`: outputs must not wait for them.
+        """Run the hooks. Call this after `advance`, so that its outputs do not wait for them.
 
         Returns:
-            Whether the scheduler has something to decide since.
+            Whether the scheduler has something new to decide.
 
         Raises:
-            IntegrityError: one failed, and the block accounting is wrong afterwards.
+            IntegrityError: a hook failed, and the block accounting is wrong afterwards.
         """
-        schedule, plan = self._present
-        self._present = Schedule(), None
+        schedule, plan = self._decided
+        self._decided = Schedule(), None
         self.hooks_busy = False
         for hook in self.hooks:
             try:
                 self.hooks_busy |= hook.after_launch(plan)
-            except Exception:  # any, here and below: the loop serves other requests, too
+            except Exception:  # any, here and below: the other requests go on
                 logger.exception("a step hook failed, and with it the requests of this step")
                 self._contain(schedule.sequences)
         has_news, self._has_news = self._has_news, False
@@ -185,7 +189,7 @@ class EngineCore:
         return schedule
 
     def _launch(self, schedule: Schedule, plan: StepPlan) -> StepPlan | None:
-        """Launch a plan; returns it, or None if that failed."""
+        """Launch a plan; returns it, or None if the launch failed."""
         now, parts = self.clock(), (*schedule.entries, *schedule.chunks)
         for part in parts:
             if part.sequence.first_scheduled_s is None:
@@ -200,17 +204,19 @@ class EngineCore:
             self._fail_step(schedule, exc)
             return None
         if not plan.has_rows:
-            return plan  # it has no result
+            return plan  # a plan without rows has no result
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
         self._in_flight.append(Launched(schedule, pending, plan.awaits_supply))
         return plan
 
     def _supply(self, wait: bool) -> bool:
-        """Let the step that awaits masks sample, if all tokens before it are known.
+        """Launch the sampling of a step that awaits masks, if its masks can be filled now.
+
+        Masks depend on all earlier tokens, so the step must be the only one in flight.
 
         Returns:
-            Whether it does now.
+            Whether the sampling was launched.
         """
         if len(self._in_flight) != 1 or not self._in_flight[0].awaits_supply:
             return False
@@ -233,10 +239,10 @@ class EngineCore:
         return True
 
     def _contain(self, touched: list[Sequence]) -> None:
-        """Fail what an error may have left half done.
+        """Fail the sequences that an error may have left in an inconsistent state.
 
         Raises:
-            IntegrityError: the block accounting is wrong all the same.
+            IntegrityError: the block accounting is still wrong afterwards.
         """
         for sequence in touched:
             self._fail(sequence)
@@ -258,11 +264,11 @@ class EngineCore:
             self._contain(launched.schedule.sequences)
 
     def _accept(self, launched: Launched, result: StepResult) -> None:
-        """Append a step's tokens to their sequences."""
+        """Append a step's tokens: for most rows all at once, for special ones one by one."""
         schedule, lost = launched.schedule, launched.lost
         tokens, scores = result.tokens, result.scores
         if scores is not None:
-            self._others += scored_prompts(schedule, scores)
+            self._other_outputs += scored_prompts(schedule, scores)
         for part in (*schedule.entries, *schedule.chunks):
             if part.sequence not in lost:
                 self.scheduler.note_computed(part.sequence, part.start, part.end)
@@ -282,19 +288,19 @@ class EngineCore:
         for index, (sequence, token) in enumerate(sampled_tokens):
             if sequence in special:
                 self._accept_one(sequence, token, launched, of_tokens.get(index))
-        self._plain = plain
+        self._plain_outputs = plain
 
     def _accept_one(
         self, sequence: Sequence, token: int, launched: Launched, logprobs: Logprobs | None
     ) -> None:
-        """Take a token that may be the first or the last, of a life that is over, or has more."""
+        """Accept one token that `Launched.special` has picked out; it may not count at all."""
         if sequence in launched.held:
-            self.stats.tokens_generated -= 1  # what the device reports for it is not a token of it
+            self.stats.tokens_generated -= 1  # the device has reported a token that means nothing
             return
         if sequence in launched.lost:
             sequence.num_late_tokens -= 1
             if sequence.is_finished or sequence.prefill_only:
-                # What a prefill job is for is its blocks: without them it runs again.
+                # A prefill job without its blocks is of no use: it runs again.
                 self.stats.tokens_generated -= 1
                 return
         if (problem := self.constraints.problem_of(sequence, token)) is not None:
@@ -308,7 +314,7 @@ class EngineCore:
         if status is not None:
             self._end(sequence, status)
         now_s = self.clock() if is_first else None
-        self._others.append(token_output(sequence, token, status, logprobs, now_s))
+        self._other_outputs.append(token_output(sequence, token, status, logprobs, now_s))
 
     def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
         if sequence.prefill_only:
@@ -320,18 +326,19 @@ class EngineCore:
         return None
 
     def activate(self, sequence: Sequence, first_token: int) -> None:
-        """Let a reserved sequence run on from its first token.
+        """Let a reserved sequence, whose KV has arrived, continue after its first token.
 
-        The token's own output has been delivered by whoever computed it; only its end is reported.
+        The prefill worker has already delivered that token, so it is not an output here. If it is
+        also the last one, only the end is reported.
         """
         self.scheduler.activate(sequence, first_token)
-        sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
+        sequence.scored_until = sequence.num_prompt_tokens  # delivered before the first token
         self.scheduler.fork_children(sequence)
         self._has_news = True
         self._end_silently(sequence, first_token)
 
     def unpin(self, blocks: list[int]) -> None:
-        """Nothing writes to these blocks any more; those of an ended sequence go to who waits."""
+        """Note that nothing writes to these blocks any more; those of ended sequences are free."""
         pool = self.scheduler.pool
         used = pool.counts().used
         self.scheduler.unpin(blocks)
@@ -342,25 +349,26 @@ class EngineCore:
 
         Args:
             sequence: reserved for KV that does not come.
-            first_token: if it was sampled elsewhere and delivered, generation goes on after it.
+            first_token: sampled and delivered by a prefill worker, if one has: generation goes on
+                after it.
         """
         self.scheduler.recompute_locally(sequence)
         if first_token is None:
             return
         sequence.token_ids.append(first_token)
-        sequence.scored_until = sequence.num_prompt_tokens  # delivered before it
+        sequence.scored_until = sequence.num_prompt_tokens  # delivered before the first token
         sequence.num_replayed_tokens += 1
         self._end_silently(sequence, first_token)
 
     def _end_silently(self, sequence: Sequence, token: int) -> None:
-        """End a sequence if this token, which somebody else has delivered, is its last."""
+        """End a sequence if this token, which another worker has delivered, is its last."""
         status = self._end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)
-            self._others.append(StepOutput(sequence.request_id, [], status.finish_reason))
+            self._other_outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     def _end(self, sequence: Sequence, status: RequestStatus) -> None:
-        if not sequence.is_finished:  # otherwise an error came in the middle of this
+        if not sequence.is_finished:  # it is, if an error interrupted an earlier call
             self.scheduler.finish(sequence, status)
         del self._sequences[sequence.request_id]
         self.constraints.close(sequence)
@@ -371,13 +379,13 @@ class EngineCore:
         """Fail a step's requests.
 
         Raises:
-            Exception: the error, if one step after another fails. A lost device fails them all,
-                and only a new process gets it back.
+            Exception: the error, if it is the third failed step in a row. A lost device fails all
+                steps, and only a new process can use it again.
         """
         for sequence in schedule.sequences:
             self._fail(sequence)
         for sequence in schedule.sampled:
-            sequence.num_late_tokens -= 1  # it never comes
+            sequence.num_late_tokens -= 1  # the token never comes
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
@@ -388,4 +396,4 @@ class EngineCore:
         """End a sequence with an error, unless it has ended."""
         if self._sequences.get(name := sequence.request_id) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._others.append(StepOutput(name, [], "error", error=error, param=param))
+            self._other_outputs.append(StepOutput(name, [], "error", error=error, param=param))

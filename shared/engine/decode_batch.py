@@ -1,9 +1,9 @@
-"""The decode rows that go on from step to step, so that a step need not look at each of them.
+"""The decode rows that continue from step to step, so that a step need not look at each of them.
 
-A sequence joins when the next step finds its input token in its device slot, and leaves when that
-is taken from it or nothing more is to run. In between it runs in every step. Its computed tokens
-are counted for the whole batch at once, and the steps at which it needs attention, for a block or
-because it ends, are noted in a calendar.
+A sequence joins when its device slot will have its next input token. It leaves when it loses its
+device slot or has nothing more to compute. In between it runs in every step. One counter advances
+the computed tokens of the whole batch. A calendar has the steps at which a row needs attention: it
+needs a block, or it ends.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pagewire.shared.errors import IntegrityError
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    """Decode rows in a plan's order, a list for each column.
+    """Decode rows in a plan's order, as columns.
 
-    Steps in flight share the lists, so nobody changes them. The lists in `token_ids` are the
-    sequences' own, and grow with them.
+    Steps in flight share these lists, so they must not be changed. The lists in `token_ids` are the
+    sequences' own lists, and grow with them.
 
     Attributes:
-        stop_token_ids: of all rows together.
+        stop_token_ids: the stop tokens of all rows together.
         constrained: the rows that follow a grammar, with their index.
     """
 

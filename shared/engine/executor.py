@@ -34,19 +34,20 @@ class Executor(Protocol):
     """Runs plans in the order in which they come; knows device slots and blocks, not sequences."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        """Launch a step; later plans' work comes after it.
+        """Launch a step; the work of later plans comes after it.
 
-        A plan that awaits a supply gets it before the next plan comes. What a plan changes in
-        device slots and blocks is applied even if its rows fail, as `PendingStep.wait` reports.
+        A plan that awaits a supply gets it before the next plan comes. A plan's changes of device
+        slots and blocks are applied even if its rows fail later, which `PendingStep.wait` reports.
 
         Raises:
-            Exception: the plan failed to launch, and may not have been applied: the next one
-                frees its device slots again. All that it computes or prepares ends.
+            Exception: the plan failed to launch. Its changes may not have been applied, so the
+                next plan frees its device slots again. The sequences that it computes or prepares
+                fail.
         """
         ...
 
     def supply(self, supply: Supply) -> None:
-        """Let the step that awaits it sample."""
+        """Launch the sampling of the step that awaits this supply."""
         ...
 
 
@@ -54,9 +55,9 @@ class BlockMoves(Protocol):
     """Moves KV blocks between the device's pool and staging, at the same time as steps run."""
 
     def has_group_events(self, plan: int) -> bool:
-        """Whether it is known where in this plan each layer group of the exported blocks is final.
+        """Whether there is an event for each layer group of the blocks that this plan exports.
 
-        Otherwise nothing but the plan's end is known.
+        Otherwise there is only one event, at the plan's end.
         """
         ...
 
@@ -66,10 +67,10 @@ class BlockMoves(Protocol):
         """Gather blocks into staging, once these layer groups are final in plan `after`.
 
         Args:
-            block_ids: of the pool; the plan exported them, or an earlier one did.
+            block_ids: blocks of the pool, which this plan or an earlier one exported.
             groups: layer groups of each of them.
-            staging: bytes of a staging slot; nobody else touches them before the move is done.
-            seed: of the checksums, signed 64 bit.
+            staging: the bytes of a staging slot; nobody else may touch them before the move is done.
+            seed: added to the checksums, a signed 64-bit integer.
             after: number of a plan.
         """
         ...
@@ -77,7 +78,10 @@ class BlockMoves(Protocol):
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> PendingCheck:
-        """Scatter staging into blocks and check them, once plan `after` has run, likewise."""
+        """Scatter staging into blocks and check them, once plan `after` has run.
+
+        The arguments are those of `pack`.
+        """
         ...
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
@@ -93,18 +97,18 @@ class StepHook(Protocol):
     """Work that belongs between steps, e.g. moving KV blocks."""
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Take what a plan says, on its way to the device. To be quick: the device waits.
+        """Read a plan before it is launched. Must be quick, because the device waits.
 
         Args:
-            plan: is launched next; if that fails, its sequences end.
+            plan: the plan that is launched next; if the launch fails, its sequences end.
         """
         ...
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what is to be done between two steps; runs once an iteration.
+        """Do the work between two steps; called once in each iteration.
 
         Args:
-            plan: what was launched in this iteration, if anything was.
+            plan: the plan that was launched in this iteration, if any.
 
         Returns:
             Whether it has unfinished work, so that `is_due` is asked soon.
@@ -112,5 +116,5 @@ class StepHook(Protocol):
         ...
 
     def is_due(self) -> bool:
-        """Whether the device has done what `after_launch` waits for. Asked often: to be quick."""
+        """Whether `after_launch` has something to do. Must be quick, because it is polled."""
         ...

@@ -1,4 +1,4 @@
-"""A step on the device, and counters of all steps."""
+"""`Launched`, a step on the device, and `EngineStats`, counters of all steps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on the device.
+    """A step on the device whose result has not been read.
 
     Attributes:
-        awaits_supply: its rows have not been sampled.
-        lost: sequences that have lost their blocks since; what they computed is not kept.
-        held: sequences that sampled nothing in it.
+        schedule: the sequences that it computes.
+        pending: its result, once the device is done.
+        awaits_supply: its forward is launched, its sampling is not: it waits for masks.
+        lost: sequences that ended or were preempted after the launch. They have lost their blocks,
+            so what the step computes for them is not kept.
+        held: sequences that sample nothing in this step, because their mask is late.
     """
 
     schedule: Schedule
@@ -51,9 +54,10 @@ class Launched:
         return not self.awaits_supply and self.pending.is_done()
 
     def special(self, row_tokens: list[int]) -> set[Sequence]:
-        """Return the sequences whose tokens are not simply appended.
+        """Return the sequences whose tokens must be looked at one by one.
 
-        Such a token may be the first or the last, was not sampled, or is of an earlier life.
+        Such a token may be a sequence's first or last, is not a sampled token at all (`held`), or
+        belongs to a sequence that has lost its blocks (`lost`).
         """
         schedule, rows = self.schedule, self.schedule.rows
         parts = (*schedule.entries, *schedule.chunks)

@@ -1,5 +1,7 @@
 """The executor of one device: builds the inputs of a plan, launches the model, samples.
 
+    execute --> _copy_blocks, state.apply --> _replay (CUDA graphs) or _run (eager) --> _sample
+
 `execute` only launches. The tokens come back through pinned memory and are read a step later, so
 that the host prepares the next step while the device runs this one.
 """
@@ -38,17 +40,19 @@ from pagewire.shared.model.loaded_model import CausalLM
 
 @dataclass(slots=True)
 class ModelRunner:
-    """The executor of one process with one device; moves its KV blocks, too.
+    """The executor of one device. It is also the device's `BlockMoves`: it packs and unpacks blocks.
 
     Attributes:
-        kv_pool: [NB, L, N, KH, BS, D], with the layers of one cache group.
-        groups: cache groups.
-        vocab_size: logits of a row.
-        decode_graphs, prefill_graphs: steps as CUDA graphs, if there are any.
-        mover: moves blocks of the pool.
+        kv_pool: [NB, L, N, KH, BS, D]; L is the number of layers of one cache group, N the number
+            of components (keys and values, or latent vectors).
+        groups: the cache groups.
+        state: the device slots.
+        vocab_size: number of logits of a row.
+        decode_graphs, prefill_graphs: captured steps; None without CUDA graphs.
+        mover: packs and unpacks blocks of the pool.
         sampling: draws tokens from logits.
-        scoring: computes log probabilities where a device slot asks for them.
-        pooling: makes embeddings of prompts that are to have one.
+        scoring: computes log probabilities for device slots that ask for them.
+        pooling: makes the embeddings of prompts.
     """
 
     model: CausalLM
@@ -64,11 +68,12 @@ class ModelRunner:
     sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
     pooling: Pooling = field(default_factory=Pooling)
-    _logits: torch.Tensor | None = None  # [static rows, vocab], of all graphs
+    _logits: torch.Tensor | None = None  # [static rows, vocab]: the output of all CUDA graphs
     _events: PlanEvents = field(default_factory=PlanEvents)
-    _group_events: list[DeviceEvent] = field(default_factory=list)  # of the present plan
-    _records_groups: bool = False  # the present plan does
-    _awaiting: PendingSupply | None = None
+    # Of the plan that is being launched: an event after each layer group, if it exports blocks.
+    _group_events: list[DeviceEvent] = field(default_factory=list)
+    _records_groups: bool = False
+    _awaiting: PendingSupply | None = None  # the step that waits for its masks
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool)
@@ -83,17 +88,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingTokens | PendingSupply:
-        """Launch a step. Later calls' work is ordered after it.
+        """Launch a step. The work of later calls comes after it.
 
         Raises:
-            IntegrityError: the step before has not been supplied with what it awaits.
+            IntegrityError: the previous step still waits for its supply.
         """
         if self._awaiting is not None:
             raise IntegrityError(f"step {self._awaiting.number} waits for a supply")
         if plan.copies:
             self._copy_blocks(plan.copies)
         if any(isinstance(work, Expect) for work in plan.kv):
-            # A block that is copied from may be one that is expected.
+            # Arriving KV may overwrite a block from which this plan copies: it waits for that, too.
             self._events.note(plan.number - 1, [self.mover.record_event()])
         self._group_events = []
         self._records_groups = any(isinstance(work, Export) for work in plan.kv)
@@ -110,10 +115,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def supply(self, supply: Supply) -> None:
-        """Let the step that awaits it sample.
+        """Launch the sampling of the step that awaits this supply.
 
         Raises:
-            IntegrityError: it is another step that waits, or none.
+            IntegrityError: another step waits, or none does.
         """
         pending, self._awaiting = self._awaiting, None
         if pending is None or pending.number != supply.number:
@@ -140,11 +145,11 @@ class ModelRunner:
         return self._sample(plan.number, parts)
 
     def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> list[LaunchedRows] | None:
-        """Run a step's forward by CUDA graphs, or return None if there are none for all of it.
+        """Run a step's forward by CUDA graphs, or return None if they do not cover all of it.
 
-        Decode rows and small chunks take a graph each: to read the weights twice is quicker than
-        to launch every kernel. What the decode's graphs leave must survive the prefill's replay,
-        and it does, being alive when those were captured in the same memory.
+        Decode rows take one graph and small chunks another. That reads the weights twice, which is
+        faster than launching every kernel. The two share one memory pool. The decode graph's output
+        was alive when the prefill graphs were captured, so their replay does not overwrite it.
         """
         decodes, prefills, shape = self.decode_graphs, self.prefill_graphs, None
         if slots and (decodes is None or not decodes.fits(len(slots))):
@@ -195,14 +200,14 @@ class ModelRunner:
         return Forwarded(self._compute_logits(hidden, 0), slots, positions)
 
     def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
-        """Run the forward of a step of prefill chunks alone, likewise."""
+        """Run the forward of a step that has only prefill chunks; can be captured, too."""
         forward = inputs.forward_batch(self.state.block_tables)
         hidden = self.model.forward(forward, self._layers, on_layer_end)
         logits = self._compute_logits(hidden[inputs.rows], self.sampling.first_prefill_row)
         return Forwarded(logits, inputs.sample_slots, inputs.sample_positions)
 
     def _compute_logits(self, hidden: torch.Tensor, first_row: int) -> torch.Tensor:
-        """Return logits that stay where they are when a graph that has computed them ends."""
+        """Compute logits; under CUDA graphs, into static memory that outlives the replay."""
         out = None if self._logits is None else self._logits[first_row : first_row + len(hidden)]
         return self.model.compute_logits(hidden, out)
 
@@ -235,7 +240,7 @@ class ModelRunner:
         )
 
     def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
-        """Launch the forward of decode rows, if any, and of prefill chunks, if any, in one pass."""
+        """Launch the forward of decode rows and prefill chunks eagerly, in one pass."""
         hidden, sample_slots, positions = self._forward(slots, chunks)
         logits = self.model.compute_logits(hidden) if len(hidden) else hidden
         rows = Forwarded(logits, sample_slots, positions)
@@ -249,7 +254,7 @@ class ModelRunner:
     def _forward(
         self, slots: list[int], chunks: list[PrefillChunk]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the model; returns hidden states, device slots and positions of rows that sample."""
+        """Run the model; returns hidden states, device slots and positions of the sampling rows."""
         state = self.state
         on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
         if not chunks:
@@ -299,7 +304,7 @@ class ModelRunner:
         return self.prefill(inputs, self._event_recorder(events, in_graph=True))
 
     def has_group_events(self, plan: int) -> bool:
-        """Whether it is known where in this plan each layer group of its blocks is final."""
+        """Whether there is an event for each layer group of the blocks that this plan exports."""
         return self._events.has_group_events(plan)
 
     def pack(
@@ -321,12 +326,12 @@ class ModelRunner:
         return self.mover.unpack(staging, block_ids, groups, seed, event)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
-        """Capture decode steps, and prefill steps of up to `max_tokens`; `progress` hears each."""
+        """Capture decode steps, and prefill steps of up to `max_tokens`; reports to `progress`."""
         state, sampling = self.state, self.sampling
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
             rows = self.decode(every)
-            for shaped in (False, True):  # so that what launches allocate once exists
+            for shaped in (False, True):  # so that one-time allocations are made before the capture
                 sampling.sample(rows, shaped=shaped)
             self._logits = rows.logits.new_empty((sampling.num_rows, rows.logits.shape[1]))
         pool = GraphPool(state.device)

@@ -31,13 +31,14 @@ class SchedulerLimits:
     """Bounds of a batch and of the queue.
 
     Attributes:
-        max_num_seqs: sequences that run at once; each has a device slot. No more of them do
-            than `max_num_batched_tokens`.
-        max_num_batched_tokens: of one step.
+        max_num_seqs: sequences that run at once; each has a device slot. It is effectively at most
+            `max_num_batched_tokens`.
+        max_num_batched_tokens: tokens that one step may compute.
         max_model_len: tokens of one sequence, output included.
         max_waiting: sequences in the queue.
-        watermark_blocks: kept free when a sequence is admitted, so that those running can grow.
-        local_prefill_tokens: up to this many uncached tokens no other worker is asked to compute.
+        watermark_blocks: blocks that an admission leaves free, so that running sequences can grow.
+        local_prefill_tokens: a prompt with at most this many uncached tokens is computed here, not
+            by a prefill worker.
     """
 
     max_num_seqs: int
@@ -71,18 +72,20 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Schedule:
-    """The scheduler's decision about one step. It is accounted for.
+    """The scheduler's decision about one step; its blocks and tokens are already accounted for.
 
     Attributes:
         plan: None if there is nothing to run and nothing to report.
         rows: of the plan's decode rows, in its order.
         chunks: of the plan, in its order.
-        entries: rows whose input token comes from the host: the first of a sequence's life.
-        last: rows whose token is their last, whatever it is.
+        entries: rows whose input token comes from the host: each sequence's first row after its
+            admission, or after a step in which it was held.
+        last: rows whose next token is their last by length, whatever it is.
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
-        touched: sequences whose blocks or device slots were changed.
+        touched: sequences whose blocks or device slots this decision has changed. They fail if the
+            decision fails.
     """
 
     plan: StepPlan | None = None
@@ -123,7 +126,7 @@ class Schedule:
 
 @dataclass(slots=True)
 class PlanDraft:
-    """What the next plan is to carry, apart from its rows.
+    """The next plan so far, without its rows.
 
     Attributes:
         groups: cache groups of the blocks.
@@ -206,14 +209,14 @@ class PlanDraft:
             sequence.num_exported_blocks = final
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Note that a sequence loses the blocks that the KV side knows of."""
+        """Note that a sequence loses the blocks that the KV endpoint knows of."""
         self.kv.append(Withdraw(sequence.request_id))
 
     def take_back(self, plan: StepPlan) -> None:
-        """Repeat in the next plan what one that failed to launch had to report.
+        """Repeat in the next plan the ends that a plan which failed to launch had to report.
 
-        To be called before anything else is noted. That is what ended before: all that the plan
-        computes or prepares ends with it.
+        Call it before anything else is noted. Only freed device slots and withdrawn blocks are
+        repeated: the sequences that the plan would have computed or prepared fail with it.
         """
         self.freed = plan.freed
         self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]

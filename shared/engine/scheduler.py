@@ -1,16 +1,21 @@
-"""Which tokens the next step runs: continuous batching with chunked prefill.
+"""Decides what the next step computes: continuous batching with chunked prefill.
 
-Pure: no clocks, sockets or kernels, and it calls nobody: what it decides is returned.
+The scheduler is pure: it uses no clocks, sockets or kernels, and it returns its decision rather
+than calling anybody.
 
 Sequences wait in arrival order, run in a batch, and end. A step is scheduled before the tokens of
-the step before it are known, so a running sequence may have one token in flight: its value is on
-the device, its place is accounted for here. What the scheduler decides it also notes: blocks are
-taken, `num_computed_tokens` counts what the step will have computed.
+the previous step are known. So a running sequence may have one token in flight: the device has its
+value, the scheduler has already counted it. Deciding and accounting are one: the scheduler takes
+the blocks at once, and `num_computed_tokens` includes what the step will compute.
+
+One decision goes in this order: decode rows get the blocks that they lack; sequences with one token
+to compute become decode rows; running prompts get their next chunks; waiting sequences are admitted
+with what is left of the token budget.
 
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
 waits, first in the queue, to be computed again.
 
-A decode row that needs no block and does not end costs nothing: see `DecodeBatch`.
+A decode row that needs no block and does not end costs the scheduler nothing: see `DecodeBatch`.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from pagewire.shared.kv.block_table import BlockTable
 
 @dataclass(slots=True)
 class Scheduler(SequenceTable):
-    """Decides over the sequences of its table."""
+    """Decides what the sequences of its table do next."""
 
     num_preemptions: int = 0
     _num_plans: int = 0
@@ -38,7 +43,7 @@ class Scheduler(SequenceTable):
         """Choose the next step and account for it.
 
         Raises:
-            SchedulingError: something failed; names the sequences that had been changed.
+            SchedulingError: something failed; names the sequences that it had changed by then.
         """
         decision = Schedule()
         try:
@@ -49,14 +54,14 @@ class Scheduler(SequenceTable):
         return decision
 
     def take_back(self, decision: Schedule) -> None:
-        """Report with the next plan what a plan that was not launched had to report."""
+        """Take over into the next plan what a plan that failed to launch had to report."""
         if decision.plan is not None:
             self._draft.take_back(decision.plan)
 
     def hold(self, sequence: Sequence) -> None:
-        """Note that a launched step samples nothing for a sequence, so that its input runs again.
+        """Note that a launched step samples nothing for a sequence: the same input runs again.
 
-        To be called before another step is decided.
+        Call it before the next step is decided.
         """
         sequence.num_computed_tokens -= 1
         self._decoding.leave(sequence)
@@ -85,10 +90,10 @@ class Scheduler(SequenceTable):
     def _attend_rows(self, decision: Schedule) -> list[Sequence]:
         """Give blocks to the decode rows that lack one, and note those that end.
 
-        Rows come before chunks: a long prompt does not hold up the answers under way.
+        Decode rows come before chunks, so that a long prompt does not delay running answers.
 
         Returns:
-            The rows that it looked at.
+            The rows that were due for attention.
         """
         due = self._decoding.due()
         if not due:
@@ -116,7 +121,7 @@ class Scheduler(SequenceTable):
         return due
 
     def _grow_by_one(self, growing: list[Sequence], decision: Schedule) -> None:
-        """Give each row the one block that it lacks in each group, a group in one allocation."""
+        """Give each row one more block in each cache group, with one allocation for each group."""
         decision.touched += growing
         slots = [device_slot_of(sequence) for sequence in growing]
         entries = self._draft.blocks
@@ -130,7 +135,7 @@ class Scheduler(SequenceTable):
                 table.block_ids.append(block)
 
     def _enter_rows(self, decision: Schedule) -> list[Sequence]:
-        """Take sequences with one token to run into the rows; returns those with more to run."""
+        """Make decode rows of sequences with one token to compute; returns those with more."""
         if len(self._decoding) == len(self.running):
             return []
         prefilling = []
@@ -142,7 +147,7 @@ class Scheduler(SequenceTable):
         return prefilling
 
     def _enter_row(self, sequence: Sequence, decision: Schedule) -> None:
-        """Run the one token that a sequence has to run as a decode row, and go on from there."""
+        """Make a sequence with one token to compute a decode row, in this and the next steps."""
         start = sequence.num_computed_tokens
         if self._grow(sequence, start + 1, decision):
             self._draft.put_input(sequence, start)
@@ -151,7 +156,7 @@ class Scheduler(SequenceTable):
             self._decoding.join(sequence)
 
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
-        """Add what a sequence has to run, within the budget; returns the number of tokens."""
+        """Schedule what a sequence has to compute, up to the budget; returns how many tokens."""
         missing = sequence.num_uncomputed_tokens
         if sequence.fits_row:
             self._enter_row(sequence, decision)
@@ -168,7 +173,7 @@ class Scheduler(SequenceTable):
         """Take the blocks for the tokens before `end`, preempting younger sequences for them.
 
         Returns:
-            Whether it has them; otherwise it was preempted itself.
+            Whether the sequence has the blocks; if not, it was preempted itself.
         """
         decision.touched.append(sequence)
         while (missing := self._missing_blocks(sequence, end)) > 0:
@@ -180,7 +185,7 @@ class Scheduler(SequenceTable):
         return True
 
     def _missing_blocks(self, sequence: Sequence, end: int) -> int:
-        """How many blocks a sequence lacks for the tokens before `end`, of all groups."""
+        """Return how many blocks a sequence lacks for the tokens before `end`, in all groups."""
         needed = self._blocks_for(end)
         return sum(max(0, needed - len(table)) for table in sequence.tables)
 
@@ -193,7 +198,7 @@ class Scheduler(SequenceTable):
                 self._draft.add_entries(slot, group, table, first)
 
     def _account_for(self, decision: Schedule, attended: list[Sequence]) -> None:
-        """Count what the step computes, and note when its rows need attention next."""
+        """Count what the step computes, and note when its rows next need attention."""
         self._decoding.advance()
         for chunk in decision.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
@@ -222,9 +227,9 @@ class Scheduler(SequenceTable):
             return None
         sequence = self.waiting[0]
         if sequence.num_late_tokens > 0:
-            return None  # preempted in mid-step; its newest token is known a step later
+            return None  # it was preempted while a step ran; that step's token is not known yet
         if sequence.remote_prefill and self._draft.copies:
-            return None  # its KV could overwrite a free block before the plan has copied that
+            return None  # arriving KV could overwrite a block that this plan still copies from
         decision.touched.append(sequence)
         tables = self._usable_prefix(sequence)
         num_cached = len(tables[0])
@@ -237,7 +242,7 @@ class Scheduler(SequenceTable):
         if sum(missing) + later + reserve > available:
             return None
         self.pool.acquire(cached)
-        sequence.tables = tables  # now, so that they are given back whatever happens
+        sequence.tables = tables  # before anything can fail, so that they are released in any case
         for table, count in zip(tables, missing, strict=True):
             table.block_ids += self.pool.allocate(count)
         self.waiting.popleft()
@@ -264,18 +269,20 @@ class Scheduler(SequenceTable):
     def _blocks_to_admit(
         self, sequence: Sequence, tables: list[BlockTable], is_remote: bool
     ) -> tuple[list[int], int]:
-        """Return the blocks that a sequence gets with its admission, and soon after it.
+        """Return how many blocks a sequence gets at its admission, and how many soon after.
 
-        Without a window: all of its tokens'. With one, another worker's KV goes into the blocks
-        that the next token reads; a prompt that is computed here gets blocks with its chunks.
+        In a group without a window, it gets the blocks of all its tokens at once. In a group with a
+        window, a remote prefill fills only the blocks that the next token reads; a prompt that is
+        computed here gets its blocks chunk by chunk.
 
         Args:
-            sequence: to be admitted.
-            tables: its cached blocks; what another worker's KV makes superfluous is taken out.
-            is_remote: another worker's KV will come.
+            sequence: the one to be admitted.
+            tables: its cached blocks; those that a remote prefill makes superfluous are removed.
+            is_remote: a prefill worker will compute the prompt.
 
         Returns:
-            For each group, and for the first chunk in groups that have a window.
+            The blocks to take now, for each group; and the number of blocks that the first chunk
+            will take in groups with a window.
         """
         groups, num_tokens = self.pool.groups, len(sequence.token_ids)
         needed, num_cached = groups.blocks_for(num_tokens), len(tables[0])
@@ -295,7 +302,7 @@ class Scheduler(SequenceTable):
         return missing, later
 
     def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
-        """Cached blocks of a sequence, at least one token short of all it has."""
+        """Return the cached blocks of a sequence, without its last token: that must be computed."""
         is_whole = sequence.awaits_scores or sequence.pooling is not None
         if not self.pool.enable_caching or is_whole:
             return [BlockTable() for _ in range(len(self.pool.groups))]

@@ -26,36 +26,38 @@ class StepCount:
 class Sequence:
     """Tokens, blocks and progress of one request.
 
-    A sequence has a life from its admission until it loses its blocks; one that was preempted has
-    several.
+    It gets blocks when it is admitted, and loses them when it ends or is preempted. A preempted
+    sequence is admitted again later.
 
     Attributes:
         request_id: unique in its engine.
         token_ids: prompt and output, as far as the host knows them.
         num_prompt_tokens: how many of them are the prompt.
-        spec: with a seed.
+        spec: the request's settings; it has a seed.
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
-        prefill_only: ends with its first token, and keeps its blocks until `forget`.
-        pooling: its embedding is wanted: its prompt is computed without the prefix cache, and
+        prefill_only: a prefill job: ends with its first token, and keeps its blocks until `forget`.
+        pooling: its embedding is wanted. Its prompt is computed without the prefix cache, and
             leaves nothing there.
         output_start: position of the first output. A prefill job's prompt may end with outputs of
             an interrupted answer, which are computed like the prompt.
         num_replayed_tokens: outputs that an earlier worker delivered; not delivered again.
-        status: moved by `transition` alone.
+        status: changed only by `transition`.
         tables: its blocks in each cache group, the group that has fewest positions last; empty
             while it has no blocks.
-        block_hashes: of the full blocks of `token_ids`.
-        num_late_tokens: sampled in an earlier life, and not known to the host yet.
-        num_cached_tokens: found in the prefix cache at the first admission.
-        num_chunks: that its prompt has been computed in, so far.
+        block_hashes: hashes of the full blocks of `token_ids`.
+        num_late_tokens: tokens that were in flight when it was preempted and that the host does
+            not know yet.
+        num_cached_tokens: tokens found in the prefix cache at the first admission.
+        num_chunks: chunks in which its prompt has been computed so far.
         scored_until: position of the next prompt token whose log probability is to be reported.
-        num_exported_blocks: of this life, reported as final to the KV side.
-        device_slot: row of the device state while it runs.
-        decodes_from_device: the device slot holds the next input token.
+        num_exported_blocks: blocks reported as final to the KV endpoint since its last admission.
+        device_slot: its device slot, while it runs or is reserved.
+        decodes_from_device: the device slot has the next input token.
         run_until: position of its last token, unless a stop token ends it earlier.
-        has_known_token: the host knows a token that was sampled in this life.
-        children: wait, not in the queue, until its prompt is computed, and fork from it then.
+        has_known_token: the host knows a token that was sampled since its last admission.
+        children: further answers to the same prompt. They are not in the queue; they fork from
+            this sequence when its prompt is computed.
     """
 
     request_id: str
@@ -83,12 +85,13 @@ class Sequence:
     has_known_token: bool = False
     first_scheduled_s: float | None = None
     children: tuple[Sequence, ...] = ()
-    _computed: int = 0  # less the steps that it follows
+    # `num_computed_tokens`, without the steps counted by `_steps` if that is set (see `follow`).
+    _computed: int = 0
     _steps: StepCount | None = None
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens whose KV the launched steps write."""
+        """Tokens whose KV is written, or will be by steps that are launched."""
         return self._computed if self._steps is None else self._computed + self._steps.number
 
     @num_computed_tokens.setter
@@ -100,26 +103,29 @@ class Sequence:
         return position - self._computed
 
     def follow(self, steps: StepCount | None) -> None:
-        """Have each of these steps count as a computed token from now on; None to end that."""
+        """Count each of these steps as a computed token from now on; None ends that.
+
+        So one counter advances all rows of the decode batch, and a step need not visit each.
+        """
         computed = self.num_computed_tokens
         self._steps = steps
         self.num_computed_tokens = computed
 
     @property
     def num_in_flight_tokens(self) -> int:
-        """Tokens sampled by launched steps, not yet known to the host."""
+        """Tokens that launched steps sample and that the host does not know yet."""
         if self.decodes_from_device:
             return self.num_computed_tokens + 1 - len(self.token_ids)
         return self.num_late_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the next steps have to run, as far as they can be known."""
+        """Tokens that the next steps have to compute, as far as the host knows."""
         return 1 if self.decodes_from_device else len(self.token_ids) - self.num_computed_tokens
 
     @property
     def fits_row(self) -> bool:
-        """Whether what it has to run can be a decode row: those are not pooled."""
+        """Whether what it has to compute can be a decode row, which cannot be pooled."""
         return self.num_uncomputed_tokens == 1 and self.pooling is None
 
     @property

@@ -6,19 +6,19 @@
                                            |
                                            +--StepPlan.kv--> KvSender, KvReceiver
 
-The scheduler decides and accounts. It returns a `Schedule` and calls nobody. The core keeps the
-schedule, which names sequences, and gives the plan to the executor, which knows device slots and
-blocks only. So a plan can be encoded, sent to another process, recorded and replayed, and an
-executor is the model on this process's device, a rank of several, a fake, or a recording.
+The scheduler decides, and returns a `Schedule`. The core keeps the schedule, which names sequences,
+and gives its plan to the executor, which knows only device slots and blocks. So a plan can be
+encoded, sent to another process, recorded and replayed. The executor that serves is the model on
+this process's device; tests use others.
 
 A plan is applied in this order: `copies`, `freed`, `new_slots`, `blocks`, `inputs`, then the decode
-rows and the prefill chunks. A plan without rows is a plan: it prepares device slots, or carries
-news for the KV side. Plans are numbered from 1, and "after plan n" names a point in the device's
-work; each executor maps it to an event of its own.
+rows and the prefill chunks. A plan may have no rows: it then prepares device slots, or informs the
+KV endpoint. Plans are numbered from 1, and "after plan n" names a point in the device's work; each
+executor maps it to an event of its own.
 
-The result of plan n is read after plan n + 1 has been launched. What makes that possible: the next
-input token of a running sequence, its position, its block table and its sampling parameters lie in
-its device slot, so that a decode row is the number of one and nothing else.
+The result of plan n is read after plan n + 1 has been launched. This is possible because the device
+slot of a running sequence has its next input token, its position, its block table and its sampling
+parameters. So a decode row is only the number of a device slot.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from pagewire.shared.sampling import RequestSpec
 class NewDeviceSlot(msgspec.Struct, frozen=True, omit_defaults=True):
     """A device slot of a sequence that has just been admitted; its block table is empty.
 
+    The last three fields are set only if the spec is shaped (`RequestSpec.is_shaped`).
+
     Attributes:
-        spec: with a seed.
-        token_ids: prompt and output so far, if the spec is shaped (`RequestSpec.is_shaped`).
+        spec: the request's settings; it has a seed.
+        token_ids: prompt and output so far.
         output_start: how many of them are the prompt.
-        stop_token_ids: all that end it, the model's included; likewise.
+        stop_token_ids: all tokens that end the sequence, the model's own included.
     """
 
     slot: int
@@ -50,12 +52,13 @@ class NewDeviceSlot(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Entries of block tables that are written, a list for each column.
+    """Entries to write into block tables, as three lists of one length.
 
     Attributes:
-        slots: the device slots whose tables these are.
-        positions: in the table, which has the blocks of one cache group after those of the other.
-        block_ids: what is written there.
+        slots: device slot of each entry.
+        positions: index in that device slot's table. The table has the blocks of one cache group
+            after those of another.
+        block_ids: the value to write.
     """
 
     slots: list[int] = []
@@ -79,7 +82,7 @@ class TableEntries(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DecodeInput(msgspec.Struct, frozen=True):
-    """The token of a decode row that no step has left in the device slot, and its position."""
+    """Input token and position of a decode row, if no step has left them in the device slot."""
 
     slot: int
     token: int
@@ -93,7 +96,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
         start: position of the first token.
         samples: a token is sampled after the last one.
         scored: the tokens from position `start + 1` on whose log probabilities are wanted.
-        pooling: what is made of the hidden states of the whole prompt, if anything.
+        pooling: how the hidden states of the prompt become an embedding, if one is wanted.
     """
 
     slot: int
@@ -118,9 +121,9 @@ class Export(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a prefill job that are final once the plan has run.
 
     Attributes:
-        first: number of the first of them in the job; earlier ones came before. See
-            `CacheGroups.job_blocks`.
-        is_last: they are the prompt's last.
+        first: number of the first of them in the job (see `CacheGroups.job_blocks`); earlier plans
+            exported those before it.
+        is_last: they are the prompt's last blocks.
     """
 
     request_id: str
@@ -130,11 +133,11 @@ class Export(msgspec.Struct, frozen=True, tag=True):
 
 
 class Expect(msgspec.Struct, frozen=True, tag=True):
-    """Blocks reserved for another worker's KV; no earlier plan's work is to touch them then.
+    """Blocks reserved for a prefill worker's KV. Earlier plans must be done with them first.
 
     Attributes:
         first: number of the first block that is expected, see `CacheGroups.job_blocks`.
-        block_ids: of the whole prompt, those before `first` included.
+        block_ids: all blocks of the prompt, those before `first` included.
     """
 
     request_id: str
@@ -143,7 +146,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """The blocks that were exported or expected under this name belong to others from now on."""
+    """From now on, the blocks exported or expected for this request may belong to others."""
 
     request_id: str
 
@@ -156,14 +159,15 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
     Attributes:
         number: 1, 2, 3, ...
-        decodes: device slots of the decode rows; each runs the token that lies there, and samples.
-        chunks: of prompts.
-        freed: device slots that nobody has any more.
+        decodes: device slots of the decode rows. Each runs the token in its device slot and samples
+            the next one.
+        chunks: parts of prompts to compute.
+        freed: device slots that lost their owner.
         new_slots: device slots that got an owner; one may be among `freed` as well.
         blocks: additions to block tables.
-        copies: pairs (from, to) of blocks; all are read before one is written.
-        inputs: of decode rows whose device slot does not have it.
-        kv: what the KV side is to do.
+        copies: pairs (from, to) of blocks; all are read before any is written.
+        inputs: input tokens of decode rows that do not have them in their device slot yet.
+        kv: what the KV endpoint is to do.
         awaits_supply: sampling waits for `Executor.supply`.
     """
 
@@ -198,8 +202,8 @@ class StepScores(msgspec.Struct, frozen=True):
     """The log probabilities that a step's device slots ask for.
 
     Attributes:
-        tokens: index in `StepResult.tokens` -> of that token.
-        prompts: index of a chunk -> of its `scored` tokens.
+        tokens: index in `StepResult.tokens` -> log probabilities of that token.
+        prompts: index of a chunk -> log probabilities of its `scored` tokens.
         embeddings: index of a prompt's last chunk -> its embedding, float32.
     """
 
@@ -212,8 +216,8 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a step sampled.
 
     Attributes:
-        number: of the plan.
-        tokens: one of each decode row, then one of each chunk that samples.
+        number: the plan's number.
+        tokens: one for each decode row, then one for each chunk that samples.
         scores: None if no device slot asks for any.
     """
 
@@ -226,11 +230,11 @@ class Supply(msgspec.Struct, frozen=True, tag=True):
     """What the sampling of a plan with `awaits_supply` waits for.
 
     Attributes:
-        number: of the plan.
-        masks: index in `StepResult.tokens` -> the tokens that are allowed there, a bit each, the
-            lowest first, in ceil(vocabulary / 8) bytes. A row without a mask may have any.
-        held: rows, by the same index, that sample nothing: what `StepResult` has for them means
-            nothing, and their device slots get their input again with a later plan.
+        number: the plan's number.
+        masks: index in `StepResult.tokens` -> the tokens that are allowed there, one bit each, the
+            lowest first, in ceil(vocabulary / 8) bytes. A row without a mask may have any token.
+        held: rows, by the same index, that sample nothing. Their tokens in `StepResult` mean
+            nothing, and a later plan sends their input again.
     """
 
     number: int

@@ -1,4 +1,10 @@
-"""The engine's own thread, and the queue of commands to it."""
+"""The engine's own thread, and the queue of commands to it.
+
+    commands --> advance: schedule, launch, read the previous step --> outputs --> hooks --> ...
+
+Between two iterations the thread polls while the device works, and sleeps when there is nothing to
+do.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
-WATCH_S = 0.01  # until a whole iteration all the same, which refreshes the snapshot
+WATCH_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
 SNAPSHOT_INTERVAL_S = 0.02
@@ -43,12 +49,12 @@ class EngineSnapshot:
 
 
 class EngineThread:
-    """Runs an engine; commands go in as callables, outputs come out through a callback.
+    """Runs an engine. Commands go in as callables, outputs come out through a callback.
 
     Attributes:
         iterations: grows with each iteration of the loop, idle or not: the engine's heartbeat.
         snapshot: at most a few steps old.
-        integrity_errors: times that the block accounting did not add up; always 0.
+        integrity_errors: how often the block accounting was wrong; anything but 0 is a bug.
     """
 
     def __init__(self, core: EngineCore, on_outputs: Callable[[StepOutputs], None]) -> None:
@@ -89,13 +95,13 @@ class EngineThread:
         return True
 
     def submit(self, command: Command, *, admitted: bool = False) -> None:
-        """Have a command run between two steps. Callable from any thread.
+        """Run a command between two steps. Callable from any thread.
 
         Args:
             command: called in the engine's thread.
-            admitted: it ends or advances work that was taken in by an earlier command. Such
-                commands are few for each request, so the bound on what enters bounds them,
-                too; and to refuse one would leave blocks held and requests waiting for ever.
+            admitted: the command ends or advances work that an earlier command brought in. It is
+                never refused: that would leave blocks in use and requests waiting for ever. The
+                limit on new work bounds such commands, too, since each request needs only a few.
 
         Raises:
             OverloadedError: the engine does not keep up; never for admitted work.
@@ -107,7 +113,7 @@ class EngineThread:
         self._waker.wake()
 
     def wake(self) -> None:
-        """Have the loop look for work now, e.g. because a staging slot came free."""
+        """Make the loop look for work now, e.g. because a staging slot became free."""
         self._is_woken = True
         self._waker.wake()
 
@@ -116,11 +122,11 @@ class EngineThread:
         self._waker.watch(fd)
 
     def unwatch(self, fd: int) -> None:
-        """Do so no longer; to be called before it is closed."""
+        """Stop watching a file descriptor; call this before it is closed."""
         self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
-        """Whether the loop has begun and not ended; `iterations` shows whether it hangs."""
+        """Whether the loop runs. If it does and `iterations` does not grow, it hangs."""
         return self._thread.is_alive()
 
     def _loop(self) -> None:
@@ -129,7 +135,7 @@ class EngineThread:
             while not self._stopping:
                 self._iterate()
         except Exception:
-            logger.exception("the engine's loop died")  # and so `is_running` is false from now on
+            logger.exception("the engine's loop died")  # from now on, `is_running` is false
 
     def _iterate(self) -> None:
         self.iterations += 1
@@ -185,7 +191,7 @@ class EngineThread:
         return bool(self._commands or self._is_woken or self._stopping)
 
     def _idle(self) -> None:
-        # Asked after `prepare`: what comes from then on ends the wait.
+        # This check comes after `prepare`, because only what comes after `prepare` ends the wait.
         self._waker.prepare()
         if not (self._has_news or self.core.is_due()):
             self._waker.wait(IDLE_WAIT_S)

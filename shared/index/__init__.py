@@ -2,12 +2,12 @@
 
     worker: BlockPool --> IndexPublisher --> Redis <-- PrefixIndex.lookup <-- router
 
-Lookups also return the load that other routers have reserved, since that is the same round trip.
+A lookup also returns the load that other routers have reserved, so that both need one round trip.
 
 Entry points: `PrefixIndex` (prefix_index.py), `IndexPublisher` (publisher.py).
-Read first: `prefix_index.py`, `scripts.py` (what Redis runs: which entries count in a lookup, by
-epoch and expiry, and which are swept), `optimistic.py` (what a router assumes before a worker has
-published it).
+Read first: `prefix_index.py`, `scripts.py` (Redis scripts: which entries count in a lookup, by
+epoch and expiry, and which are deleted), `optimistic.py` (entries that a router writes before the
+worker has the blocks).
 
 May import: `shared.cluster.redis_client`, `shared.kv.block_hash`, small modules. Never torch.
 """

@@ -1,9 +1,13 @@
 """KV blocks: their layout and hashes, the pool that owns them, and how they move between workers.
 
-Entry points: `BlockPool` (block_pool.py) in a worker's engine, `BlockHasher` (block_hash.py) there
-and in routers, the endpoint's `KvSender` and `KvReceiver`.
-Read first: `block_pool.py`, `block_hash.py`, `endpoint/__init__.py`. `carriers/` sends
-payloads by CUDA IPC, UCX or ZeroMQ.
+    block_pool.py   which blocks of a worker are free, cached or in use
+    block_hash.py   hashes of full blocks, the same in routers and workers
+    endpoint/       moves blocks from a prefill worker's pool to a decode worker's
+    carriers/       send the bytes: CUDA IPC, UCX or ZeroMQ
+
+Entry points: `BlockPool` in a worker's engine, `BlockHasher` there and in routers, `KvSender` and
+`KvReceiver` of the endpoint.
+Read first: `block_pool.py`, `block_hash.py`, `endpoint/__init__.py`.
 
 May import: `shared.control.protocol`, `shared.model.config`, `kernels`. `block_hash.py` never
 imports torch: routers use it.

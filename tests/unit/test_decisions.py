@@ -1,4 +1,4 @@
-"""docs/decisions.md names files that exist, and what is defined in them."""
+"""What docs/decisions.md and a table of docs/architecture.md name exists in the code."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from pagewire.tests.support.documents import ROOT
 
 PAGE = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
 HEAD = ["question", "decided in"]
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+STEPS_HEAD = "| what happens | functions |"
 # A file in backticks, and perhaps names in backticks, of which some are in parentheses.
 PLACE = re.compile(r"`([\w./]+)`(?:: (`[\w.-]+`(?: \(`\w+`(?:, `\w+`)*\))?(?:, (?=`)|$))+)?")
 SETTINGS = {
@@ -24,9 +26,9 @@ SETTINGS = {
 }
 
 
-def rows() -> list[tuple[str, str]]:
+def rows(page: str = PAGE) -> list[tuple[str, str]]:
     """Return question and answer of each row of the page's tables."""
-    lines = [line for line in PAGE.splitlines() if line.startswith("|")]
+    lines = [line for line in page.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [(row[0], row[1]) for row in cells if row not in (HEAD, ["---", "---"])]
 
@@ -74,6 +76,15 @@ def missing(file: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(("question", "answer"), rows(), ids=[question for question, _ in rows()])
 def test_a_decision_is_where_the_page_says(question: str, answer: str) -> None:
     places = answer.split("; ")
+    assert [place for place in places if not PLACE.fullmatch(place)] == []
+    assert {place: missing(*names_of(place)) for place in places if missing(*names_of(place))} == {}
+
+
+def test_the_functions_of_a_request_exist() -> None:
+    _, _, rest = ARCHITECTURE.partition(f"{STEPS_HEAD}\n")
+    table, _, _ = rest.partition("\n\n")
+    places = [place for _, functions in rows(table) for place in functions.split("; ")]
+    assert len(places) > 20
     assert [place for place in places if not PLACE.fullmatch(place)] == []
     assert {place: missing(*names_of(place)) for place in places if missing(*names_of(place))} == {}
 

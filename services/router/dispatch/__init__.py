@@ -1,12 +1,13 @@
 """Requests in progress: sent to a decode worker, and migrated to another one if that dies.
 
-`dispatcher.py` draws a seed for a request without one, so that a migrated answer keeps its tokens,
-and decides what migrates a request, and how often. If no decode worker can take it, a request waits
-up to 30 s for one and then fails with status 503; it fails at once if this router has known none.
+`dispatcher.py` decides what makes a request migrate, and how often. It gives each request a seed,
+so that a migrated answer keeps its tokens. If no decode worker can take a request, it waits up to
+30 s for one and then fails with status 503. It fails at once if this router has never known a
+decode worker.
 
-Entry point: `Dispatcher.open` (dispatcher.py), which returns a `TokenStream` for each prompt;
-`EmbeddingSet` (embeddings.py) for prompts that are to have embeddings.
-Read first: `dispatcher.py`, `attempt.py` (one try with one worker).
+Entry points: `Dispatcher.open` (dispatcher.py) returns a `TokenStream` for each answer;
+`EmbeddingSet` (embeddings.py) serves prompts that get embeddings.
+Read first: `dispatcher.py`, `attempt.py` (one attempt at one worker).
 
 May import: `placement`, `workers` and `metrics` of the router, `shared.control`, small modules.
 No HTTP.

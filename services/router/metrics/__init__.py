@@ -1,8 +1,8 @@
-"""What a router shows to Prometheus: requests, its own state, and where everybody's metrics are.
+"""What a router reports to Prometheus: requests, its own state, and the addresses of all metrics.
 
-Read first: `requests.py` (names that vLLM's dashboards know, and Pagewire's own; buckets),
-`state.py`, `targets.py`. `shared/metrics/numbers.py` has counters and histograms that are quick to
-count with.
+Read first: `requests.py` (metrics of requests: vLLM's names and Pagewire's own, and histogram
+buckets), `state.py` (read when `/metrics` is read), `targets.py` (the addresses).
+`shared/metrics/numbers.py` has counters and histograms that are cheap to update.
 
 May import: `placement` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
 `shared.metrics`. No HTTP.

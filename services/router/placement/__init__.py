@@ -1,9 +1,10 @@
-"""Where a request goes: pure decisions over what is known about workers, and that knowledge.
+"""Where a request goes: what is known about the workers, and pure decisions that use it.
 
 Entry point: `WorkerSelector.place` (worker_selector.py).
-Read first: `policy.py` (chooses: pure functions), `worker_selector.py` (gathers what they decide
-on; leaves out workers of another model), `in_flight_load.py` (what was sent and is not reported
-yet), `admission.py` (refuses requests when the queue is full).
+Read first: `policy.py` (chooses workers: pure functions), `worker_selector.py` (collects what the
+policy needs; leaves out workers of another model), `in_flight_load.py` (load that was sent to a
+worker and that its reports do not show yet), `admission.py` (refuses requests when the queue is
+full).
 
 May import: `workers` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
 `shared.kv.block_hash`, small modules. No HTTP.

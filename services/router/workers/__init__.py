@@ -1,6 +1,7 @@
-"""The router's connections to workers, one to each run of each worker.
+"""The router's control connections: one to each running worker.
 
-Entry point: `WorkerLinks` (worker_links.py), which decides when a lost worker is tried again.
+Entry point: `WorkerLinks` (worker_links.py), which also decides when to connect to a lost worker
+again.
 
 May import: `shared.control`, `shared.cluster`. No HTTP.
 """

@@ -1,9 +1,10 @@
-"""The architectures that are served: one file a family, with its parser and its composition.
+"""The architectures that are served: one file for each family.
 
-`parse_config` reads a config.json; `build` composes the model of layers that a factory makes. The
-files import no torch: the router reads configurations, too.
+A family's `parse_config` reads a config.json; its `build` composes the model of layers that a
+`LayerFactory` makes. The files import no torch, because the router reads configurations, too.
+CONTRIBUTING.md says how to add one.
 
-Read first: `llama.py` (the plainest), `qwen3.py`, `olmo2.py`.
+Read first: `llama.py` (the simplest), `qwen3.py`, `olmo2.py`.
 
 May import: `experts_config`, `fields`, `latent_config`, `layer_ropes`, `model_config` and `windows`
 of `shared.model`, and `kernels.gated_silu`.
@@ -48,14 +49,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A family.
+    """How one architecture is read and built.
 
     Attributes:
-        parse_config: reads its config.json; raises a ModelLoadError of one line.
-        build: makes a model of what `parse_config` returned, its parameters not filled.
-        ignored_prefixes: of a checkpoint's tensors that are not loaded, such as a vision tower's;
-            a line in the log names them. `{num_layers}` stands for the number of layers.
-        renamed_prefixes: how names begin in checkpoints of the family, and in the model here.
+        parse_config: reads a config.json; raises a ModelLoadError of one line.
+        build: makes a model from the result of `parse_config`; its parameters are not filled.
+        ignored_prefixes: tensors whose names begin so are not loaded, such as a vision tower's; a
+            line in the log names them. `{num_layers}` stands for the number of layers.
+        renamed_prefixes: prefix of names in the checkpoint -> prefix in the model here.
     """
 
     parse_config: Callable[[Fields], ModelConfig]
@@ -101,7 +102,7 @@ ARCHITECTURES = {
 }
 
 _EXPERTS = "it has a mixture of experts of another kind"
-# Why some that are often asked for are not.
+# Architectures that are often asked for and not served, with the reason.
 REFUSED = {
     "PhimoeForCausalLM": _EXPERTS,
 }
