@@ -69,7 +69,7 @@ class BlockMoves(Protocol):
         Args:
             block_ids: blocks of the pool, which this plan or an earlier one exported.
             groups: layer groups of each of them.
-            staging: the bytes of a staging slot; nobody else may touch them before the move is done.
+            staging: a staging slot; nothing else may touch its bytes before the move is done.
             seed: added to the checksums, a signed 64-bit integer.
             after: number of a plan.
         """

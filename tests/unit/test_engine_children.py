@@ -296,7 +296,7 @@ def test_children_count_in_the_queue() -> None:
 def test_child_under_a_name_in_use_is_refused_with_its_parent() -> None:
     core, _ = make_core()
     add(core, [make_sequence("one", [1] * 3)])
-    with pytest.raises(InvalidRequestError, match="one already"):
+    with pytest.raises(InvalidRequestError, match="has the id one"):
         core.add(make_sequence("two", [1] * 3), (make_sequence("one", [1] * 3),))
     assert core.get("two") is None
     drain(core)
