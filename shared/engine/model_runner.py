@@ -40,7 +40,7 @@ from pagewire.shared.model.loaded_model import CausalLM
 
 @dataclass(slots=True)
 class ModelRunner:
-    """The executor of one device. It packs and unpacks blocks, too: it is the device's `BlockMoves`.
+    """The executor of one device, and its `BlockMoves`: it packs and unpacks blocks, too.
 
     Attributes:
         kv_pool: [NB, L, N, KH, BS, D]; L is the number of layers of one cache group, N the number
