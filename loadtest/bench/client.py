@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.loadtest.bench.engine import VOCAB_USED
+from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError, metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.client.openai_client import COMPLETIONS, EndpointError, OpenAIClient

@@ -16,8 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 from pagewire.loadtest.bench.client import Answer, Client
-from pagewire.loadtest.bench.engine import VOCAB_USED
 from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.bench.stats import percentile

@@ -21,37 +21,27 @@ from typing import Any
 
 import torch
 
+from pagewire.loadtest.bench.shapes import (
+    DEFAULT_MODEL,
+    SHAPES,
+    distinct_experts,
+    kv_read,
+    vocab_used,
+    weights_read,
+)
 from pagewire.shared.engine.llm import LLM
 from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
 CONTEXT = 1024
-KV_BYTES_PER_TOKEN = 32 * 2 * 8 * 128 * 2
-WEIGHT_BYTES = 2 * 7_504_924_672  # all but the embedding table, which a step reads one row of
 PROMPTS = (128, 1024, 4096, 8192, 16000)
+LONG_PROMPTS = (1024, 8192, 60000)  # of the models other than the default one
 BATCHES = (1, 8, 32, 128, 256)
 MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> requests
 PARTS = ("ttft", "decode", "throughput")
 SEGMENT = 32
-VOCAB_USED = 128_000
+BUDGET = 8192  # tokens of a step
 
 
 def emit(**fields: Any) -> None:
@@ -111,10 +101,12 @@ class Bench:
 
     def __init__(self, llm: LLM, times: int) -> None:
         self._llm, self._times = llm, times
+        self._config = llm.engine.config
+        self._vocab = vocab_used(self._config.vocab_size)
         self._rng = random.Random(0)
 
     def _prompts(self, count: int, length: int) -> list[list[int]]:
-        return [[self._rng.randrange(10, VOCAB_USED) for _ in range(length)] for _ in range(count)]
+        return [[self._rng.randrange(10, self._vocab) for _ in range(length)] for _ in range(count)]
 
     def _generate(self, count: int, length: int, out: int) -> float:
         prompts = self._prompts(count, length)
@@ -123,19 +115,28 @@ class Bench:
         self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    def ttft(self) -> None:
-        """Time to the first token of one prompt."""
-        for length in PROMPTS:
+    def ttft(self, prompts: list[int]) -> None:
+        """Time to the first token of one prompt, of each of some lengths."""
+        for length in prompts:
             median, low, high = repeat(partial(self._generate, 1, length, 1), self._times)
             emit(what="ttft", prompt=length, ms=median * 1e3, low=low * 1e3, high=high * 1e3)
 
-    def decode(self, bandwidth: float) -> None:
-        """Time of a decode step of sequences that have been prefilled."""
-        for batch in BATCHES:
+    def decode(self, batches: list[int], bandwidth: float) -> None:
+        """Time of a decode step of sequences that have been prefilled, where the pool holds them.
+
+        Args:
+            batches: sequences of a step.
+            bandwidth: of the device, in bytes/s.
+        """
+        for batch in batches:
+            if not self._fits(batch):
+                print(f"no step of {batch} sequences: the KV pool is too small", flush=True)
+                continue
             seconds = self._step_times(batch, self._times)
             median = statistics.median(seconds)
             context = CONTEXT + (1 + self._times / 2) * SEGMENT
-            moved = WEIGHT_BYTES + batch * context * KV_BYTES_PER_TOKEN
+            moved = weights_read(self._config, batch) + batch * kv_read(self._config, context)
+            experts = distinct_experts(self._config, batch)
             emit(
                 what="decode",
                 batch=batch,
@@ -143,7 +144,14 @@ class Bench:
                 low=min(seconds) * 1e3,
                 high=max(seconds) * 1e3,
                 of_ceiling=moved / bandwidth / median,
+                **({} if experts is None else {"experts": experts}),
             )
+
+    def _fits(self, batch: int) -> bool:
+        """Whether the KV pool holds a batch until its last step."""
+        groups = CacheGroups.of(self._config.windows, self._llm.settings.block_size)
+        blocks = groups.held_blocks(CONTEXT + (self._times + 2) * SEGMENT)
+        return batch * blocks <= self._llm.block_counts().total
 
     def _step_times(self, batch: int, segments: int) -> list[float]:
         """Mean step time of each of some segments of steps, after a segment of warm-up."""
@@ -173,40 +181,54 @@ class Bench:
         throughput(self._generate, mixes, self._times)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that this bench and its peer's have in common."""
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return a parser's options and those that this bench and its peer's have in common.
+
+    Those of what is measured are the model's where they are not given.
+    """
+    parser.add_argument("--model", choices=SHAPES, default=DEFAULT_MODEL)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
+    parser.add_argument("--prompts", nargs="+", type=int, help="tokens, for the first token")
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--mixes", nargs="+", choices=MIXES)
     parser.add_argument("--times", type=int, default=5, help="that each is measured")
     parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--budget", type=int, help=f"tokens of a step; {BUDGET}, vLLM's its own")
+    args = parser.parse_args()
+    is_default = args.model == DEFAULT_MODEL
+    args.prompts = args.prompts or list(PROMPTS if is_default else LONG_PROMPTS)
+    args.mixes = args.mixes or (list(MIXES) if is_default else ["256:256"])
+    return args
+
+
+def longest_sequence(prompts: list[int]) -> int:
+    """Return the tokens of a sequence that an engine must take."""
+    return max(16384, 1 << max(prompts).bit_length())
 
 
 def main() -> None:
     """Run the parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser)
-    parser.add_argument("--budget", type=int, default=8192, help="tokens of a step")
-    args = parser.parse_args()
+    args = read_options(argparse.ArgumentParser(description=__doc__))
     bandwidth = copy_bandwidth()
     emit(what="copy", tb_s=bandwidth / 1e12)
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(LLAMA_8B))
+        (Path(directory) / "config.json").write_text(json.dumps(SHAPES[args.model]))
         start = time.perf_counter()
         llm = LLM(
             directory,
             load_format="dummy",
-            max_model_len=16384,
-            max_num_batched_tokens=args.budget,
+            max_model_len=longest_sequence(args.prompts),
+            max_num_batched_tokens=args.budget or BUDGET,
             max_num_seqs=args.max_num_seqs,
             enable_prefix_caching=False,
         )
         emit(what="start", s=time.perf_counter() - start, blocks=llm.block_counts().total)
         bench = Bench(llm, args.times)
         if "ttft" in args.parts:
-            bench.ttft()
+            bench.ttft(args.prompts)
         if "decode" in args.parts:
-            bench.decode(bandwidth)
+            bench.decode(args.batches, bandwidth)
         if "throughput" in args.parts:
             bench.throughput(args.mixes)
 

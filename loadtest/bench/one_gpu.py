@@ -1,9 +1,9 @@
 """Kernels and engine on one GPU: `python -P -m pagewire.loadtest.bench.one_gpu`.
 
 Every kernel is compared with its reference before it is timed, next to FlashAttention 3 where vLLM
-can be imported; a wrong one ends the bench. Then the engine on Llama-3.1-8B's shape with random
-weights: time to the first token, decode step, throughput, start; and vLLM's, the same way, in the
-same run. Ends with the tables of docs/benchmarks.md.
+can be imported; a wrong one ends the bench. Then the engine on the shape of `--model`, Llama-3.1-8B
+if there is none, with random weights: time to the first token, decode step, throughput, start; and
+vLLM's, the same way, in the same run. Ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm, vllm_environment
-from pagewire.loadtest.bench.engine import add_options
+from pagewire.loadtest.bench.engine import read_options
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import markdown
 
@@ -57,23 +57,31 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
     ends = ("low", "high") if what != "start" else ()
     peers = ("vllm", *(f"vllm_{end}" for end in ends))
     of_ceiling = ("of_ceiling",) if what == "decode" else ()
-    return markdown(rows, (key, *out, value, *ends, *of_ceiling, *peers, "ratio"))
+    experts = ("experts",) if any("experts" in row for row in rows) else ()
+    return markdown(rows, (key, *out, *experts, value, *ends, *of_ceiling, *peers, "ratio"))
+
+
+def engine_options(args: argparse.Namespace) -> list[str]:
+    """Return the options of an engine's bench, as its command line has them."""
+    options = ["--model", args.model, "--times", args.times, "--max-num-seqs", args.max_num_seqs]
+    options += ["--parts", *args.parts, "--mixes", *args.mixes]
+    options += ["--prompts", *args.prompts, "--batches", *args.batches]
+    options += [] if args.budget is None else ["--budget", args.budget]
+    return [str(option) for option in options]
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    add_options(parser)
     parser.add_argument("--no-kernels", dest="kernels", action="store_false")
     parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
-    args = parser.parse_args()
+    args = read_options(parser)
     stop_servers_on_sigterm()
     with_peer = vllm_environment(args.vllm, pair=False)
     if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
         print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
         return 1
-    options = ("--times", str(args.times), "--max-num-seqs", str(args.max_num_seqs))
-    options += ("--parts", *args.parts, "--mixes", *args.mixes)
+    options = engine_options(args)
     ours = results("pagewire.loadtest.bench.engine", *options)
     theirs: list[Row] | None = []
     if with_peer is not None:

@@ -24,7 +24,8 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pagewire.loadtest.bench.engine import LLAMA_8B, VOCAB_USED, emit
+from pagewire.loadtest.bench.engine import emit
+from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.llm import LLM
 from pagewire.shared.engine.sequence import new_sequence

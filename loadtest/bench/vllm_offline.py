@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.loadtest.bench.engine import (
-    BATCHES,
     CONTEXT,
-    PROMPTS,
-    VOCAB_USED,
-    add_options,
     emit,
+    longest_sequence,
+    read_options,
     throughput,
 )
 from pagewire.loadtest.bench.model import write_model
+from pagewire.loadtest.bench.shapes import SHAPES, vocab_used
 
 STEPS = 128
 
@@ -29,23 +28,25 @@ STEPS = 128
 class VllmBench:
     """One engine of vLLM and its prompts."""
 
-    def __init__(self, directory: str, max_num_seqs: int, times: int) -> None:
+    def __init__(self, directory: str, args: argparse.Namespace) -> None:
         self._vllm = importlib.import_module("vllm")
         self._rng = random.Random(0)
-        self._times = times
+        self._vocab = vocab_used(SHAPES[args.model]["vocab_size"])
+        self._times = args.times
         self._llm = self._vllm.LLM(
             model=directory,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=16384,
+            max_model_len=longest_sequence(args.prompts),
             gpu_memory_utilization=0.85,
             enable_prefix_caching=False,
-            max_num_seqs=max_num_seqs,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.budget,
         )
 
     def _generate(self, count: int, length: int, out: int) -> float:
         prompts = [
-            {"prompt_token_ids": [self._rng.randrange(10, VOCAB_USED) for _ in range(length)]}
+            {"prompt_token_ids": [self._rng.randrange(10, self._vocab) for _ in range(length)]}
             for _ in range(count)
         ]
         sampling: Any = self._vllm.SamplingParams(
@@ -55,26 +56,26 @@ class VllmBench:
         self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
 
-    def run(self, parts: list[str], mixes: list[str]) -> None:
+    def run(self, args: argparse.Namespace) -> None:
         """Run the parts that were asked for."""
         self._generate(4, 256, 16)
-        if "ttft" in parts:
-            self._ttft()
-        if "decode" in parts:
-            self._decode()
-        if "throughput" in parts:
-            throughput(self._generate, mixes, self._times)
+        if "ttft" in args.parts:
+            self._ttft(args.prompts)
+        if "decode" in args.parts:
+            self._decode(args.batches)
+        if "throughput" in args.parts:
+            throughput(self._generate, args.mixes, self._times)
 
-    def _ttft(self) -> None:
-        for length in PROMPTS:
+    def _ttft(self, prompts: list[int]) -> None:
+        for length in prompts:
             self._generate(1, length, 1)
             seconds = [self._generate(1, length, 1) for _ in range(self._times)]
             low, high = min(seconds) * 1e3, max(seconds) * 1e3
             ms = statistics.median(seconds) * 1e3
             emit(what="ttft", prompt=length, ms=ms, low=low, high=high)
 
-    def _decode(self) -> None:
-        for batch in BATCHES:
+    def _decode(self, batches: list[int]) -> None:
+        for batch in batches:
             steps = []
             for _ in range(self._times):
                 first = self._generate(batch, CONTEXT, 1)
@@ -90,18 +91,16 @@ class VllmBench:
 
 def main() -> None:
     """Run all of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_options(parser)
-    args = parser.parse_args()
+    args = read_options(argparse.ArgumentParser(description=__doc__))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), SHAPES[args.model])
         start = time.perf_counter()
-        bench = VllmBench(directory, args.max_num_seqs, args.times)
+        bench = VllmBench(directory, args)
         emit(what="start", s=time.perf_counter() - start)
-        bench.run(args.parts, args.mixes)
+        bench.run(args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig
 
 from pagewire import LLM, SamplingParams
-from pagewire.loadtest.bench.engine import LLAMA_8B
+from pagewire.loadtest.bench.shapes import LLAMA_8B
 from pagewire.tests.support.float32_reference import (
     compare_with_float32,
     random_prompts,

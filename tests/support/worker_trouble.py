@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pagewire.loadtest.bench.client import Client, Request
-from pagewire.loadtest.bench.engine import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.bench.model import write_model
+from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster
