@@ -67,7 +67,7 @@ def test_a_shape_has_the_published_models_parameters(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_transformers_reads_a_shape_as_we_do(name: str, tmp_path: Path) -> None:
-    ours = _config(name, tmp_path)
+    ours: Any = _config(name, tmp_path)
     theirs = AutoConfig.from_pretrained(tmp_path)
     assert theirs.architectures == [ours.architecture]
     assert theirs.hidden_size == ours.hidden_size
