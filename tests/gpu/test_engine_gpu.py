@@ -137,7 +137,7 @@ def test_greedy_tokens_are_those_of_float32_wherever_its_choice_is_clear(
         dtype="bfloat16",
         max_model_len=4096,
         max_num_batched_tokens=512,
-        gpu_memory_utilization=0.4,
+        gpu_memory_utilization=0.3,
         **options,
     )
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)

@@ -40,11 +40,11 @@ EACH_DEVICE = pytest.mark.parametrize(
 
 
 @torch.inference_mode()
-def _theirs(kind: Any, path: Path, token_ids: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Logits of Hugging Face's code with weights that bfloat16 has rounded."""
+def _theirs(kind: Any, path: Path, prompts: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """Logits of Hugging Face's code with weights that bfloat16 has rounded: [prompts, T, vocab]."""
     model = kind.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
     set_gates(model.eval().to(dtype))
-    logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0].float()
+    logits: torch.Tensor = model(torch.tensor(prompts)).logits.float()
     return logits
 
 
@@ -53,20 +53,27 @@ def _theirs(kind: Any, path: Path, token_ids: list[int], dtype: torch.dtype) -> 
 def test_bfloat16_is_as_exact_as_hugging_faces(
     tmp_path: Path, family: str, shape: str, device: str
 ) -> None:
+    """Over many tokens: rounding gives a few of them other experts, and these much larger errors.
+
+    Which ones is chance, in Hugging Face's code as in ours, so that the median is compared closely
+    and the mean, which any wrong token raises, loosely.
+    """
     changes = {"hidden_size": 64} if device == "cuda" else {}  # what kernels take
     if device == "cuda" and not family.startswith("deepseek"):
         changes["head_dim"] = 16
     kind = type(write_tiny_model(tmp_path, family, shape, **changes))
     ops, config = load_ops("auto", device), load_config(tmp_path)
     model = load_model(tmp_path, config, torch.device(device), torch.bfloat16, ops)
-    paged = PagedModel(model, num_blocks=64, block_size=8, seed=3)
-    token_ids = random_prompts((120,), VOCAB)[0]
-    sequence = paged.add(list(token_ids))
-    paged.run_mixed([sequence], max_chunk=23)
-    exact = _theirs(kind, tmp_path, token_ids, torch.float32)
-    coarse = _theirs(kind, tmp_path, token_ids, torch.bfloat16)
-    error = (torch.stack(sequence.logits).float().cpu() - exact).square().mean().sqrt()
-    assert error < 1.5 * (coarse - exact).square().mean().sqrt()
+    paged = PagedModel(model, num_blocks=128, block_size=8, seed=3)
+    prompts = random_prompts((120,) * 8, VOCAB)
+    sequences = [paged.add(prompt) for prompt in prompts]
+    paged.run_mixed(sequences, max_chunk=23)
+    ours = torch.stack([torch.stack(sequence.logits) for sequence in sequences]).float().cpu()
+    exact = _theirs(kind, tmp_path, prompts, torch.float32)
+    coarse = _theirs(kind, tmp_path, prompts, torch.bfloat16)
+    errors, allowed = ((each - exact).square().mean(-1).sqrt() for each in (ours, coarse))
+    assert errors.median() < 1.15 * allowed.median()
+    assert errors.mean() < 1.5 * allowed.mean()
 
 
 @EACH_FAMILY
