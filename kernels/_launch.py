@@ -40,8 +40,13 @@ def sm_count(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=16)
-def _can_overlap(device: torch.device) -> bool:
+def _is_hopper_or_newer(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def can_copy_tiles(device: torch.device) -> bool:
+    """Return whether a device loads tiles by descriptor (TMA); Triton's interpreter does."""
+    return device.type == "cpu" or _is_hopper_or_newer(device)
 
 
 def overlap_options(
@@ -59,7 +64,7 @@ def overlap_options(
         rows: tokens of the step.
         most_rows: with more, it does not pay.
     """
-    if rows <= most_rows and _can_overlap(device):
+    if rows <= most_rows and _is_hopper_or_newer(device):
         return {"OVERLAPS": True, "launch_pdl": True}
     return {"OVERLAPS": False}
 

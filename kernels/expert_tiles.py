@@ -15,7 +15,7 @@ import triton.language as tl
 
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 
-_BLOCK_PAIRS = 4096
+_BLOCK_PAIRS = 2048
 _PAIRS_OF_A_WARP = 256
 
 
@@ -37,8 +37,24 @@ class TileList(NamedTuple):
 
 
 @triton.jit
+def _count_kernel(
+    chosen_ptr,  # [pairs] int32
+    counts_ptr,  # [blocks, BINS] int32, pairs of each expert in a block of pairs
+    pairs,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(chosen_ptr + pair, mask=pair < pairs, other=0)
+    counts = tl.histogram(chosen, BINS, mask=pair < pairs)
+    tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
 def _tile_list_kernel(
     chosen_ptr,  # [pairs] int32
+    counts_ptr,  # as above; unused with one block
     order_ptr,  # [pairs] int32
     tiles_ptr,  # [most_tiles, 3] int32
     pairs,
@@ -46,37 +62,40 @@ def _tile_list_kernel(
     ROWS: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Each program counts all pairs, and then writes those of its own expert."""
+    """Each program writes the pairs of one expert in one block of pairs."""
     expert = tl.program_id(0)
+    block = tl.program_id(1)
     bins = tl.arange(0, BINS)
-    block = tl.arange(0, BLOCK)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
     await_predecessor(OVERLAPS)
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    for first in range(0, pairs, BLOCK):
-        seen = first + block < pairs
-        chosen = tl.load(chosen_ptr + first + block, mask=seen, other=0)
-        counts += tl.histogram(chosen, BINS, mask=seen)
-    tiles_of = (counts + ROWS - 1) // ROWS
+    chosen = tl.load(chosen_ptr + pair, mask=pair < pairs, other=-1)
+    before = 0  # pairs of this expert in earlier blocks
+    if MOST_BLOCKS == 1:
+        counts = tl.histogram(chosen, BINS, mask=pair < pairs)
+    else:
+        blocks = tl.arange(0, MOST_BLOCKS)[:, None]
+        there = blocks < tl.num_programs(1)
+        table = tl.load(counts_ptr + blocks * BINS + bins[None, :], mask=there, other=0)
+        counts = tl.sum(table, 0)
+        before = tl.sum(tl.where((blocks < block) & (bins[None, :] == expert), table, 0))
     start = tl.sum(tl.where(bins < expert, counts, 0))
-    end = start + tl.sum(tl.where(bins == expert, counts, 0))
-    tile = tl.sum(tl.where(bins < expert, tiles_of, 0))
-    for place in range(start, end, ROWS):
-        tl.store(tiles_ptr + 3 * tile, expert)
-        tl.store(tiles_ptr + 3 * tile + 1, place)
-        tl.store(tiles_ptr + 3 * tile + 2, tl.minimum(place + ROWS, end))
-        tile += 1
-    if expert == tl.num_programs(0) - 1:
-        for unused in range(tile, most_tiles):
-            tl.store(tiles_ptr + 3 * unused, -1)
-    place = start
-    for first in range(0, pairs, BLOCK):
-        pair = first + block
-        own = tl.load(chosen_ptr + pair, mask=pair < pairs, other=-1) == expert
-        rank = tl.cumsum(own.to(tl.int32), 0)
-        tl.store(order_ptr + place + rank - 1, pair, mask=own)
-        place += tl.sum(own.to(tl.int32))
+    own = chosen == expert
+    place = start + before + tl.cumsum(own.to(tl.int32), 0) - 1
+    tl.store(order_ptr + place, pair, mask=own)
+    if block == 0:
+        end = start + tl.sum(tl.where(bins == expert, counts, 0))
+        tile = tl.sum(tl.where(bins < expert, (counts + ROWS - 1) // ROWS, 0))
+        for first in range(start, end, ROWS):
+            tl.store(tiles_ptr + 3 * tile, expert)
+            tl.store(tiles_ptr + 3 * tile + 1, first)
+            tl.store(tiles_ptr + 3 * tile + 2, tl.minimum(first + ROWS, end))
+            tile += 1
+        if expert == tl.num_programs(0) - 1:
+            for unused in range(tile, most_tiles):
+                tl.store(tiles_ptr + 3 * unused, -1)
 
 
 def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
@@ -98,17 +117,25 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
     length = most_tiles(pairs, num_experts, rows)
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty((length, 3), dtype=torch.int32, device=chosen.device)
+    bins = max(next_power_of_2(num_experts), 2)
     block = min(max(next_power_of_2(pairs), 32), _BLOCK_PAIRS)
-    _tile_list_kernel[(num_experts,)](
+    blocks = triton.cdiv(pairs, block)
+    warps = max(block // _PAIRS_OF_A_WARP, 4)
+    counts = torch.empty((blocks, bins), dtype=torch.int32, device=chosen.device)
+    if blocks > 1:
+        _count_kernel[(blocks,)](chosen, counts, pairs, BINS=bins, BLOCK=block, num_warps=warps)
+    _tile_list_kernel[(num_experts, blocks)](
         chosen,
+        counts,
         order,
         tiles,
         pairs,
         length,
         ROWS=rows,
-        BINS=max(next_power_of_2(num_experts), 2),
+        BINS=bins,
         BLOCK=block,
-        num_warps=max(block // _PAIRS_OF_A_WARP, 4),
+        MOST_BLOCKS=next_power_of_2(blocks),
+        num_warps=warps,
         **overlap_options(chosen.device, chosen.shape[0]),
     )
     return TileList(order, tiles, rows)

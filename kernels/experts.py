@@ -2,7 +2,8 @@
 """A mixture of experts: two grouped products over pairs of token and expert, and a weighted sum.
 
 Pairs are sorted by expert into tiles (`expert_tiles.py`). A program of either product takes one
-tile and some of the outputs, so that each expert's weights are read once a tile. The first product
+tile and some of the outputs, so that each expert's weights are read once a tile. The programs of a
+tile are neighbours, and share its rows in the L2 cache. The first product
 gates its outputs. The second writes a row for each pair, and the sum adds a token's rows in the
 order of its choices: there are no atomics, and a step that runs again gives the same bits.
 
@@ -16,8 +17,14 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
+from pagewire.kernels._launch import (
+    await_predecessor,
+    can_copy_tiles,
+    next_power_of_2,
+    overlap_options,
+)
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.expert_tiles import TileList, list_tiles
 from pagewire.kernels.few_experts import are_few, few_experts
@@ -40,7 +47,7 @@ class _Tiling(NamedTuple):
 @triton.jit
 def _gate_up_kernel(
     x_ptr,  # [tokens, ins]
-    weight_ptr,  # [experts, 2 * inner, ins] contiguous
+    weight_ptr,  # [experts, 2 * inner, ins] contiguous, or its descriptor
     bias_ptr,  # [experts, 2 * inner] contiguous
     out_ptr,  # [pairs, inner], by their place in `order`
     order_ptr,
@@ -56,42 +63,52 @@ def _gate_up_kernel(
     UP_OFFSET: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     LIMIT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    tile_ptr = tiles_ptr + 3 * tl.program_id(1)
     await_predecessor(OVERLAPS)
-    expert = tl.load(tile_ptr).to(tl.int64)
+    expert = tl.load(tile_ptr)
     if expert < 0:
         return
     place = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
     seen = place < tl.load(tile_ptr + 2)
     token = tl.load(order_ptr + place, mask=seen, other=0) // top_k
-    columns = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first_column = tl.program_id(0) * BLOCK_OUT
+    columns = first_column + tl.arange(0, BLOCK_OUT)
     wanted = columns < inner
     gates = columns * GATE_STEP
     ups = gates + (1 if UP_AFTER_GATE else inner)
     inputs = tl.arange(0, BLOCK_IN)
-    # The weights are the left factor: a matrix instruction takes 64 rows of it at least.
-    weights = weight_ptr + expert * 2 * inner * ins
-    gate_tile = weights + gates.to(tl.int64)[:, None] * ins + inputs[None, :]
-    up_tile = weights + ups.to(tl.int64)[:, None] * ins + inputs[None, :]
+    weight_row = expert * 2 * inner
     x_tile = x_ptr + token.to(tl.int64)[None, :] * x_stride + inputs[:, None]
+    if not DESCRIBED:
+        tile = weight_ptr + weight_row.to(tl.int64) * ins + inputs[None, :]
+        gate_tile = tile + gates.to(tl.int64)[:, None] * ins
+        up_tile = tile + ups.to(tl.int64)[:, None] * ins
     gate = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
     up = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
+    # The weights are the left factor: a matrix instruction takes 64 rows of it at least.
     for first in tl.range(0, ins, BLOCK_IN, num_stages=STAGES):
         there = inputs < ins - first
         x = tl.load(x_tile + first, mask=there[:, None] & seen[None, :], other=0.0)
-        mask = wanted[:, None] & there[None, :]
-        weight = tl.load(gate_tile + first, mask=mask, other=0.0)
-        gate = tl.dot(weight, x, gate, input_precision="ieee")
-        weight = tl.load(up_tile + first, mask=mask, other=0.0)
-        up = tl.dot(weight, x, up, input_precision="ieee")
+        if DESCRIBED:
+            weight = weight_ptr.load([weight_row + first_column, first])
+            gate = tl.dot(weight, x, gate, input_precision="ieee")
+            weight = weight_ptr.load([weight_row + inner + first_column, first])
+            up = tl.dot(weight, x, up, input_precision="ieee")
+        else:
+            mask = wanted[:, None] & there[None, :]
+            weight = tl.load(gate_tile + first, mask=mask, other=0.0)
+            gate = tl.dot(weight, x, gate, input_precision="ieee")
+            weight = tl.load(up_tile + first, mask=mask, other=0.0)
+            up = tl.dot(weight, x, up, input_precision="ieee")
     if HAS_BIAS:
-        bias = bias_ptr + expert * 2 * inner
+        bias = bias_ptr + weight_row
         gate += tl.load(bias + gates, mask=wanted, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + ups, mask=wanted, other=0.0).to(tl.float32)[:, None]
     if HAS_LIMIT:
@@ -104,8 +121,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x_ptr,  # [pairs, ins] contiguous, by their place in `order`
-    weight_ptr,  # [experts, outs, ins] contiguous
+    x_ptr,  # [pairs, ins] contiguous, by their place in `order`, or its descriptor
+    weight_ptr,  # [experts, outs, ins] contiguous, or its descriptor
     bias_ptr,  # [experts, outs] contiguous
     out_ptr,  # [pairs, outs], by pair
     order_ptr,
@@ -113,34 +130,44 @@ def _down_kernel(
     ins,
     outs,
     HAS_BIAS: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    tile_ptr = tiles_ptr + 3 * tl.program_id(0)
+    tile_ptr = tiles_ptr + 3 * tl.program_id(1)
     await_predecessor(OVERLAPS)
-    expert = tl.load(tile_ptr).to(tl.int64)
+    expert = tl.load(tile_ptr)
     if expert < 0:
         return
-    place = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+    first_place = tl.load(tile_ptr + 1)
+    place = first_place + tl.arange(0, ROWS)
     seen = place < tl.load(tile_ptr + 2)
     pair = tl.load(order_ptr + place, mask=seen, other=0)
-    columns = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first_column = tl.program_id(0) * BLOCK_OUT
+    columns = first_column + tl.arange(0, BLOCK_OUT)
     wanted = columns < outs
     inputs = tl.arange(0, BLOCK_IN)
-    weights = weight_ptr + expert * outs * ins
-    weight_tile = weights + columns.to(tl.int64)[:, None] * ins + inputs[None, :]
-    x_tile = x_ptr + place.to(tl.int64)[None, :] * ins + inputs[:, None]
+    weight_row = expert * outs
+    if not DESCRIBED:
+        weight_tile = weight_ptr + (weight_row.to(tl.int64) + columns[:, None]) * ins
+        weight_tile += inputs[None, :]
+        x_tile = x_ptr + place.to(tl.int64)[None, :] * ins + inputs[:, None]
     acc = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
     for first in tl.range(0, ins, BLOCK_IN, num_stages=STAGES):
-        there = inputs < ins - first
-        x = tl.load(x_tile + first, mask=there[:, None] & seen[None, :], other=0.0)
-        weight = tl.load(weight_tile + first, mask=wanted[:, None] & there[None, :], other=0.0)
+        if DESCRIBED:
+            x = x_ptr.load([first_place, first]).T
+            weight = weight_ptr.load([weight_row + first_column, first])
+        else:
+            there = inputs < ins - first
+            x = tl.load(x_tile + first, mask=there[:, None] & seen[None, :], other=0.0)
+            mask = wanted[:, None] & there[None, :]
+            weight = tl.load(weight_tile + first, mask=mask, other=0.0)
         acc = tl.dot(weight, x, acc, input_precision="ieee")
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + expert * outs + columns, mask=wanted, other=0.0)
+        bias = tl.load(bias_ptr + weight_row + columns, mask=wanted, other=0.0)
         acc += bias.to(tl.float32)[:, None]
     out = out_ptr + pair.to(tl.int64)[None, :] * outs + columns[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=wanted[:, None] & seen[None, :])
@@ -218,15 +245,37 @@ def experts(
 
 
 def _rows_of_a_tile(pairs: int, num_experts: int) -> int:
-    """Return about as many rows as an expert has on average."""
-    return min(max(next_power_of_2(pairs // num_experts), _LEAST_ROWS), _MOST_ROWS)
+    """Return half as many rows again as an expert has on average: most take one tile then."""
+    return min(max(next_power_of_2(3 * pairs // (2 * num_experts)), _LEAST_ROWS), _MOST_ROWS)
 
 
-def _choose_tiling(dtype: torch.dtype, rows: int) -> _Tiling:
+def _choose_tiling(dtype: torch.dtype, rows: int, large_stages: int) -> _Tiling:
+    """Return what was fastest on an H200 with the experts of Qwen3-30B-A3B."""
     if dtype == torch.float32:  # no tensor cores: what registers hold
         return _Tiling(32, 32, 2, 8)
-    # In long prompts products take the time, and larger tiles read less from the L2 cache.
-    return _Tiling(128, 64, 3, 8) if rows == _MOST_ROWS else _Tiling(64, 64, 3, 4)
+    if rows == _MOST_ROWS:  # products take the time: larger tiles read less from the L2 cache
+        return _Tiling(128, 64, large_stages, 8)
+    return _Tiling(64, 128 if rows == _LEAST_ROWS else 64, 3, 4)
+
+
+def _can_describe(rows: int, *matrices: torch.Tensor) -> bool:
+    """Return whether large tiles of these are to be loaded by the GPU's copy engine (TMA).
+
+    It needs rows and a start that are multiples of 16 bytes.
+    """
+    return rows == _MOST_ROWS and all(
+        can_copy_tiles(each.device)
+        and each.dtype.itemsize == 2
+        and each.shape[-1] % 8 == 0
+        and each.data_ptr() % 16 == 0
+        for each in matrices
+    )
+
+
+def _describe(matrices: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Describe contiguous matrices as one, to be loaded by tiles."""
+    matrix = matrices.view(-1, matrices.shape[-1])
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
 def _gate_and_up(
@@ -240,11 +289,13 @@ def _gate_and_up(
 ) -> torch.Tensor:
     """Return the gated first projection, `[pairs, I]`, in the order of the tiles."""
     width, inner = x.shape[1], gate_up.shape[1] // 2
-    tiling = _choose_tiling(x.dtype, tiles.rows)
+    tiling = _choose_tiling(x.dtype, tiles.rows, large_stages=4)
+    described = not interleaved and _can_describe(tiles.rows, gate_up)
+    block = tiling.block_out, tiling.block_in
     out = torch.empty((tiles.order.shape[0], inner), dtype=x.dtype, device=x.device)
-    _gate_up_kernel[(tiles.tiles.shape[0], triton.cdiv(inner, tiling.block_out))](
+    _gate_up_kernel[(triton.cdiv(inner, tiling.block_out), tiles.tiles.shape[0])](
         x,
-        gate_up,
+        _describe(gate_up, *block) if described else gate_up,
         gate_up if bias is None else bias,
         out,
         tiles.order,
@@ -260,6 +311,7 @@ def _gate_and_up(
         UP_OFFSET=activation.up_offset,
         HAS_LIMIT=activation.limit is not None,
         LIMIT=activation.limit or 0.0,
+        DESCRIBED=described,
         ROWS=tiles.rows,
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
@@ -275,11 +327,13 @@ def _project_down(
 ) -> torch.Tensor:
     """Return the second projection of `[pairs, I]`, `[pairs, H]`, in the order of the pairs."""
     outs, ins = down.shape[1:]
-    tiling = _choose_tiling(x.dtype, tiles.rows)
+    tiling = _choose_tiling(x.dtype, tiles.rows, large_stages=3)
+    described = _can_describe(tiles.rows, x, down)
+    block = tiling.block_out, tiling.block_in
     out = torch.empty((x.shape[0], outs), dtype=x.dtype, device=x.device)
-    _down_kernel[(tiles.tiles.shape[0], triton.cdiv(outs, tiling.block_out))](
-        x,
-        down,
+    _down_kernel[(triton.cdiv(outs, tiling.block_out), tiles.tiles.shape[0])](
+        _describe(x, tiles.rows, tiling.block_in) if described else x,
+        _describe(down, *block) if described else down,
         down if bias is None else bias,
         out,
         tiles.order,
@@ -287,6 +341,7 @@ def _project_down(
         ins,
         outs,
         HAS_BIAS=bias is not None,
+        DESCRIBED=described,
         ROWS=tiles.rows,
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,

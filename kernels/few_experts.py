@@ -17,19 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import (
-    await_predecessor,
-    next_power_of_2,
-    overlap_options,
-    sm_count,
-)
+from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 from pagewire.kernels.gated_silu import GatedSilu
 
 _MOST_CHOSEN = 64  # experts of a token, whose sums a program has in registers
 _ROW_BYTES = 512  # of a tile's row: what a warp reads at once, so that sums stay within a warp
-_ROWS = (16, 32)  # of a tile, to choose from
-_STAGES = 3
-_WARPS = 8
+_ROWS = 16  # of a tile
+_STAGES = 4
+_WARPS = 4
 
 
 @triton.jit
@@ -145,21 +140,6 @@ def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
     return top_k <= _MOST_CHOSEN and (tokens == 1 or 2 * tokens * top_k <= num_experts)
 
 
-def choose_rows(rows: int, vectors: int, sms: int) -> int:
-    """Return how many rows of a weight a program takes: those that load the SMs most evenly.
-
-    Args:
-        rows: of one expert's weight; gates and ups count as one.
-        vectors: experts of a token that have programs of their own.
-        sms: of the device.
-    """
-
-    def busiest(size: int) -> int:
-        return -(-vectors * -(-rows // size) // sms) * size
-
-    return min(reversed(_ROWS), key=busiest)
-
-
 def few_experts(
     x: torch.Tensor,
     chosen: torch.Tensor,
@@ -187,9 +167,8 @@ def _gate_and_up(
 ) -> torch.Tensor:
     """Return the gated first projection, `[pairs, I]`."""
     (tokens, width), inner, top_k = x.shape, gate_up.shape[1] // 2, chosen.shape[1]
-    block_out = choose_rows(inner, top_k, sm_count(x.device))
     out = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    _few_gate_up_kernel[(tokens * top_k, triton.cdiv(inner, block_out))](
+    _few_gate_up_kernel[(tokens * top_k, triton.cdiv(inner, _ROWS))](
         x,
         chosen,
         gate_up,
@@ -206,7 +185,7 @@ def _gate_and_up(
         UP_OFFSET=activation.up_offset,
         HAS_LIMIT=activation.limit is not None,
         LIMIT=activation.limit or 0.0,
-        BLOCK_OUT=block_out,
+        BLOCK_OUT=_ROWS,
         BLOCK_IN=_ROW_BYTES // x.element_size(),
         STAGES=_STAGES,
         num_warps=_WARPS,
@@ -225,8 +204,7 @@ def _project_down(
     """Return the weighted sum of the second projection of `[pairs, I]`, `[T, H]`."""
     (outs, ins), (tokens, top_k) = down.shape[1:], chosen.shape
     block_chosen = next_power_of_2(top_k)
-    rows = choose_rows(outs * block_chosen, 1, sm_count(x.device))
-    block_out = max(rows // block_chosen, 1)
+    block_out = max(_ROWS // block_chosen, 1)
     out = torch.empty((tokens, outs), dtype=x.dtype, device=x.device)
     _few_down_kernel[(tokens, triton.cdiv(outs, block_out))](
         x,
