@@ -29,7 +29,8 @@ Progress = Callable[[str], None]
 
 _STACKED = ".experts.gate_up_proj"
 _DUMMY_SEED = 0
-_DUMMY_STD = 0.02
+_DUMMY_STD = 0.002
+_DUMMY_STD_OF = {EMBEDDING: 1.0, HEAD: 0.02}
 
 
 def load_model(
@@ -126,13 +127,19 @@ def _has_stacked_experts(checkpoint: list[WeightsFile]) -> bool:
 
 
 def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
-    """Fill matrices and biases with small normal values, normalisations with ones."""
+    """Fill matrices and biases with small normal values, normalisations with ones.
+
+    What layers add is so small next to the embeddings that hidden states stay as different as
+    tokens are. With larger values, what the tokens of a prompt have in common grows from layer to
+    layer, and a mixture sends all of them to the same experts.
+    """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, target in model.targets():
         if name.endswith("norm.weight"):
             target.fill_(1.0)
         else:
-            target.normal_(0.0, _DUMMY_STD, generator=generator)
+            std = _DUMMY_STD_OF.get(name, _DUMMY_STD)
+            target.normal_(0.0, std, generator=generator)
 
 
 def _targets(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
