@@ -15,7 +15,7 @@ from threading import Event, Lock
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thread
+from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, plain_reason, start_thread
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
@@ -56,7 +56,7 @@ def problem_of(matcher: LLMatcher) -> str:
         reason = "it allows no answer"
     elif any(part in reason for part in _NOT_ALLOWED):
         reason = NOTHING_LEFT
-    return cannot_follow(reason[:400] or "the reason is unknown")
+    return cannot_follow(plain_reason(reason)[:400] or "the reason is unknown")
 
 
 def cannot_follow(reason: str) -> str:
