@@ -9,7 +9,6 @@ sees it (services/router/http/grammar_process.py).
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 
@@ -22,26 +21,6 @@ CHECK_STACK_BYTES = 1 << 20
 STACK_BYTES = 16 << 20  # of a thread that compiles or fills masks
 
 _stack_lock = threading.Lock()
-# How llguidance says that a grammar exceeds a limit, and what a client reads in its place.
-_EXCEEDED = (
-    (
-        r"Current row has (\d+) items; max is (\d+)",
-        "at one place an answer has {} ways to go on, of which {} are possible: each alternative "
-        "is one, each optional property of an object is four",
-    ),
-    (
-        r"Too many items \(limit (\d+)",
-        "an answer can be read in too many ways: {} steps are possible for each token",
-    ),
-    (
-        "too many expressions constructed",
-        "its regular expressions are too large: counts such as {{1000}} make them so",
-    ),
-    (
-        "recursion limit exceeded",
-        "it is nested too deeply: a schema may have about 120 objects and lists in one another",
-    ),
-)
 
 
 def parser_limits(vocab_size: int) -> LLParserLimits:
@@ -64,14 +43,6 @@ def parser_limits(vocab_size: int) -> LLParserLimits:
         max_grammar_size=100_000,
         verbose_errors=False,  # they would quote the grammar at length
     )
-
-
-def plain_reason(reason: str) -> str:
-    """Return why llguidance refuses a grammar, in other words if that is a limit."""
-    for pattern, words in _EXCEEDED:
-        if (found := re.search(pattern, reason)) is not None:
-            return words.format(*found.groups())
-    return reason
 
 
 def start_thread(stack_bytes: int, name: str, target: Callable[[], object]) -> threading.Thread:
