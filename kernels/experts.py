@@ -112,8 +112,8 @@ def _gate_up_kernel(
         gate += tl.load(bias + gates, mask=wanted, other=0.0).to(tl.float32)[:, None]
         up += tl.load(bias + ups, mask=wanted, other=0.0).to(tl.float32)[:, None]
     if HAS_LIMIT:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     result = gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + UP_OFFSET)
     out = out_ptr + place.to(tl.int64)[None, :] * inner + columns[:, None]
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=wanted[:, None] & seen[None, :])

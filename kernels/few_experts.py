@@ -77,8 +77,8 @@ def _few_gate_up_kernel(
         gate_sum += tl.load(bias + gates, mask=wanted, other=0.0).to(tl.float32)
         up_sum += tl.load(bias + ups, mask=wanted, other=0.0).to(tl.float32)
     if HAS_LIMIT:
-        gate_sum = tl.minimum(gate_sum, LIMIT)
-        up_sum = tl.minimum(tl.maximum(up_sum, -LIMIT), LIMIT)
+        gate_sum = tl.minimum(gate_sum, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up_sum = tl.clamp(up_sum, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     result = gate_sum / (1.0 + tl.exp(-ALPHA * gate_sum)) * (up_sum + UP_OFFSET)
     out = out_ptr + pair.to(tl.int64) * inner + columns
     tl.store(out, result.to(out_ptr.dtype.element_ty), mask=wanted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -63,11 +65,23 @@ class _Group(TyperGroup):
         self.commands = _Commands()  # type: ignore[assignment]  # nobody adds one
 
 
+def _open_closed_streams() -> None:
+    """Give a process that was started without stdin or stderr one without text, or readers.
+
+    Python has None in their place, and prints to stdout what is meant for that.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for the process's life
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - likewise
+
+
 class App(typer.Typer):
     """The command as a process runs it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, with an eye on what becomes of its output."""
+        _open_closed_streams()
         forget_impossible_width()
         atexit.register(gc.freeze)  # else its last act is to look for garbage, 0.2 s long
         with checked_stdout():

@@ -11,7 +11,6 @@ import msgspec
 
 from pagewire.shared.addresses import numeric_endpoint
 from pagewire.shared.control.protocol import (
-    BlockLayout,
     ControlMessage,
     KvHello,
     KvRefusal,
@@ -87,7 +86,9 @@ class DecodeLinks:
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
-        _check_layout(self._engine.layout, hello.layout, hello.worker_id)
+        difference = hello.layout.difference(self._engine.layout, hello.worker_id, "this worker")
+        if difference is not None:
+            raise LayoutMismatchError(difference)
         try:
             async with asyncio.timeout(self._timeout_s):
                 endpoint = await numeric_endpoint(hello.endpoint)
@@ -122,15 +123,3 @@ class DecodeLinks:
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link
             self._post(peer_id, KvRefusal(link=number, error=clip_text(reason)))
-
-
-def _check_layout(mine: BlockLayout, theirs: BlockLayout, peer: str) -> None:
-    """Compare two layouts.
-
-    Raises:
-        LayoutMismatchError: names the first field that differs, with both values.
-    """
-    for field in mine.__struct_fields__:
-        here, there = getattr(mine, field), getattr(theirs, field)
-        if here != there:
-            raise LayoutMismatchError(f"{peer} has {field} {there}, this worker {here}")

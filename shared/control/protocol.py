@@ -264,6 +264,14 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     resume_blocks: Count = 0
     batch_invariant: bool = False
 
+    def difference(self, other: BlockLayout, its_name: str, other_name: str) -> str | None:
+        """Return by which field another layout differs, with both values; None if by none."""
+        for field in self.__struct_fields__:
+            here, there = getattr(self, field), getattr(other, field)
+            if here != there:
+                return f"{its_name} has {field} {here}, {other_name} {there}"
+        return None
+
 
 class KvHello(Message, frozen=True, kw_only=True):
     """A decode worker opens a KV link to a prefill worker.

@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thread
+from pagewire.shared.grammar.reasons import plain_reason
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
@@ -49,9 +50,7 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
 
 def problem_of(matcher: LLMatcher) -> str:
     """Return what is wrong with a matcher, in one line."""
-    error = matcher.get_error().partition("<backtrace>")[0]  # a panic of llguidance's has one
-    lines = [line.strip() for line in error.splitlines()]
-    reason = " ".join(line for line in lines if line and line != "<non-verbose/>")
+    reason = plain_reason(matcher.get_error())
     if reason == _ALLOWS_NOTHING:
         reason = "it allows no answer"
     elif any(part in reason for part in _NOT_ALLOWED):

@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
+from pagewire.shared.grammar.reasons import plain_reason
 from pagewire.shared.grammar.tag_grammar import tag_grammar
 from pagewire.shared.structured_outputs import (
     MAX_GRAMMAR_CHARS,
@@ -58,7 +59,8 @@ def grammar_text(
     try:
         text = _MAKERS[kinds[0]](asked, markers)
     except (ValueError, msgspec.DecodeError, RecursionError) as exc:
-        raise InvalidRequestError(f"{field}: {kinds[0]} cannot be read: {exc}", field) from exc
+        reason = plain_reason(str(exc))
+        raise InvalidRequestError(f"{field}: {kinds[0]} cannot be read: {reason}", field) from exc
     return checked_size(text, field)
 
 

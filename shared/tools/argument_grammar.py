@@ -15,6 +15,7 @@ MAX_ARGUMENTS = 33  # of a call whose schema does not list them
 # Spaces as models are trained to write JSON: Python's. Fixed, so that none goes on for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NOT_IN_NAMES = re.compile("[^a-z0-9]")  # of rules
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 _MAX_LENGTH = 2048  # of a text that a grammar counts
@@ -170,6 +171,11 @@ def _literal(text: str) -> str:
 
 def _are_keywords(properties: Any) -> bool:
     return isinstance(properties, dict) and all(map(_IDENTIFIER.fullmatch, properties))
+
+
+def rule_of_arguments(index: int, function: str) -> str:
+    """Return the name of the rule of a function's arguments, which errors show."""
+    return f"arguments_{index}_{_NOT_IN_NAMES.sub('_', function.lower())}"
 
 
 def json_rule(schema: dict[str, Any]) -> str:

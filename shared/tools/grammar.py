@@ -20,6 +20,7 @@ from pagewire.shared.tools.argument_grammar import (
     json_rule,
     quoted,
     regex,
+    rule_of_arguments,
 )
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import ID_PLACE, TokenOf, ToolFormat
@@ -239,8 +240,9 @@ class _Grammar:
         elif form.kind == "xml":
             arguments, end = Parameters(body, function.schema, self._rules).add(), FUNCTION_END
         else:
-            self._rules[f"arguments_{index}"] = json_rule(function.schema)
-            arguments, end = f"arguments_{index}", form.tail if form.kind == "object" else ""
+            arguments = rule_of_arguments(index, function.name)
+            self._rules[arguments] = json_rule(function.schema)
+            end = form.tail if form.kind == "object" else ""
         parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
         self._rules[body] = " ".join(part for part in parts if part)
         return f"{self._literal(self._head(function))} {body}"

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from pagewire.shared.tools.argument_grammar import json_rule, quoted
+from pagewire.shared.tools.argument_grammar import json_rule, quoted, rule_of_arguments
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import TokenOf
 from pagewire.shared.tools.harmony import (
@@ -111,12 +111,13 @@ class _Rules:
 
     def add_call(self, index: int, function: Function) -> str:
         """Add the rule of a function's arguments; return what reads a call of it."""
-        self.add(f"arguments_{index}", json_rule(function.schema))
+        arguments = rule_of_arguments(index, function.name)
+        self.add(arguments, json_rule(function.schema))
         recipient = f" {RECIPIENT}{function.name}"
         # The recipient comes after the role or after the channel.
         heads = [f"{CHANNEL}commentary{recipient}", f"{recipient}{CHANNEL}commentary"]
         any_head = " | ".join(map(self.literal, heads))
-        return f"({any_head}) {self._data_type()} arguments_{index}"
+        return f"({any_head}) {self._data_type()} {arguments}"
 
     def _data_type(self) -> str:
         """Return what reads the end of a header, perhaps with a type."""

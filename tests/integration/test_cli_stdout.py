@@ -1,4 +1,4 @@
-"""Commands whose stdout is full, closed, or a pipe that nobody reads, as processes."""
+"""Commands whose stdout is full, whose streams are closed, or whose pipe nobody reads."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def endpoint() -> Iterator[OpenAIServer]:
 def run(
     arguments: list[str], endpoint: OpenAIServer, redirect: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    url = ["--url", endpoint.url] if arguments[0] in ("complete", "bench") else []
+    url = ["--url", endpoint.url] if arguments[0] in ("chat", "complete", "bench") else []
     return subprocess.run(
         ["bash", "-c", f'"$@" {redirect}', "bash", *CLI, *arguments, *url],
         capture_output=True,
@@ -77,3 +77,17 @@ def test_other_errors_keep_their_exit_code(endpoint: OpenAIServer) -> None:
     done = run(["complete", "hi", "--seed", "x"], endpoint, "> /dev/full")
     assert done.returncode == 2
     assert "cannot write" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["complete", "chat"])
+def test_closed_stdin_has_no_text(command: str, endpoint: OpenAIServer) -> None:
+    closed, empty = (run([command], endpoint, end) for end in ("<&-", "< /dev/null"))
+    assert (closed.returncode, closed.stderr) == (empty.returncode, empty.stderr)
+    assert "Traceback" not in closed.stderr
+
+
+def test_closed_stderr_does_not_move_errors_to_stdout(endpoint: OpenAIServer) -> None:
+    wrong_settings = run(["complete", ""], endpoint, "2>&-")
+    wrong_options = run(["version", "--nope"], endpoint, "2>&-")
+    for done in (wrong_settings, wrong_options):
+        assert (done.returncode, done.stdout) == (2, "")

@@ -273,7 +273,9 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
 
     run_async(main())
     said = [record.message for record in caplog.records]
-    assert any("decode-1 gets no requests: its model, KV layout or" in text for text in said)
+    for number, field, layout in ((1, "fingerprint", OTHER_MODEL), (3, "block_size", OTHER_BLOCKS)):
+        values = f"it has {field} {getattr(layout, field)}, decode-0 {getattr(LAYOUT, field)}"
+        assert any(f"decode-{number} gets no requests: {values}" in text for text in said)
 
 
 def reachable(router: LiveRouter) -> int:

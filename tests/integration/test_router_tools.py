@@ -380,7 +380,12 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
         assert auto is None
         assert required is not None and "uniqueItems" not in required
         with pytest.raises(openai.BadRequestError) as caught:
-            create("auto", strict=True)
+            create("auto", strict=True, name="Clock-2")
         assert caught.value.param == "tools"
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body["message"] == (
+            "tools: the grammar cannot be followed: arguments_0_clock_2: Unimplemented keys: "
+            '["uniqueItems"]'
+        )
 
     ask("Now.", scenario)

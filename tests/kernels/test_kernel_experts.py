@@ -87,6 +87,23 @@ def test_activations(activation, interleaved, device, dtype, kernels, reference,
     assert not torch.equal(expected, _expected(reference, x, routing, parameters))
 
 
+@pytest.mark.parametrize("activation", [GatedSilu(), CLAMPED], ids=["plain", "clamped"])
+@pytest.mark.parametrize("num_experts", [4, 24], ids=["in-tiles", "few"])
+def test_what_is_not_a_number_stays_so_in_its_row(
+    num_experts, activation, device, dtype, kernels, reference
+):
+    """A limit does not make a number of it."""
+    x = torch.randn(3, 40, device=device).to(dtype)
+    chosen, weights = _route(3, num_experts, 2, device)
+    arguments = (chosen, weights, *_parameters(num_experts, 40, 24, device, dtype))
+    whole = kernels.experts(x, *arguments, activation=activation)
+    x[1, 5] = torch.nan
+    assert reference.experts(x, *arguments, activation=activation)[1].isnan().all()
+    actual = kernels.experts(x, *arguments, activation=activation)
+    assert actual[1].isnan().all()
+    assert torch.equal(actual[::2], whole[::2])
+
+
 def test_all_tokens_to_one_expert(device, dtype, kernels, reference, assert_close):
     x = torch.randn(70, 32, device=device).to(dtype)
     chosen = torch.tensor([[2, 0]], device=device, dtype=torch.int32).expand(70, 2)

@@ -24,10 +24,11 @@ from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import mask_words
 from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.tools.argument_grammar import json_rule
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
-from pagewire.tests.support.hostile_grammars import hostile_fields
+from pagewire.tests.support.hostile_grammars import GRAMMARS, REGEXES, hostile_fields
 from pagewire.tests.support.json_schemas import SchemaMaker
 from pagewire.tests.support.large_vocabulary import EOS, large_vocabulary
 
@@ -161,3 +162,54 @@ def test_hostile_grammars_are_bounded(name: str) -> None:
     report(f"{name} ({each.problem or 'followed'})"[:100], found)
     assert each.compile_s < MAX_COMPILE_S
     assert max(each.masks_s) < 5 * MAX_TRIED_MASK_S
+
+
+REFUSED: dict[str, tuple[StructuredOutputs, str]] = {
+    "optional properties": (
+        StructuredOutputs(json=optional(300)),
+        "the grammar cannot be followed: at one place an answer has 1199 ways to go on, of which "
+        "500 are possible",
+    ),
+    "objects to choose from": (
+        StructuredOutputs(json={"enum": [{"number": each} for each in range(600)]}),
+        "at one place an answer has 600 ways to go on, of which 500 are possible",
+    ),
+    "a schema in a rule": (
+        StructuredOutputs(grammar=f"start: a\na: {json_rule({'type': 'strin'})}\n"),
+        "the grammar cannot be followed: a: Invalid type: strin",
+    ),
+    "ambiguous": (
+        StructuredOutputs(grammar=GRAMMARS["rules-500"]),
+        "an answer can be read in too many ways: 256000 steps are possible",
+    ),
+    "counts": (
+        StructuredOutputs(regex=REGEXES["counted"]),
+        "its regular expressions are too large: counts such as {1000} make them so",
+    ),
+    "deep": (
+        StructuredOutputs(json='{"items":' * 200 + "{}" + "}" * 200),
+        "structured_outputs: json cannot be read: it is nested too deeply: a schema may have about "
+        "120 objects",
+    ),
+    "deep in a rule": (
+        StructuredOutputs(grammar="start: a\na: %json " + '{"items":' * 200 + "{}" + "}" * 200),
+        "the grammar cannot be followed: it is nested too deeply",
+    ),
+    "deep in a grammar": (
+        StructuredOutputs(json='{"items":' * 124 + "{}" + "}" * 124),
+        "the grammar cannot be followed: it is nested too deeply",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_of_a_refusal_is_in_plain_words(name: str) -> None:
+    asked, expected = REFUSED[name]
+    try:
+        found = {walk(grammar_text(asked) or "", seed).problem for seed in range(4)}
+    except InvalidRequestError as exc:
+        found = {exc.message}
+    [message] = found - {None}  # an answer without properties meets no limit
+    assert message is not None
+    assert expected in message
+    assert " | " not in message  # nothing of the grammar itself

@@ -58,11 +58,11 @@ class WorkerSelector:
         records = self._ready(self._links)
         for record in records:
             if record.layout != records[0].layout:
+                difference = record.layout.difference(records[0].layout, "it", records[0].worker_id)
                 self._complaints.say(
                     record.worker_id,
                     record.epoch,
-                    f"{record.worker_id} gets no requests: its model, KV layout or "
-                    f"--batch-invariant differs from that of {records[0].worker_id}",
+                    f"{record.worker_id} gets no requests: {difference}",
                 )
         return [record for record in records if record.layout == records[0].layout]
 

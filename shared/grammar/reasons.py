@@ -1,0 +1,47 @@
+"""Why llguidance refuses a grammar, as a client can read it."""
+
+from __future__ import annotations
+
+import re
+
+# How llguidance says that a grammar exceeds a limit, and what a client reads in its place.
+_EXCEEDED = (
+    (
+        r"Current row has (\d+) items; max is (\d+)",
+        "at one place an answer has {} ways to go on, of which {} are possible: each alternative "
+        "is one, each optional property of an object is four",
+    ),
+    (
+        r"Too many items \(limit (\d+)",
+        "an answer can be read in too many ways: {} steps are possible for each token",
+    ),
+    (
+        "too many expressions constructed",
+        "its regular expressions are too large: counts such as {{1000}} make them so",
+    ),
+    (
+        "recursion limit exceeded",
+        "it is nested too deeply: a schema may have about 120 objects and lists in one another",
+    ),
+)
+# A rule with a JSON schema: the line of the grammar, the reason, and an extract of the grammar,
+# which the client has not written if it is of tools.
+_SCHEMA_RULE = re.compile(
+    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<reason>.*?)\n +\d+ \| .*",
+    re.DOTALL,
+)
+
+
+def plain_reason(error: str) -> str:
+    """Return an error of llguidance's in one line; a limit in plain words."""
+    error = error.partition("<backtrace>")[0]  # of a panic
+    rule = ""
+    if (found := _SCHEMA_RULE.match(error)) is not None:
+        named = re.search(rf"^ +{found['line']} \| (\w+)", error, re.MULTILINE)
+        rule = "" if named is None else f"{named[1]}: "
+        error = found["reason"]
+    for pattern, words in _EXCEEDED:
+        if (exceeded := re.search(pattern, error)) is not None:
+            return rule + words.format(*exceeded.groups())
+    lines = [line.strip() for line in error.splitlines()]
+    return rule + " ".join(line for line in lines if line and line != "<non-verbose/>")
