@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
+from pagewire.kernels.bench.attention_grid import grid_cases
 from pagewire.kernels.bench.case import DTYPE, BenchCase
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
 from pagewire.kernels.bench.inputs import (
@@ -315,6 +316,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
 CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
+    "attention_grid": grid_cases,
     "latent_attention": lambda: (
         case
         for heads in LATENT_HEADS

@@ -1,0 +1,130 @@
+"""Attention over a grid of shapes and lengths, next to FlashAttention 3 where vLLM has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.kernels.bench.case import DTYPE, BenchCase, Call
+from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case
+from pagewire.kernels.bench.peers import flash_attention_3
+
+MOST_KV_BYTES = 64e9
+_POOL_LAYERS = 2  # of the inputs' pool
+
+
+class GridShape(NamedTuple):
+    """Heads of a layer, their size, and how far and how sharply they look."""
+
+    heads: int
+    kv_heads: int
+    dim: int = 128
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.heads}/{self.kv_heads} heads of {self.dim}"
+        text += "" if self.window is None else f", window {self.window}"
+        return text if self.soft_cap is None else f"{text}, cap {self.soft_cap:g}"
+
+
+# 1, 2, 4, 7 and 8 query heads a KV head; then other sizes, windows and soft caps
+SHAPES = (
+    GridShape(32, 32),
+    GridShape(16, 8),
+    GridShape(32, 8),
+    GridShape(28, 4),
+    GridShape(32, 4),
+    GridShape(32, 8, 64),
+    GridShape(16, 8, 256),
+    GridShape(32, 8, window=1024),
+    GridShape(16, 8, 256, window=1024),
+    GridShape(16, 8, 256, soft_cap=50.0),
+)
+# (sequences, context)
+DECODE = (
+    (1, 1024),
+    (1, 16384),
+    (1, 131072),
+    (4, 16384),
+    (8, 4096),
+    (32, 1024),
+    (32, 8192),
+    (64, 1024),
+    (64, 4096),
+    (128, 4096),
+    (256, 1024),
+    (256, 4096),
+)
+# (tokens of a chunk, context)
+PREFILL = ((1024, 1024), (4096, 4096), (16384, 16384), (8192, 61440), (512, 8704))
+
+
+def kv_bytes(tokens: int, shape: GridShape) -> int:
+    """Return the bytes of keys and values of a layer, in the bench's dtype."""
+    return 2 * tokens * shape.kv_heads * shape.dim * DTYPE.itemsize
+
+
+def grid_cases() -> Iterator[BenchCase]:
+    """Yield each shape with each length whose keys and values fit `MOST_KV_BYTES`."""
+    for shape in SHAPES:
+        for batch, context in DECODE:
+            if _POOL_LAYERS * kv_bytes(batch * context, shape) <= MOST_KV_BYTES:
+                yield _decode(shape, batch, context)
+        yield from (_prefill(shape, *lengths) for lengths in PREFILL)
+
+
+def _with(shape: GridShape, case: PagedCase) -> PagedCase:
+    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim}
+    return replace(case, **heads, window=shape.window, soft_cap=shape.soft_cap)
+
+
+def _attend(x: PagedInputs, is_decode: bool) -> Call:
+    context = x.q, x.k_cache, x.v_cache, x.block_tables
+
+    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
+        if is_decode:
+            return (ops.paged_decode(*context, x.seq_lens, x.scale, **x.options),)
+        lengths = x.cu_query_lens, x.seq_lens, x.max_query_len
+        return (ops.paged_prefill(*context, *lengths, x.scale, **x.options),)
+
+    return call
+
+
+def _decode(shape: GridShape, batch: int, context: int) -> BenchCase:
+    # Without poison: FlashAttention reads what the window hides.
+    x = _with(shape, decode_case((context,) * batch)).build("cuda", DTYPE, poison=False)
+    small = _with(shape, decode_case((min(context, 2048), 77))).build("cuda", DTYPE)
+    seen = min(context, shape.window or context)
+    return BenchCase(
+        "paged_decode",
+        f"{batch} x {context}, {shape}",
+        _attend(x, is_decode=True),
+        float(kv_bytes(batch * seen, shape)),
+        check=_attend(small, is_decode=True),
+        peer=flash_attention_3(x),
+    )
+
+
+def _prefill(shape: GridShape, chunk: int, context: int) -> BenchCase:
+    x = _with(shape, PagedCase((chunk,), (context,))).build("cuda", DTYPE, poison=False)
+    small = _with(shape, PagedCase((300, 1), (1700, 900))).build("cuda", DTYPE)
+    return BenchCase(
+        "paged_prefill",
+        f"{chunk} of {context}, {shape}",
+        _attend(x, is_decode=False),
+        4.0 * visible_pairs(chunk, context, shape.window) * shape.heads * shape.dim,
+        "TFLOP/s",
+        check=_attend(small, is_decode=False),
+        peer=flash_attention_3(x),
+    )
+
+
+def visible_pairs(chunk: int, context: int, window: int | None) -> int:
+    """Return how many pairs of query and key there are: the chunk ends where the context does."""
+    most = window or context
+    return sum(min(end, most) for end in range(context - chunk + 1, context + 1))
