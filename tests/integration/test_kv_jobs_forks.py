@@ -156,8 +156,8 @@ def test_job_that_fails_is_done_again_for_all(then: str, late: bool) -> None:
     [
         ("draining", OTHERS, "shutting down"),
         ("overloaded", OTHERS, "waiting already"),
-        ("invalid", ("s", "s"), "has the id"),
-        ("invalid", ("r",), "has the id"),
+        ("invalid", ("s", "s"), "has this id"),
+        ("invalid", ("r",), "has this id"),
     ],
 )
 def test_answers_are_refused_together(reason: str, forks: tuple[str, ...], text: str) -> None:
