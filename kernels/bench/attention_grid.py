@@ -79,8 +79,14 @@ def grid_cases() -> Iterator[BenchCase]:
 
 
 def _with(shape: GridShape, case: PagedCase) -> PagedCase:
-    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "dim": shape.dim}
-    return replace(case, **heads, window=shape.window, soft_cap=shape.soft_cap)
+    return replace(
+        case,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        dim=shape.dim,
+        window=shape.window,
+        soft_cap=shape.soft_cap,
+    )
 
 
 def _attend(x: PagedInputs, is_decode: bool) -> Call:

@@ -6,9 +6,11 @@ on meanwhile.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Event, Lock
 
@@ -20,6 +22,8 @@ from pagewire.shared.grammar.reasons import plain_reason
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
+MOST_ORIGINALS = 16  # of one grammar
+_CHEAP_S = 0.005  # of CPU time: a grammar that takes longer to compile has one original
 # llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
@@ -63,6 +67,24 @@ def cannot_follow(reason: str) -> str:
     return f"the grammar cannot be followed: {reason}"
 
 
+@dataclass(slots=True)
+class _Originals:
+    """What the answers of one grammar copy, in turn.
+
+    Attributes:
+        matchers: the grammar at its start, compiled several times.
+        num_lent: answers that have begun.
+    """
+
+    matchers: list[LLMatcher]
+    num_lent: int = 0
+
+    @property
+    def num_charged(self) -> int:
+        """How many there are or will be."""
+        return min(max(self.num_lent, 1), MOST_ORIGINALS)
+
+
 class GrammarCompiler:
     """Compiled grammars by text, within a bound on bytes. Callable from any thread.
 
@@ -74,6 +96,7 @@ class GrammarCompiler:
         self._load = vocabulary
         self._lock = Lock()
         self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._originals: dict[Future[LLMatcher], _Originals] = {}  # of what is cheap and cached
         self._num_bytes = 0
         self._closed: dict[Future[LLMatcher], list[Event]] = {}  # until they are compiled
         self._vocabulary: LLTokenizer | None = None
@@ -102,12 +125,43 @@ class GrammarCompiler:
                 return found
             future = self._cached[text] = Future()
             self._closed[future] = [closed]
-            self._num_bytes += _cost(text)
-            while self._num_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
-                oldest, _ = self._cached.popitem(last=False)
-                self._num_bytes -= _cost(oldest)
+            self._charge(text)
         self.run(lambda: self._compile(text, future))
         return future
+
+    def original(self, text: str, compiled: Future[LLMatcher]) -> LLMatcher:
+        """Return a compiled grammar at its start, to be copied for one answer.
+
+        Copies of a matcher share a lexer and its lock (llguidance 1.9), so that threads fill their
+        masks one after the other. So a grammar that compiles quickly is compiled several times.
+        """
+        first = compiled.result()
+        with self._lock:
+            originals = self._originals.get(compiled)
+            if originals is None:
+                return first
+            originals.num_lent += 1
+            is_missing = 1 < originals.num_lent <= MOST_ORIGINALS
+            if is_missing:
+                self._charge(text)
+            number = originals.num_lent
+        if is_missing and self._vocabulary is not None:
+            another = check_grammar(text, self._vocabulary)
+            with self._lock:
+                originals.matchers.append(another)
+            return another
+        return originals.matchers[number % len(originals.matchers)]
+
+    def _charge(self, text: str) -> None:
+        """Count another original of a grammar, and drop the oldest grammars above the bound."""
+        self._num_bytes += _cost(text)
+        while self._num_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
+            self._forget(*self._cached.popitem(last=False))
+
+    def _forget(self, text: str, future: Future[LLMatcher]) -> None:
+        """Give back what a grammar that was dropped has been charged for."""
+        originals = self._originals.pop(future, None)
+        self._num_bytes -= _cost(text) * (1 if originals is None else originals.num_charged)
 
     def run(self, task: Callable[[], None]) -> None:
         """Run a task in one of the compiler's threads; tasks start in the order of the calls."""
@@ -132,13 +186,18 @@ class GrammarCompiler:
             if not self._is_wanted(text, future):
                 future.cancel()
                 return
+            began_s = time.thread_time()
             compiled = check_grammar(text, self._vocabulary)
+            is_cheap = time.thread_time() - began_s <= _CHEAP_S
         except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
             if not (is_loaded and isinstance(exc, InvalidRequestError)):
                 with self._lock:
                     self._drop(text, future)
             future.set_exception(exc)
         else:
+            with self._lock:
+                if is_cheap and self._cached.get(text) is future:
+                    self._originals[future] = _Originals([compiled])
             future.set_result(compiled)
 
     def _is_wanted(self, text: str, future: Future[LLMatcher]) -> bool:
@@ -154,7 +213,7 @@ class GrammarCompiler:
         self._closed.pop(future, None)
         if self._cached.get(text) is future:
             del self._cached[text]
-            self._num_bytes -= _cost(text)
+            self._forget(text, future)
 
 
 def _cost(text: str) -> int:

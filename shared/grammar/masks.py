@@ -144,7 +144,7 @@ class MaskFiller:
         known = list(output_ids)
 
         def fill_first(_compiled: Future[LLMatcher]) -> None:
-            self._compiler.run(lambda: self._fill_first(follower, known))
+            self._compiler.run(lambda: self._fill_first(follower, text, known))
 
         follower.compiled.add_done_callback(fill_first)
         return follower
@@ -236,12 +236,13 @@ class MaskFiller:
             start_thread(STACK_BYTES, "slow-masks", partial(_run_tasks, self._single, self.news))
         self._single.put(lambda: self._fill(*work))
 
-    def _fill_first(self, follower: Follower, output_ids: list[int]) -> None:
+    def _fill_first(self, follower: Follower, text: str, output_ids: list[int]) -> None:
         if _is_skipped(follower):
             self.news.set()
             return
         try:
-            matcher = follower.matcher = Matcher(follower.compiled.result())
+            original = self._compiler.original(text, follower.compiled)
+            matcher = follower.matcher = Matcher(original)
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
         except Exception as exc:  # likewise

@@ -70,7 +70,7 @@ class Matcher:
     def _checked(self, mask: bytes) -> bytes | None:
         if self.problem is None:
             self._check()
-        if self.problem is None and mask.count(0) == len(mask):
+        if self.problem is None and mask == bytes(len(mask)):
             self.problem = NOTHING_ALLOWED
         return None if self.problem is not None else mask
 

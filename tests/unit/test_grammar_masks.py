@@ -120,6 +120,27 @@ def test_compiled_grammars_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPat
         compiler.compile("start: nothing").result()
 
 
+def test_answers_of_a_quick_grammar_are_spread_over_several_originals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies of one share a lock; each counts against the bound, until the grammar is dropped."""
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    quick = compiler.compile(TEXTS[0])
+    quick.result()
+    one = compiler._num_bytes
+    lent = [compiler.original(TEXTS[0], quick) for _ in range(100)]
+    assert len({id(each) for each in lent}) == compiling.MOST_ORIGINALS
+    assert compiler._num_bytes == one * compiling.MOST_ORIGINALS
+    answers = [walk(Matcher(each), 12, 3) for each in lent[:40]]
+    assert answers == answers[:1] * 40
+    monkeypatch.setattr(compiling, "MAX_CACHED_BYTES", 0)
+    monkeypatch.setattr(compiling, "_CHEAP_S", -1.0)
+    slow = compiler.compile(TEXTS[1])
+    assert {id(compiler.original(TEXTS[1], slow)) for _ in range(9)} == {id(slow.result())}
+    assert compiler._num_bytes == compiling._cost(TEXTS[1])
+    assert compiler.original(TEXTS[0], quick) is quick.result()  # by who still has it
+
+
 def test_model_without_tokenizer_cannot_follow_grammars(tmp_path: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"tokenizer\.json cannot be used"):
         load_vocabulary(tmp_path, VOCAB, EOS)
