@@ -203,7 +203,8 @@ def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
                 by_hand.refuse("nothing crosses any more")
                 await eventually(lambda: len(by_hand.hellos) == 2)
             assert not d.is_linked()
-            assert len(by_hand.lost) == 1
+            # The new connection's hello may arrive before the end of the old connection is noticed.
+            await eventually(lambda: len(by_hand.lost) == 1)
 
     run_async(scenario())
 
