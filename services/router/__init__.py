@@ -12,7 +12,7 @@ A request passes http/, dispatch/, placement/ and workers/ on its way to a decod
 come back through workers/, dispatch/, text/ and http/.
 
 Entry point: `run` (main.py); `service.py` composes the parts.
-Read first: `http/api.py`, `dispatch/dispatcher.py`, `placement/policy.py`.
+Read first: `http/routes/generation.py`, `dispatch/dispatcher.py`, `placement/policy.py`.
 
 May import: `shared`, except what needs torch.
 """

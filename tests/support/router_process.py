@@ -57,7 +57,7 @@ def router_process(
 
 async def ready(http: httpx.AsyncClient, status: int) -> None:
     """Wait until /ready answers with a status."""
-    for _ in range(200):
+    for _ in range(1000):
         with contextlib.suppress(httpx.TransportError):
             if (await http.get("/ready")).status_code == status:
                 return

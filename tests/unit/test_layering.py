@@ -19,8 +19,8 @@ LAYERS = ("kernels", "shared", "services")  # each may import itself and those b
 SERVICES = ("cli", "decode", "prefill", "router")
 CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "prefill", "router")}
 NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
-# Each package may import those before it. Modules next to packages come first in `shared`, and last
-# in a service, which they compose; those of `cli` may do both.
+# Each package may import those before it. Modules next to packages come first in `shared` and in
+# `services.router.http`, and last in a service, which they compose; those of `cli` may do both.
 SMALL = "shared modules"
 PACKAGES = (
     "kernels",
@@ -46,6 +46,15 @@ PACKAGES = (
     "services.router.dispatch",
     "services.router.text",
     "services.router.http",
+    "services.router.http.inputs",
+    "services.router.http.answers",
+    "services.router.http.messages",
+    "services.router.http.responses",
+    "services.router.http.bodies",
+    "services.router.http.requests",
+    "services.router.http.routes",
+    "services.router.http.openapi",
+    "services.router.http.server",
     "services.cli.client",
     "services.cli.up",
     "services.cli.batch",

@@ -94,7 +94,7 @@ def test_doctor_asks_for_what_workers_require() -> None:
 def test_wheel_has_the_files_of_pages(wheel: zipfile.ZipFile) -> None:
     pages = [
         f"pagewire/{file.relative_to(ROOT).as_posix()}"
-        for folder in ("dashboard", "http/docs")
+        for folder in ("dashboard", "http/openapi/docs")
         for file in (ROOT / "services/router" / folder).iterdir()
         if file.suffix in (".html", ".css", ".js")
     ]
