@@ -85,17 +85,15 @@ def router(state: Path, name: str, *fds: int) -> None:
 
     if _obey_exit(state, name) == ["drain"]:
         signal.signal(signal.SIGTERM, lambda *_: _drain(state, name))
-    threads = []
     for fd in fds:
         server = HTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
         server.socket.close()
         server.socket = socket.socket(fileno=fd)
         server.server_activate()
-        threads.append(threading.Thread(target=server.serve_forever))
-        threads[-1].start()
+        threading.Thread(target=server.serve_forever).start()
     _write_pid(state / f"{name}.pid")
-    for thread in threads:
-        thread.join()
+    while True:  # `join` would miss a signal that arrives just before it waits
+        time.sleep(0.1)
 
 
 def _drain(state: Path, name: str) -> None:

@@ -160,11 +160,13 @@ def test_a_shrunken_shape_is_timed(
     )
     bench = Bench(llm, times=1)
     bench.ttft([40])
-    bench.decode([2, 1000], bandwidth=1e12)
+    bench.decode([2, 1000], bandwidth=1.0)  # bytes a second, so that the share is large
     lines = capsys.readouterr().out.splitlines()
     first, step = (json.loads(each.removeprefix("RESULT ")) for each in lines[:2])
     assert (first["what"], first["prompt"]) == ("ttft", 40)
     assert (step["what"], step["batch"]) == ("decode", 2)
-    assert 0 < step["of_ceiling"] < 1
+    moved, config = step["of_ceiling"] * step["ms"] / 1e3, load_config(tmp_path)
+    weights = weights_read(config, 2)
+    assert 0.99 * weights < moved < 1.01 * (weights + 2 * kv_read(config, 4096))
     assert step.get("experts") == (15.5 if "num_experts" in shape else None)
     assert lines[2] == "no step of 1000 sequences: the KV pool is too small"
