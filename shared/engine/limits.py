@@ -7,7 +7,7 @@ The device then draws a token all the same. That it is not permitted shows that 
 
 from __future__ import annotations
 
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.sampling import RequestSpec
 
 NOTHING_LEFT = (

@@ -35,7 +35,10 @@ PACKAGES = (
     "shared.text",
     "shared.tools",
     "shared.grammar",
+    "shared.engine.scheduling",
+    "shared.engine.execution",
     "shared.engine",
+    "shared.engine.offline",
     "shared.kv.carriers",
     "shared.kv.endpoint",
     "shared.worker",
@@ -231,9 +234,11 @@ def test_the_rules_see_every_service() -> None:
     assert found == set(SERVICES)
 
 
-def test_nothing_that_the_router_imports_needs_torch() -> None:
+@pytest.mark.parametrize("package", ["services.router", "shared.engine.scheduling"])
+def test_nothing_that_a_package_imports_needs_torch(package: str) -> None:
     """Follows imports inside functions, too: no request may ever load torch into a router."""
-    todo = [name for name in modules() if name.startswith("pagewire.services.router")]
+    todo = [name for name in modules() if name.startswith(f"pagewire.{package}")]
+    assert todo
     reached_from = dict.fromkeys(todo, "")
     wrong = []
     while todo:
@@ -248,6 +253,16 @@ def test_nothing_that_the_router_imports_needs_torch() -> None:
                 reached_from[target] = module
                 todo.append(target)
     assert wrong == []
+
+
+def test_executors_know_of_scheduling_the_step_alone() -> None:
+    known = {
+        target
+        for file, target, _ in each_import_of_ours()
+        if package_of(name_of(file)) == "shared.engine.execution"
+        and package_of(target) == "shared.engine.scheduling"
+    }
+    assert known == {"pagewire.shared.engine.scheduling.step"}
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewire.shared.engine.pooling import DeviceEmbedding
-from pagewire.shared.engine.sampling_stage import Sampled
-from pagewire.shared.engine.scoring import DeviceScores
-from pagewire.shared.engine.step import StepResult, StepScores
+from pagewire.shared.engine.execution.pooling import DeviceEmbedding
+from pagewire.shared.engine.execution.sampling_stage import Sampled
+from pagewire.shared.engine.execution.scoring import DeviceScores
+from pagewire.shared.engine.scheduling.step import StepResult, StepScores
 from pagewire.shared.errors import IntegrityError
 
 

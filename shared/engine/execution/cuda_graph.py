@@ -20,9 +20,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
-from pagewire.shared.engine.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
-from pagewire.shared.engine.step import PrefillChunk
+from pagewire.shared.engine.execution.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
+from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
+from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 # Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
 # prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.

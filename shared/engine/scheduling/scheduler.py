@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagewire.shared.engine.schedule import Schedule, ScheduledTokens
-from pagewire.shared.engine.sequence import Sequence, device_slot_of
-from pagewire.shared.engine.sequence_table import SequenceTable
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
+from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
+from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.kv.block_table import BlockTable
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.cuda_graph import DeviceEvent
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent
 from pagewire.shared.errors import IntegrityError
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagewire.shared.control.protocol import PoolingMode
-from pagewire.shared.engine.status import RequestStatus, check_transition
+from pagewire.shared.engine.scheduling.status import RequestStatus, check_transition
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.kv.block_table import BlockTable
@@ -146,7 +146,7 @@ class Sequence:
         """Change the status.
 
         Raises:
-            IllegalTransitionError: the table in `shared.engine.status` has no such transition.
+            IllegalTransitionError: the table in `status.py` has no such transition.
         """
         check_transition(self.status, new)
         self.status = new

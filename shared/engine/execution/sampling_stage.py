@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.shaping_state import ShapingState
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.shaping_state import ShapingState
+from pagewire.shared.engine.scheduling.step import StepPlan
 
 _UNMASKED, _HELD = -1, -2  # in place of a mask
 MOST_REPLAYED_CHUNKS = 8  # static rows for replayed prefill chunks

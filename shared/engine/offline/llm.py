@@ -12,21 +12,21 @@ from typing import Any, Unpack
 import msgspec
 
 from pagewire.shared.config import LLMSettings, load_settings
-from pagewire.shared.engine.beam_search import (
+from pagewire.shared.engine.build import build_engine
+from pagewire.shared.engine.offline.beam_search import (
     BeamSearch,
     BeamSearchOutput,
     BeamSearchParams,
     check_beam_search,
     run_searches,
 )
-from pagewire.shared.engine.build import build_engine
-from pagewire.shared.engine.chats import ChatArguments, ChatPrompt, read_chats
-from pagewire.shared.engine.embeddings import EmbeddingOutput, compute_embeddings
-from pagewire.shared.engine.llm_answer import LLMAnswer
-from pagewire.shared.engine.llm_progress import GenerationProgress
-from pagewire.shared.engine.outputs import RequestOutput
-from pagewire.shared.engine.prompts import Prompt, TokenizedPrompt, read_prompts
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.offline.chats import ChatArguments, ChatPrompt, read_chats
+from pagewire.shared.engine.offline.embeddings import EmbeddingOutput, compute_embeddings
+from pagewire.shared.engine.offline.llm_answer import LLMAnswer
+from pagewire.shared.engine.offline.llm_progress import GenerationProgress
+from pagewire.shared.engine.offline.outputs import RequestOutput
+from pagewire.shared.engine.offline.prompts import Prompt, TokenizedPrompt, read_prompts
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.field_rules import check_fields

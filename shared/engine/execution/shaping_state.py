@@ -16,8 +16,8 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.step import NewDeviceSlot, StepPlan
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.scheduling.step import NewDeviceSlot, StepPlan
 
 _NONE_TO_COME = -1
 

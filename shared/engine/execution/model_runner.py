@@ -15,8 +15,8 @@ from functools import partial
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.engine.block_mover import BlockMover, PendingCheck, PendingMove
-from pagewire.shared.engine.cuda_graph import (
+from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
+from pagewire.shared.engine.execution.cuda_graph import (
     DecodeGraphs,
     DeviceEvent,
     GraphPool,
@@ -24,14 +24,14 @@ from pagewire.shared.engine.cuda_graph import (
     batch_buckets,
     prefill_shapes,
 )
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.pending import LaunchedRows, PendingSupply, PendingTokens
-from pagewire.shared.engine.plan_events import PlanEvents
-from pagewire.shared.engine.pooling import Pooling
-from pagewire.shared.engine.prefill_inputs import PrefillInputs
-from pagewire.shared.engine.sampling_stage import Forwarded, SamplingStage
-from pagewire.shared.engine.scoring import Scoring
-from pagewire.shared.engine.step import Expect, Export, PrefillChunk, StepPlan, Supply
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.pending import LaunchedRows, PendingSupply, PendingTokens
+from pagewire.shared.engine.execution.plan_events import PlanEvents
+from pagewire.shared.engine.execution.pooling import Pooling
+from pagewire.shared.engine.execution.prefill_inputs import PrefillInputs
+from pagewire.shared.engine.execution.sampling_stage import Forwarded, SamplingStage
+from pagewire.shared.engine.execution.scoring import Scoring
+from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd

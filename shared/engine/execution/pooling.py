@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepScores
+from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from pagewire.shared.engine.prompts import TokenizedPrompt
+from pagewire.shared.engine.offline.prompts import TokenizedPrompt
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewire.shared.engine.step import PrefillChunk
+from pagewire.shared.engine.scheduling.step import PrefillChunk
 from pagewire.shared.model.inputs import ForwardBatch
 
 _Integers = npt.NDArray[np.int64]

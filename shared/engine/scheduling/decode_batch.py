@@ -13,7 +13,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from itertools import compress
 
-from pagewire.shared.engine.sequence import Sequence, StepCount, device_slot_of
+from pagewire.shared.engine.scheduling.sequence import Sequence, StepCount, device_slot_of
 from pagewire.shared.errors import IntegrityError
 
 

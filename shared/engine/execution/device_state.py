@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewire.shared.engine.prefill_inputs import BlockTables
-from pagewire.shared.engine.step import NewDeviceSlot, StepPlan, TableEntries
+from pagewire.shared.engine.execution.prefill_inputs import BlockTables
+from pagewire.shared.engine.scheduling.step import NewDeviceSlot, StepPlan, TableEntries
 from pagewire.shared.sampling import RequestSpec
 
 

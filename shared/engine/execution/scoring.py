@@ -13,9 +13,9 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.processed_logits import processed_logits
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.sampling_stage import Sampled
-from pagewire.shared.engine.step import PrefillChunk, StepPlan, StepScores
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.sampling_stage import Sampled
+from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepScores
 from pagewire.shared.logprobs import Logprobs
 
 TILE_ROWS = 256  # of a prompt, whose logits are in memory at a time

@@ -1,20 +1,15 @@
-"""Computes embeddings: sequences that pool hidden states, and all prompts of an offline call."""
+"""Computes the embeddings of all prompts of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.prompts import TokenizedPrompt
-from pagewire.shared.engine.sequence import Sequence, new_sequence
+from pagewire.shared.engine.embedding_sequence import finished_embedding, pooled_sequence
+from pagewire.shared.engine.offline.prompts import TokenizedPrompt
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.model.pooling import PoolingRules
-from pagewire.shared.sampling import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +25,6 @@ class EmbeddingOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     embedding: list[float]
-
-
-def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) -> Sequence:
-    """Return a sequence that computes a prompt's embedding.
-
-    It ends with its first token, which is sampled like any other and ignored.
-    """
-    spec = RequestSpec(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
-    sequence = new_sequence(request_id, token_ids, spec, ())
-    sequence.pooling = mode
-    return sequence
 
 
 def compute_embeddings(
@@ -80,19 +64,3 @@ def compute_embeddings(
         )
         for name, prompt in prompts.items()
     ]
-
-
-def finished_embedding(
-    pooled: bytes, normalize: bool, dimensions: int | None = None
-) -> npt.NDArray[np.float32]:
-    """Return the embedding of a pooled prompt.
-
-    Args:
-        pooled: one vector of float32, in the machine's byte order.
-        normalize: whether to scale it to the length 1.
-        dimensions: how many of its first numbers to return; None: all.
-    """
-    vector = np.frombuffer(pooled, np.float32)[:dimensions]
-    if normalize:
-        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
-    return vector

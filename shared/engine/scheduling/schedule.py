@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagewire.shared.engine.decode_batch import NO_ROWS, DecodeRows
-from pagewire.shared.engine.sequence import Sequence, device_slot_of
-from pagewire.shared.engine.step import (
+from pagewire.shared.engine.scheduling.decode_batch import NO_ROWS, DecodeRows
+from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
+from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
     Expect,
     Export,

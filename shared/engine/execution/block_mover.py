@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
 from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blocks
-from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.kv.layer_groups import LayerGroups
 
 # Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from pagewire.shared.engine.chats import ChatPrompt
-from pagewire.shared.engine.llm_progress import GenerationProgress
-from pagewire.shared.engine.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_of
-from pagewire.shared.engine.prompts import TokenizedPrompt
+from pagewire.shared.engine.offline.chats import ChatPrompt
+from pagewire.shared.engine.offline.llm_progress import GenerationProgress
+from pagewire.shared.engine.offline.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    logprobs_of,
+)
+from pagewire.shared.engine.offline.prompts import TokenizedPrompt
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.logprobs import Logprobs

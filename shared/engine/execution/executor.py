@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
-from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 
 
 class PendingStep(Protocol):

@@ -1,0 +1,16 @@
+"""Executors: they run step plans on a device, in order, and return the results.
+
+    executor.py         the interface, and what it returns for a launched plan
+    model_runner.py     the executor of a worker: the model on this process's device
+    cuda_graph.py       which steps are CUDA graphs
+    device_state.py     what each device slot keeps on the device: parameters, block tables, tokens
+    prefill_inputs.py   what a step with chunks of prompts takes
+    sampling_stage.py   sampling after the forward; shaping_state.py, scoring.py, pooling.py: its
+                        parts that only some requests need
+    block_mover.py      copies, packs and unpacks KV blocks
+    recording.py        an executor that records plans, and their replay
+
+Read first: `executor.py`, `model_runner.py`.
+
+May import: `kernels`, `shared.model`, `shared.kv`, of `scheduling` only `step.py`.
+"""

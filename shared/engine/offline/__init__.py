@@ -1,0 +1,11 @@
+"""`LLM`: an engine without a network, with prompts and outputs of the same form as vLLM's.
+
+    llm.py          the class; llm_answer.py and llm_progress.py: its answers and its progress bar
+    prompts.py      the forms of prompts; chats.py: of conversations
+    outputs.py      what it returns
+    beam_search.py  `LLM.beam_search`; embeddings.py: `LLM.embed`
+
+Entry point: `LLM` (llm.py).
+
+May import: all of the engine, `shared.text`, `shared.tools`, `shared.grammar`.
+"""

@@ -1,0 +1,14 @@
+"""Decides what the next step runs. Pure: no torch, no kernels, no sockets, no device.
+
+    step.py            what a step is: `StepPlan` in, `StepResult` out
+    scheduler.py       decides the next step: admission, cached prefixes, chunks, preemption, and
+                       whether a prompt is short enough to be computed locally
+    sequence.py        one answer that is being computed; status.py: its states
+    sequence_table.py  all sequences of an engine, with their blocks and device slots
+    decode_batch.py    the rows that decode, kept from step to step
+    schedule.py        what `schedule()` returns: the plan, and the sequences that it concerns
+
+Read first: `step.py`, `scheduler.py`.
+
+May import: `shared.kv` without what needs torch, `shared.control.protocol`, small modules.
+"""
