@@ -9,13 +9,13 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.executor import PendingStep
-from pagewire.shared.engine.recording import Recorder, replay
 from pagewire.shared.engine.sequence import new_sequence
 from pagewire.shared.engine.status import RequestStatus
 from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
+from pagewire.tests.support.plan_recorder import Recorder, replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
