@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagewire.services.router.http.api import generate, read_request
+from pagewire.services.router.http.api import generate, json_response, read_request
 from pagewire.services.router.http.error_forms import MESSAGES_PATH
 from pagewire.services.router.http.message_format import MessageFormat
 from pagewire.services.router.http.request_record import record_of
@@ -24,8 +23,8 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a conversation's prompt has."""
     asked = await read_request(request, "message count")
-    body = msgspec.json.encode({"input_tokens": len(asked.prompts[0].token_ids)})
-    return _with_id(request, Response(body, media_type="application/json"))
+    found = {"input_tokens": len(asked.prompts[0].token_ids)}
+    return _with_id(request, json_response(found))
 
 
 def _with_id(request: Request, response: Response) -> Response:
