@@ -42,7 +42,13 @@ class NotReadyError(PagewireError):
 
 
 class NoRouterError(PagewireError):
-    """Nothing answers there as Pagewire's router does."""
+    """Nothing answers at a URL as the operator port of Pagewire's router does."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"no Pagewire router answers operators at {url}; start a cluster with "
+            f"`{own_command()} up`, or name another with --operator-url"
+        )
 
 
 @dataclass
@@ -161,10 +167,7 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
     """
     health = await fetch_health(client, url)
     if health is None or not health.model:
-        raise NoRouterError(
-            f"no Pagewire router answers operators at {url}; start a cluster with "
-            f"`{own_command()} up`, or name another with --operator-url"
-        )
+        raise NoRouterError(url)
     return build_status(url, health, await fetch_metrics(client, url), time.monotonic())
 
 
