@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.cli.health import Health, Service, fetch_health
+from pagewire.services.cli.cluster_view import ClusterView, Service, fetch_cluster_view
 from pagewire.services.cli.program import own_command
 from pagewire.shared.errors import PagewireError, ProtocolError
 from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
@@ -143,12 +143,12 @@ async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
-        health = await fetch_health(client, url)
-        if health is not None and health.ok and health.model:
+        view = await fetch_cluster_view(client, url)
+        if view is not None and view.ok and view.model:
             return
         if loop.time() > deadline:
-            is_router = health is not None and health.model
-            reason = health.problem if health and is_router else "no Pagewire router answers there"
+            is_router = view is not None and view.model
+            reason = view.problem if view and is_router else "no Pagewire router answers there"
             raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {reason}")
         await asyncio.sleep(WAIT_POLL_S)
 
@@ -165,22 +165,22 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
     Raises:
         NoRouterError: nothing there describes a cluster.
     """
-    health = await fetch_health(client, url)
-    if health is None or not health.model:
+    view = await fetch_cluster_view(client, url)
+    if view is None or not view.model:
         raise NoRouterError(url)
-    return build_status(url, health, await fetch_metrics(client, url), time.monotonic())
+    return build_status(url, view, await fetch_metrics(client, url), time.monotonic())
 
 
-def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterStatus:
+def build_status(url: str, view: ClusterView, metrics: str, at: float) -> ClusterStatus:
     """Put the two pages together.
 
     Args:
         url: of the operator port.
-        health: the cluster as it describes it.
+        view: the cluster as it describes it.
         metrics: of all processes in Prometheus' text format; empty if there is none.
         at: when they were read.
     """
-    workers = {service.id: WorkerStatus.of_record(service) for service in health.services}
+    workers = {service.id: WorkerStatus.of_record(service) for service in view.services}
     totals: dict[str, float] = {}
     for name, labels, value in _samples(metrics):
         worker = workers.get(labels.get("worker", ""))
@@ -193,7 +193,7 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
         elif worker is not None and name == KV_BLOCKS:
             worker.blocks[labels.get("state", "")] = value
     shown = list(workers.values())
-    return ClusterStatus(url, health.model, health.ok, at, shown, totals, health.problem)
+    return ClusterStatus(url, view.model, view.ok, at, shown, totals, view.problem)
 
 
 async def fetch_metrics(client: httpx.AsyncClient, url: str) -> str:

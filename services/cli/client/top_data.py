@@ -12,12 +12,12 @@ import httpx
 import msgspec
 
 from pagewire.services.cli.client.cluster_status import NoRouterError
-from pagewire.services.cli.health import PROBE_TIMEOUT_S, Health
+from pagewire.services.cli.cluster_view import PROBE_TIMEOUT_S, ClusterView
 from pagewire.shared.errors import UNDECODABLE
 from pagewire.shared.metrics.live import Histogram, RecentRequest, RouterLive
 
 
-class Snapshot(Health, frozen=True):
+class Snapshot(ClusterView, frozen=True):
     """The cluster, and the numbers of its routers.
 
     Attributes:
