@@ -61,7 +61,7 @@ def shown(found: ClusterStatus, before: ClusterStatus | None = None) -> str:
 
 def test_what_is_shown_of_a_worker_is_what_workers_show() -> None:
     families = {family.name for family in load_families(WorkerLoad())}
-    assert families == {KV_BLOCKS, *cluster_status._WORKER_SAMPLES}
+    assert families == {KV_BLOCKS, *cluster_status.WORKER_SAMPLES}
 
 
 def test_tables_are_whole_on_a_narrow_terminal() -> None:

@@ -21,7 +21,7 @@ from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets
 METRICS_TIMEOUT_S = 2.0
 WAIT_POLL_S = 0.2
 
-_WORKER_SAMPLES = {
+WORKER_SAMPLES = {
     "pagewire_requests_running": "running",
     "pagewire_requests_waiting": "waiting",
     "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
@@ -188,8 +188,8 @@ def build_status(url: str, view: ClusterView, metrics: str, at: float) -> Cluste
             totals[_TOTALS[name]] = totals.get(_TOTALS[name], 0.0) + value
         elif name == _REDIS_UP:
             totals["redis_up"] = min(totals.get("redis_up", value), value)
-        elif worker is not None and name in _WORKER_SAMPLES:
-            setattr(worker, _WORKER_SAMPLES[name], value)
+        elif worker is not None and name in WORKER_SAMPLES:
+            setattr(worker, WORKER_SAMPLES[name], value)
         elif worker is not None and name == KV_BLOCKS:
             worker.blocks[labels.get("state", "")] = value
     shown = list(workers.values())
