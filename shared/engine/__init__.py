@@ -16,5 +16,5 @@ Entry points: `build_engine`, `EngineThread`, `LLM`. Read first: `step.py`, `sch
 blocks. Stop strings are not found here but in `shared/text/answer_text.py`.
 
 May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
-`shared.control.protocol`, small modules.
+`shared.tools`, `shared.grammar`, `shared.control.protocol`, small modules.
 """
