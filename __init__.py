@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagewire.shared.engine.beam_search import BeamSearchParams
-    from pagewire.shared.engine.llm import LLM
+    from pagewire.shared.engine.offline.beam_search import BeamSearchParams
+    from pagewire.shared.engine.offline.llm import LLM
     from pagewire.shared.sampling import SamplingParams
     from pagewire.shared.structured_outputs import StructuredOutputs
 
@@ -21,11 +21,11 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
     if name == "LLM":
-        from pagewire.shared.engine.llm import LLM
+        from pagewire.shared.engine.offline.llm import LLM
 
         return LLM
     if name == "BeamSearchParams":
-        from pagewire.shared.engine.beam_search import BeamSearchParams
+        from pagewire.shared.engine.offline.beam_search import BeamSearchParams
 
         return BeamSearchParams
     if name == "SamplingParams":

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.outputs import Logprob, Logprobs, RequestOutput
+from pagewire.shared.engine.offline.outputs import Logprob, Logprobs, RequestOutput
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.source import resolve_model

@@ -29,8 +29,8 @@ from pagewire.loadtest.bench.shapes import (
     vocab_used,
     weights_read,
 )
-from pagewire.shared.engine.llm import LLM
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.offline.llm import LLM
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 

@@ -25,14 +25,14 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.pending import PendingTokens
-from pagewire.shared.engine.prefill_inputs import PrefillInputs, PrefillShape
-from pagewire.shared.engine.schedule import Schedule, SchedulerLimits
-from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.step import PrefillChunk, StepPlan
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.execution.pending import PendingTokens
+from pagewire.shared.engine.execution.prefill_inputs import PrefillInputs, PrefillShape
+from pagewire.shared.engine.scheduling.schedule import Schedule, SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups

@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pagewire.loadtest.bench.engine import emit
 from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
-from pagewire.shared.engine.llm import LLM
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.offline.llm import LLM
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.sampling import RequestSpec
 

@@ -25,13 +25,13 @@ from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import BlockLayout, KvHello
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.pending import PendingTokens
-from pagewire.shared.engine.schedule import SchedulerLimits
-from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.execution.pending import PendingTokens
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher

@@ -19,7 +19,7 @@ from prometheus_client import Counter
 
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver

@@ -36,7 +36,7 @@ from pagewire.shared.control.protocol import (
     clip_text,
 )
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.job_messages import PrefillDone

@@ -24,7 +24,7 @@ from pagewire.shared.control.protocol import (
     LoadReport,
     clip_text,
 )
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
 from pagewire.shared.kv.endpoint.sender import KvSender

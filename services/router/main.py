@@ -13,9 +13,9 @@ import prometheus_client
 import uvicorn
 import uvloop
 
-from pagewire.services.router.http.acceptor import Acceptor
-from pagewire.services.router.http.app import create_app
-from pagewire.services.router.http.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.requests.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.server.acceptor import Acceptor
+from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
 from pagewire.shared.addresses import is_loopback
 from pagewire.shared.aio import end_task, start_task

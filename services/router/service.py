@@ -15,15 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pagewire.services.router.cluster_view import describe_routers, describe_services
 from pagewire.services.router.dashboard.cluster_data import LIVE_PATH, ClusterData
 from pagewire.services.router.dashboard.own_numbers import own_numbers
 from pagewire.services.router.dashboard.recent import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
-from pagewire.services.router.http.body_reader import BodyReader
-from pagewire.services.router.http.grammar_checker import GrammarChecker
-from pagewire.services.router.http.health import describe_routers, describe_services
-from pagewire.services.router.http.http_io import BodyMemory
-from pagewire.services.router.http.response_store import ResponseStore
+from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
+from pagewire.services.router.http.bodies.reader import BodyReader
+from pagewire.services.router.http.requests.http_io import BodyMemory
+from pagewire.services.router.http.responses.store import ResponseStore
 from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.state import StateCollector, WorkersCollector

@@ -18,20 +18,20 @@ from pagewire.kernels import Ops
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.kernel_choice import check_invariance, choose_ops
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.kernel_choice import check_invariance, choose_ops
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.execution.torch_threads import settle_threads
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.schedule import SchedulerLimits
-from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.step import (
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
     TableEntries,
 )
-from pagewire.shared.engine.torch_threads import settle_threads
 from pagewire.shared.errors import ConfigError, IntegrityError
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary

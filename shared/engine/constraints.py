@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.limits import NOTHING_LEFT, is_permitted, may_run_out
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row

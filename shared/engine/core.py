@@ -20,13 +20,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.constraints import Constraints
-from pagewire.shared.engine.executor import Executor, StepHook
+from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.launched import EngineStats, Launched
-from pagewire.shared.engine.schedule import Schedule
-from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.schedule import Schedule
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
 from pagewire.shared.errors import InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs

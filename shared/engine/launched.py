@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.executor import PendingStep
-from pagewire.shared.engine.schedule import Schedule
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.execution.executor import PendingStep
+from pagewire.shared.engine.scheduling.schedule import Schedule
+from pagewire.shared.engine.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ The device then draws one of the banned tokens, which shows that nothing was lef
 
 from __future__ import annotations
 
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.sampling import RequestSpec
 
 NOTHING_LEFT = (

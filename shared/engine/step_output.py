@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 from pagewire.shared.control.protocol import FinishReason
-from pagewire.shared.engine.schedule import Schedule
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import StepScores
+from pagewire.shared.engine.scheduling.schedule import Schedule
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.step import StepScores
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 
 

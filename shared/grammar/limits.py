@@ -4,7 +4,7 @@ llguidance counts work in units of its own (fuel, items, states), not in time: w
 accepts, another does as well, on whatever machine. Two things it does not count: how deep it
 recurses, and some work on regular expressions. So a router has a process of its own try a new
 grammar, with less of a stack than workers have and with bounds on time and memory, before a worker
-sees it (services/router/http/grammar_process.py).
+sees it (services/router/http/bodies/grammar_process.py).
 """
 
 from __future__ import annotations

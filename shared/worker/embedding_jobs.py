@@ -21,7 +21,7 @@ from pagewire.shared.control.protocol import (
     clip_text,
 )
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.embeddings import finished_embedding, pooled_sequence
+from pagewire.shared.engine.offline.embeddings import finished_embedding, pooled_sequence
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.logs import about

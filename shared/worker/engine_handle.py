@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.errors import PagewireError, TransferTimeoutError
 from pagewire.shared.kv.layer_groups import LayerGroups

@@ -11,10 +11,10 @@ import torch
 from pagewire.kernels import load_ops
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import choose_dtype, choose_max_model_len
-from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.sampling_stage import SamplingStage
+from pagewire.shared.engine.execution.scoring import TILE_ROWS
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
-from pagewire.shared.engine.sampling_stage import SamplingStage
-from pagewire.shared.engine.scoring import TILE_ROWS
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.loader import build_model

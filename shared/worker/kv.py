@@ -13,7 +13,7 @@ import torch
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.protocol import Role
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.shared.engine.cuda_graph import GraphPool
+from pagewire.shared.engine.execution.cuda_graph import GraphPool
 
 pytestmark = pytest.mark.gpu
 

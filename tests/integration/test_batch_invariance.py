@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.outputs import Logprob, RequestOutput
+from pagewire.shared.engine.offline.outputs import Logprob, RequestOutput
 from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.tiny_models import write_tiny_model
 from pagewire.tools.invariance import Difference, Measurement, Workload, compare, main

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.block_mover import BlockMover
+from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.kv.staging import make_staging
 
 CAPACITY = 5

@@ -12,7 +12,7 @@ import pytest
 from pagewire import LLM, SamplingParams, StructuredOutputs
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.limits import NOTHING_LEFT
-from pagewire.shared.engine.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.sampling import RequestSpec

@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine import scoring
-from pagewire.shared.engine.outputs import RequestOutput
-from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.execution import scoring
+from pagewire.shared.engine.offline.outputs import RequestOutput
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.scheduling.step import (
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+    Supply,
+    TableEntries,
+)
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.logprobs import MAX_POSITIONS

@@ -17,8 +17,8 @@ from transformers.generation.logits_process import (
 )
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.sequence import Sequence, new_sequence
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor

@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import OverloadedError
 from pagewire.tests.support.engine_threads import Outputs, started, until

@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
-from pagewire.shared.engine.step import StepPlan, StepResult
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.tests.support.engine_threads import Outputs, started, until

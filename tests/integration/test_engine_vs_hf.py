@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.outputs import RequestOutput
+from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.executor_pipe import PipeExecutor

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.tests.support.hf_greedy import greedy
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model

@@ -8,10 +8,16 @@ import msgspec
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.executor import PendingStep
-from pagewire.shared.engine.sequence import new_sequence
-from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.execution.executor import PendingStep
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.step import (
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+    Supply,
+    TableEntries,
+)
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.router.http import grammar_checker
-from pagewire.services.router.http.child_process import ChildProcess
-from pagewire.services.router.http.grammar_checker import GrammarChecker
+from pagewire.services.router.http.bodies import grammar_checker
+from pagewire.services.router.http.bodies.child_process import ChildProcess
+from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError, OverloadedError, RequestFailedError

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pagewire.services.router.http import http_io
+from pagewire.services.router.http.requests import http_io
 from pagewire.shared.http import connections
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.link_test import TEST_JOB

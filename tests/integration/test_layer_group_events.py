@@ -12,11 +12,11 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.block_mover import BlockMover
-from pagewire.shared.engine.cuda_graph import DeviceEvent, GraphPool
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.sequence import Sequence, new_sequence
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.execution.block_mover import BlockMover
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.sampling import RequestSpec
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagewire import LLM, BeamSearchParams
-from pagewire.shared.engine.beam_search import BeamSearch
+from pagewire.shared.engine.offline.beam_search import BeamSearch
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.tests.support.tiny_models import write_tiny_model
 

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModel
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.embeddings import pooled_sequence
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.offline.embeddings import pooled_sequence
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from pagewire import LLM
-from pagewire.shared.engine.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.structured_outputs import StructuredOutputs

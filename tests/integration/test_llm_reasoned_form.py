@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
-from pagewire.shared.engine.chats import read_chats
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.offline.chats import read_chats
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.tools.syntax import ChatSyntax

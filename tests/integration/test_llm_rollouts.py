@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.outputs import CompletionOutput
+from pagewire.shared.engine.offline.outputs import CompletionOutput
 from pagewire.tests.support.logprob_truth import LogprobTruth
 from pagewire.tests.support.tiny_models import write_tiny_model
 

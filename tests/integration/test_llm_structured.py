@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
-from pagewire.shared.engine.sequence import new_sequence
+from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pagewire.shared.engine.llm import LLM
+from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import SamplingParams
 from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, Function

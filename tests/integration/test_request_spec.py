@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pagewire.shared.control.protocol import Generate
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec, bad_word_ids

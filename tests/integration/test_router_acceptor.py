@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from pagewire.services.router.http.acceptor import Acceptor
+from pagewire.services.router.http.server.acceptor import Acceptor
 from pagewire.shared.listener import bound_socket
 from pagewire.tests.support.aio import eventually, run_async
 

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http import body_reader
-from pagewire.services.router.http.body_reader import (
+from pagewire.services.router.http.bodies import reader as body_reader
+from pagewire.services.router.http.bodies.reader import (
     INLINE_BODY_BYTES,
     PROCESSES,
     THREAD_BODY_BYTES,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http.responses import CompletionFormat
+from pagewire.services.router.http.answers.formats import CompletionFormat
 from pagewire.shared.control.protocol import Generate, LoadReport
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.sampling import RequestSpec
@@ -36,7 +36,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(record.fields | {"level": record.levelname})  # type: ignore[attr-defined]
 
-    logger = logging.getLogger("pagewire.services.router.http.access_log")
+    logger = logging.getLogger("pagewire.services.router.http.server.access_log")
     reader = Reader()
     caplog.set_level(logging.INFO, logger.name)
     logger.addHandler(reader)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from pagewire import __version__
-from pagewire.services.router.http.docs_pages import DOCS_PATHS
+from pagewire.services.router.http.openapi.pages import DOCS_PATHS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.aio import run_async

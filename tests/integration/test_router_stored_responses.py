@@ -10,8 +10,8 @@ from typing import Any
 import openai
 import pytest
 
-from pagewire.services.router.http.response_inputs import MAX_STORED_BYTES
-from pagewire.services.router.http.response_store import TTL_S
+from pagewire.services.router.http.responses.inputs import MAX_STORED_BYTES
+from pagewire.services.router.http.responses.store import TTL_S
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.errors import RedisSetupError
 from pagewire.tests.support.aio import run_async

@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from pagewire.services.router.http import grammar_checker
+from pagewire.services.router.http.bodies import grammar_checker
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.hostile_grammars import hostile_fields
 from pagewire.tests.support.live_router import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.llm import LLM
+from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.transformers_model.config import TransformersConfig

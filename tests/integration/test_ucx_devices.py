@@ -19,7 +19,7 @@ from pagewire.shared.worker import kv
 from pagewire.tests.support.listening import listening_sockets
 
 if TYPE_CHECKING:
-    from pagewire.shared.engine.executor import BlockMoves
+    from pagewire.shared.engine.execution.executor import BlockMoves
 
 pytestmark = pytest.mark.timeout(60)
 

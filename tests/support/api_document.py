@@ -10,7 +10,7 @@ import jsonschema
 from referencing import Registry, Resource
 from referencing.jsonschema import DRAFT202012
 
-from pagewire.services.router.http.openapi import openapi_document
+from pagewire.services.router.http.openapi.document import openapi_document
 
 JSON = "application/json"
 STREAM = "text/event-stream"

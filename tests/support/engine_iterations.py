@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.tests.support.fake_engine import make_sequence
 

@@ -9,8 +9,8 @@ from typing import IO, Any
 
 import msgspec
 
-from pagewire.shared.engine.executor import Executor, PendingStep
-from pagewire.shared.engine.step import StepPlan, Supply
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.scheduling.step import StepPlan, Supply
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.executor_pipe import (
     Command,

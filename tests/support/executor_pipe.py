@@ -14,10 +14,10 @@ from typing import IO, Any
 import msgspec
 
 from pagewire import LLM
-from pagewire.shared.engine.executor import PendingStep
-from pagewire.shared.engine.schedule import SchedulerLimits
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.execution.executor import PendingStep
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 from pagewire.shared.kv.cache_groups import CacheGroups
 
 REPLY_S = 60.0

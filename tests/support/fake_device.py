@@ -16,10 +16,10 @@ import torch
 
 from pagewire.kernels.kv_staging import make_copy_list
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
-from pagewire.shared.engine.schedule import SchedulerLimits
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.step import (
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.step import (
     Expect,
     Export,
     NewDeviceSlot,

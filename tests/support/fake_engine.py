@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.schedule import SchedulerLimits
-from pagewire.shared.engine.scheduler import Scheduler
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.cache_groups import CacheGroups

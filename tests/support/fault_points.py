@@ -28,9 +28,9 @@ import zmq
 
 from pagewire.services.cli.main import app
 from pagewire.services.cli.up import cluster_plan, supervisor
-from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
-from pagewire.shared.engine.executor import BlockMoves
-from pagewire.shared.engine.step import Export, StepPlan
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.engine.scheduling.step import Export, StepPlan
 from pagewire.shared.kv import messages
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier

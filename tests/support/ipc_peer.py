@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ipc import IpcCarrier
 from pagewire.shared.kv.messages import Segment

@@ -11,8 +11,8 @@ import torch
 import zmq
 
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.block_mover import PendingCheck, PendingMove
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment

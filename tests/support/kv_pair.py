@@ -15,8 +15,8 @@ from functools import partial
 
 import pytest
 
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import StagingSlotState

@@ -18,7 +18,7 @@ from pagewire.services.decode.service import DecodeService
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.control.protocol import BlockLayout
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.receiver import KvReceiver

@@ -11,7 +11,7 @@ import torch
 
 from pagewire.shared.control.protocol import BlockLayout, KvHello
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.shared.kv.endpoint.credits import StagingSlotState

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pagewire.services.router.http.app import create_app
-from pagewire.services.router.http.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.requests.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment

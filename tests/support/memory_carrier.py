@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.peer_process import Process, Quarantine, this_process

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.shared.engine.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.prefill_inputs import BlockTables, PrefillShape
-from pagewire.shared.engine.sampling_stage import Forwarded, Sampled
-from pagewire.shared.engine.step import PrefillChunk
+from pagewire.shared.engine.execution.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.execution.prefill_inputs import BlockTables, PrefillShape
+from pagewire.shared.engine.execution.sampling_stage import Forwarded, Sampled
+from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 
 class PaddedSteps(DecodeGraphs):

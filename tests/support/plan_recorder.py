@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagewire.shared.engine.executor import Executor, PendingStep
-from pagewire.shared.engine.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 
 _DECODER = msgspec.msgpack.Decoder(StepPlan | Supply)
 

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.embedding_inputs import read_embedding
-from pagewire.services.router.http.inputs import GenerationInput, read_chat, read_completion
+from pagewire.services.router.http.inputs.embeddings import read_embedding
+from pagewire.services.router.http.inputs.generation import (
+    GenerationInput,
+    read_chat,
+    read_completion,
+)
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError

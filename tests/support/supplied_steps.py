@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from pagewire.shared.engine.model_runner import ModelRunner
-from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.scheduling.step import (
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+    Supply,
+    TableEntries,
+)
 from pagewire.shared.sampling import RequestSpec
 
 PROMPTS = [[n * 37 % 1000 + 10 + 7 * row for n in range(12)] for row in range(3)]

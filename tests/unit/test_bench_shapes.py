@@ -22,7 +22,7 @@ from pagewire.loadtest.bench.shapes import (
     vocab_used,
     weights_read,
 )
-from pagewire.shared.engine.llm import LLM
+from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.worker.estimate import weight_bytes

@@ -23,7 +23,7 @@ from pagewire.services.cli.up import processes, redis_process, run_dir, tether
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
 from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in
-from pagewire.services.router.http import access_log
+from pagewire.services.router.http.server import access_log
 from pagewire.shared.cluster.redis_client import without_password
 from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.aio import eventually, run_async

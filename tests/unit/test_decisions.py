@@ -98,7 +98,7 @@ def test_each_question_is_asked_once() -> None:
     ("place", "found"),
     [
         ("`shared/gone.py`: `anything`", ["shared/gone.py"]),
-        ("`shared/engine/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
+        ("`shared/engine/scheduling/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
         ("`shared/engine/core.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
         ("`shared/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
         ("`Makefile`: `test-gpu`, `test-cpu`", ["test-cpu"]),

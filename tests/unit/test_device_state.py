@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, StepPlan, TableEntries
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.scheduling.step import (
+    DecodeInput,
+    NewDeviceSlot,
+    StepPlan,
+    TableEntries,
+)
 from pagewire.shared.sampling import RequestSpec
 
 

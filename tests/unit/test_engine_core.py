@@ -7,7 +7,13 @@ from dataclasses import dataclass
 import pytest
 
 from pagewire.shared.control.protocol import FinishReason
-from pagewire.shared.engine.step import NewDeviceSlot, PrefillChunk, StepPlan, Supply, TableEntries
+from pagewire.shared.engine.scheduling.step import (
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+    Supply,
+    TableEntries,
+)
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.engine_iterations import (

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
-from pagewire.shared.engine.executor import Executor, PendingStep
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.tests.support.engine_iterations import (
     BOTH,

@@ -17,7 +17,7 @@ from llguidance import LLTokenizer
 from pagewire.shared.engine.constraints import Constraints, Masked
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.launched import Launched
-from pagewire.shared.engine.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.structures import regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary

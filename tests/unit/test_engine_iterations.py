@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.tests.support.engine_iterations import (
     BOTH,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine import kernel_choice
+from pagewire.shared.engine.execution import kernel_choice
 from pagewire.shared.errors import ConfigError
 
 CPU = torch.device("cpu")

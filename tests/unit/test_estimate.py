@@ -13,9 +13,9 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.config import WorkerSettings
-from pagewire.shared.engine.device_state import DeviceState
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
-from pagewire.shared.engine.sampling_stage import SamplingStage
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path

@@ -30,7 +30,7 @@ from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.worker import kv
 
 if TYPE_CHECKING:
-    from pagewire.shared.engine.executor import BlockMoves
+    from pagewire.shared.engine.execution.executor import BlockMoves
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagewire.services.router.http.logprobs import (
+from pagewire.services.router.http.answers.logprobs import (
     LEAST,
     CompletionLogprobs,
     chat_logprobs,

@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from pagewire.services.router.http.app import ROUTERS
-from pagewire.services.router.http.openapi import openapi_document
-from pagewire.services.router.http.operations import OPERATIONS, Operation
-from pagewire.services.router.http.response_bodies import AS_IN_CHATS, ResponseBody
-from pagewire.services.router.http.schemas import CompletionBody
+from pagewire.services.router.http.inputs.schemas import CompletionBody
+from pagewire.services.router.http.openapi.document import openapi_document
+from pagewire.services.router.http.openapi.operations import OPERATIONS, Operation
+from pagewire.services.router.http.responses.bodies import AS_IN_CHATS, ResponseBody
+from pagewire.services.router.http.server.app import ROUTERS
 from pagewire.services.router.http.unsupported import REFUSED_IN_COMPLETIONS
 from pagewire.tests.support.api_document import document
 

@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 
-from pagewire.shared.engine.cuda_graph import DeviceEvent
-from pagewire.shared.engine.plan_events import PlanEvents
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent
+from pagewire.shared.engine.execution.plan_events import PlanEvents
 from pagewire.shared.errors import IntegrityError
 
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from pagewire.shared.engine.status import (
+from pagewire.shared.engine.scheduling.status import (
     LEGAL_TRANSITIONS,
     RequestStatus,
     check_transition,

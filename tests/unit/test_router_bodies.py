@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.services.router.http.errors import describe
-from pagewire.services.router.http.inputs import read_chat, read_completion
-from pagewire.services.router.http.schemas import (
+from pagewire.services.router.http.inputs.generation import read_chat, read_completion
+from pagewire.services.router.http.inputs.schemas import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_PARTS,

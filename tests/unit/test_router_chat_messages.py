@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.inputs import GenerationInput, read_chat
-from pagewire.services.router.http.prompt_inputs import MAX_CHARS_PER_TOKEN
+from pagewire.services.router.http.inputs.generation import GenerationInput, read_chat
+from pagewire.services.router.http.inputs.prompts import MAX_CHARS_PER_TOKEN
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError

@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from pagewire.services.router.http.answers import Usage
-from pagewire.services.router.http.http_io import EventStream
-from pagewire.services.router.http.request_record import RECORD, RequestRecord
-from pagewire.services.router.http.responses import CompletionFormat, Extras
+from pagewire.services.router.http.answers.answer_set import Usage
+from pagewire.services.router.http.answers.formats import CompletionFormat, Extras
+from pagewire.services.router.http.requests.http_io import EventStream
+from pagewire.services.router.http.requests.record import RECORD, RequestRecord
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.tests.support.aio import run_async

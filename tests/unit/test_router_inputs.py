@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.services.router.http.body_messages import Refusal
+from pagewire.services.router.http.bodies.protocol import Refusal
 from pagewire.services.router.http.errors import ContextLengthError, describe
-from pagewire.services.router.http.inputs import read_chat, read_completion
+from pagewire.services.router.http.inputs.generation import read_chat, read_completion
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError

@@ -3,7 +3,7 @@
 import pytest
 
 from pagewire.services.router.http.errors import describe
-from pagewire.services.router.http.inputs import read_chat, read_completion
+from pagewire.services.router.http.inputs.generation import read_chat, read_completion
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import SamplingFields
 from pagewire.tests.support.request_bodies import (

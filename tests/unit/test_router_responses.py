@@ -9,16 +9,16 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
 from pagewire.services.cli.client.sse import EventParser
-from pagewire.services.router.http.answers import Usage
-from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
-from pagewire.services.router.http.responses import (
+from pagewire.services.router.http.answers.answer_set import Usage
+from pagewire.services.router.http.answers.formats import (
     DONE,
     ChatFormat,
     CompletionFormat,
     Extras,
     model_record,
 )
-from pagewire.services.router.http.running_usage import RunningUsage
+from pagewire.services.router.http.answers.running_usage import RunningUsage
+from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.http.backlog import MAX_JOINED_TOKENS, Backlog
+from pagewire.services.router.http.answers.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, TokenOutput

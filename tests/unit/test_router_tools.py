@@ -11,7 +11,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from pagewire.services.router.http.inputs import GenerationInput, read_chat
+from pagewire.services.router.http.inputs.generation import GenerationInput, read_chat
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.errors import InvalidRequestError

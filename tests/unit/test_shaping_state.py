@@ -9,9 +9,14 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.shaping_tables import ShapingRow, pack_bits
-from pagewire.shared.engine.device_state import DeviceState
-from pagewire.shared.engine.shaping_state import ShapingState
-from pagewire.shared.engine.step import DecodeInput, NewDeviceSlot, PrefillChunk, StepPlan
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.shaping_state import ShapingState
+from pagewire.shared.engine.scheduling.step import (
+    DecodeInput,
+    NewDeviceSlot,
+    PrefillChunk,
+    StepPlan,
+)
 from pagewire.shared.sampling import RequestSpec
 
 VOCAB = 50

@@ -9,7 +9,7 @@ from array import array
 import pytest
 
 from pagewire.services.router.dispatch.times import AnswerTimes
-from pagewire.services.router.http.timings import RequestTimes, timings_field, wants_timings
+from pagewire.services.router.http.answers.timings import RequestTimes, timings_field, wants_timings
 from pagewire.shared.config import RouterSettings, load_settings
 from pagewire.shared.control.protocol import Timings
 from pagewire.shared.errors import ConfigError, InvalidRequestError

@@ -12,7 +12,7 @@ from pagewire.shared.logs import json_line
 _PREFIXES = re.compile(
     r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
 )
-_OF_REQUESTS = "pagewire.services.router.http.access_log"
+_OF_REQUESTS = "pagewire.services.router.http.server.access_log"
 
 
 def message_of(line: str) -> str:

@@ -4,5 +4,5 @@ A carrier moves bytes between staging slots and does not know jobs or blocks.
 Read first: `base.py` (the interface), `zmq.py` (the simplest; works everywhere). CONTRIBUTING.md
 says how to add one.
 
-May import: `shared.kv`, `shared.engine.block_mover` and `executor`, small modules.
+May import: `shared.kv`, `shared.engine.execution.block_mover` and `executor`, small modules.
 """

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 import zmq
 
-from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.messages import Segment
 

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import UNDECODABLE, TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.device_memory import (

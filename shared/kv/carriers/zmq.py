@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 import zmq
 
-from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.sequence import Sequence
-from pagewire.shared.engine.status import RequestStatus
-from pagewire.shared.engine.step import Expect
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.step import Expect
 from pagewire.shared.kv.endpoint.segments import Coverage
 from pagewire.shared.kv.layer_groups import LayerGroups
 

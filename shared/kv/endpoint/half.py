@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.executor import BlockMoves
-from pagewire.shared.engine.step import StepPlan
+from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.kv.carriers.base import Carrier
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging

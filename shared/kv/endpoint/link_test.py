@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.executor import BlockMoves
+from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.carriers.base import Pending
 
 TEST_JOB = "test"

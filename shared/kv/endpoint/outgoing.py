@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.engine.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.segments import Cut

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from pagewire.shared.engine.block_mover import PendingCheck
-from pagewire.shared.engine.step import Expect, StepPlan, Withdraw
+from pagewire.shared.engine.execution.block_mover import PendingCheck
+from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending
 from pagewire.shared.kv.endpoint.credits import ReceiverCredits

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.shared.control.protocol import KvHello
-from pagewire.shared.engine.block_mover import PendingMove
-from pagewire.shared.engine.step import Export, StepPlan, Withdraw
+from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.half import KvHalf

@@ -1,0 +1,72 @@
+"""A process that reads large bodies, where that cannot stall the router's event loop.
+
+    python -P -m pagewire.services.router.http.bodies.body_process FILE_DESCRIPTOR
+
+It serves one socket, the router's, and ends when that is closed, as it is when the router dies. A
+bug ends it, too, with a traceback on stderr.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.http.bodies.child_serving import memory_bytes, run
+from pagewire.services.router.http.bodies.protocol import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    receive_bytes,
+    receive_message,
+    send_message,
+)
+from pagewire.services.router.http.inputs.embeddings import read_embedding
+from pagewire.services.router.http.inputs.generation import InputReader, read_chat, read_completion
+from pagewire.services.router.http.inputs.tokens import read_detokenize, read_tokenize
+from pagewire.services.router.http.messages.inputs import read_message, read_message_count
+from pagewire.services.router.http.responses.inputs import read_response, read_response_count
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.errors import InvalidRequestError
+
+READERS: dict[BodyKind, InputReader] = {
+    "chat": read_chat,
+    "completion": read_completion,
+    "message": read_message,
+    "message count": read_message_count,
+    "tokenize": read_tokenize,
+    "detokenize": read_detokenize,
+    "response": read_response,
+    "embedding": read_embedding,
+    "response count": read_response_count,
+}
+
+
+def serve(connection: socket.socket) -> None:
+    """Read bodies.
+
+    Raises:
+        ChannelError: the router has closed the connection.
+    """
+    settings = RouterSettings(**receive_message(connection, dict[str, Any]))
+    model = ServedModel.load(settings)
+    while True:
+        job = receive_message(connection, Job)
+        raw = receive_bytes(connection, job.num_bytes)
+        try:
+            asked = READERS[job.kind](raw, model, job.max_model_len)
+        except InvalidRequestError as exc:
+            send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
+            continue
+        head = msgspec.structs.replace(asked, prompts=())
+        send_message(connection, Reply(head, memory_bytes(), len(asked.prompts)))
+        for prompt in asked.prompts:
+            send_message(connection, prompt)
+
+
+if __name__ == "__main__":
+    sys.exit(run(serve))

@@ -1,0 +1,116 @@
+"""The messages between a router and the processes that read its large bodies.
+
+The router sends the settings, then one `Job` after another, each followed by the body's bytes. The
+process answers each with a `Reply`, followed by one message for each prompt, so that the router
+never decodes several long ones at once.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Literal, TypeVar
+
+import msgspec
+
+from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.inputs.generation import GenerationInput
+from pagewire.shared.errors import ChannelError, InvalidRequestError, ModelNotFoundError
+
+LENGTH_BYTES = 4
+
+MessageT = TypeVar("MessageT")
+BodyKind = Literal[
+    "chat",
+    "completion",
+    "response",
+    "response count",
+    "message",
+    "message count",
+    "tokenize",
+    "detokenize",
+    "embedding",
+]
+RefusalKind = Literal["InvalidRequestError", "ContextLengthError", "ModelNotFoundError"]
+
+_REFUSALS: dict[RefusalKind, type[InvalidRequestError]] = {
+    "InvalidRequestError": InvalidRequestError,
+    "ContextLengthError": ContextLengthError,
+    "ModelNotFoundError": ModelNotFoundError,
+}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body that is to be read.
+
+    Attributes:
+        num_bytes: that come after this message.
+    """
+
+    kind: BodyKind
+    max_model_len: int
+    num_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong with a body."""
+
+    kind: RefusalKind
+    message: str
+    param: str | None
+    code: str | None
+
+    @classmethod
+    def of(cls, error: InvalidRequestError) -> Refusal:
+        """Return an error as a message."""
+        (kind,) = [name for name, each in _REFUSALS.items() if type(error) is each]
+        return cls(kind, error.message, error.param, error.code)
+
+    def error(self) -> InvalidRequestError:
+        """Return the error."""
+        return _REFUSALS[self.kind](self.message, self.param, self.code)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What was read of a body.
+
+    Attributes:
+        result: the request without its prompts, or what is wrong with it.
+        memory_bytes: what the process holds now; 0 where that cannot be read.
+        num_prompts: messages, each a `PromptInput`, that come after this one.
+    """
+
+    result: GenerationInput | Refusal
+    memory_bytes: int
+    num_prompts: int = 0
+
+
+def send_message(connection: socket.socket, message: object) -> None:
+    """Send a message."""
+    raw = msgspec.msgpack.encode(message)
+    connection.sendall(len(raw).to_bytes(LENGTH_BYTES, "big") + raw)
+
+
+def receive_message(connection: socket.socket, kind: type[MessageT]) -> MessageT:
+    """Return the next message.
+
+    Raises:
+        ChannelError: the other side has closed the connection.
+    """
+    size = int.from_bytes(receive_bytes(connection, LENGTH_BYTES), "big")
+    return msgspec.msgpack.decode(receive_bytes(connection, size), type=kind)
+
+
+def receive_bytes(connection: socket.socket, count: int) -> bytearray:
+    """Return this many bytes.
+
+    Raises:
+        ChannelError: the other side has closed the connection.
+    """
+    found = bytearray(count)
+    rest = memoryview(found)
+    while rest:
+        taken = connection.recv_into(rest)
+        if not taken:
+            raise ChannelError("the other side has closed the connection")
+        rest = rest[taken:]
+    return found

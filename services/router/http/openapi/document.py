@@ -1,0 +1,259 @@
+"""The OpenAPI document of the public routes, made from the types that bodies are decoded into.
+
+    struct --msgspec--> JSON Schema --here--> components of the document
+
+A field's bounds come from its type, and its description from the docstring of its class. So a new
+field of a body needs nothing more, and a new route needs an `Operation` (operations.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from http import HTTPStatus
+from inspect import cleandoc
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from pagewire import __version__
+from pagewire.services.router.http.answers.timings import HEADER as TIMINGS_HEADER
+from pagewire.services.router.http.inputs.schemas import ChatBody
+from pagewire.services.router.http.openapi.operations import OPERATIONS, TAGS, Operation, Struct
+
+Schema = dict[str, Any]
+
+_REF = "#/components/schemas/"
+_ATTRIBUTES = "Attributes:\n"
+_ATTRIBUTE = re.compile(r"^    (\w+): ((?:.+\n?)(?:^     .*\n?)*)", re.MULTILINE)
+_PARAMETER = re.compile(r"{(\w+)}")
+_KEY_SCHEMES = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_PATH_FIELDS = {
+    "model_id": "one of the model's names",
+    "response_id": "the id of a stored response, created with an API key of the same name",
+}
+_DESCRIPTION = """
+One model on several workers, with OpenAI's API, Anthropic's Messages API, and vLLM's fields.
+
+Fields that no schema names are ignored. Each response has the header `x-request-id`: the id that
+the request has in the server's logs, which a request may choose by the same header.
+"""
+
+
+@cache
+def openapi_document(needs_key: bool) -> bytes:
+    """Return the document as JSON.
+
+    Args:
+        needs_key: requests need an API key.
+    """
+    paths: dict[str, Schema] = {}
+    for each in OPERATIONS:
+        paths.setdefault(each.path, {})[each.method] = _operation(each, needs_key)
+    document = {
+        "openapi": "3.1.0",
+        "info": {"title": "Pagewire", "version": __version__, "description": _DESCRIPTION.strip()},
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+        "paths": paths,
+        "components": {
+            "schemas": _components(),
+            "securitySchemes": _KEY_SCHEMES,
+        },
+    }
+    if needs_key:
+        document["security"] = [{"bearer": []}, {"x-api-key": []}]
+    return msgspec.json.encode(document)
+
+
+def _operation(of: Operation, needs_key: bool) -> Schema:
+    found: Schema = {
+        "operationId": _identifier(of),
+        "tags": [of.tag],
+        "summary": of.summary,
+        "parameters": list(_parameters(of)),
+        "responses": _responses(of, needs_key),
+    }
+    if of.body is not None:
+        content: Schema = {"schema": _ref(of.body)}
+        if of.example is not None:
+            content["example"] = {"model": "MODEL", **of.example}
+        found["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if of.is_open and needs_key:
+        found["security"] = []
+    return found
+
+
+def _identifier(of: Operation) -> str:
+    words = re.findall(r"[a-z]+", _PARAMETER.sub("by_id", of.path))
+    return "_".join([of.method, *(word for word in words if word != "v")])
+
+
+def _parameters(of: Operation) -> Iterable[Schema]:
+    for name in _PARAMETER.findall(of.path):
+        described = {"name": name, "in": "path", "description": _PATH_FIELDS[name]}
+        yield {**described, "required": True, "schema": {"type": "string", "minLength": 1}}
+    if of.query is not None:
+        for name, schema in _plain_schema(of.query)["properties"].items():
+            described = {"description": schema.pop("description", "")}
+            yield {"name": name, "in": "query", **described, "schema": _not_null(schema)}
+    if of.answer is not None and "timings" in of.answer.__struct_fields__:
+        text = "1: the response shows where the time went, as with `timings` in the body."
+        schema = {"type": "string", "enum": ["0", "1"]}
+        yield {"name": TIMINGS_HEADER, "in": "header", "description": text, "schema": schema}
+
+
+def _responses(of: Operation, needs_key: bool) -> Schema:
+    found: Schema = {}
+    if of.answer is not None:
+        content: Schema = {"application/json": {"schema": _ref(of.answer)}}
+        if of.chunk is not None:
+            content["text/event-stream"] = {"schema": _event(of.chunk, of.error)}
+        found["200"] = {"description": "The answer.", "content": content}
+        if links := _links(of):
+            found["200"]["links"] = links
+    keys = (401,) if needs_key and not of.is_open else ()
+    for status in sorted({*of.errors, *keys, 500}):
+        error = {"schema": _ref(of.error)}
+        found[str(status)] = {
+            "description": f"{HTTPStatus(status).phrase}.",
+            "content": {"application/json": error},
+        }
+    if of.unready:
+        found["503"] = {"description": "Requests cannot be answered now.", "content": content}
+    return found
+
+
+def _links(of: Operation) -> Schema:
+    """Return the routes that read or change what a request creates, by the id in the answer."""
+    below = re.compile(re.escape(of.path) + r"/{(\w+)}(/\w+)?")
+    found: Schema = {}
+    for each in OPERATIONS:
+        if of.method == "post" and (named := below.fullmatch(each.path)):
+            parameters = {named[1]: "$response.body#/id"}
+            found[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
+    return found
+
+
+def _event(chunk: Struct, error: Struct) -> Schema:
+    """Return the schema of a stream's events, one of which may be an error."""
+    kinds = {"anyOf": [_ref(chunk), _ref(error)]}
+    encoded = {"contentMediaType": "application/json", "contentSchema": kinds}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, encoded]}
+    return {
+        "description": "A server-sent event, of which there are several if `stream` is true.",
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": data},
+        "required": ["data"],
+    }
+
+
+def _ref(kind: Struct) -> Schema:
+    return {"$ref": _REF + kind.__name__}
+
+
+def _components() -> dict[str, Schema]:
+    """Return the schemas of all types."""
+    kinds = [
+        kind
+        for of in OPERATIONS
+        for kind in (of.body, of.answer, of.chunk, of.error)
+        if kind is not None
+    ]
+    _, found = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    classes = {kind.__name__: kind for kind in _structs(kinds)}
+    described = {name: _described(found[name], classes[name]) for name in sorted(found)}
+    for of in OPERATIONS:
+        if of.body is not None:
+            _add_foreign_fields(described[of.body.__name__], of, described[ChatBody.__name__])
+    return described
+
+
+def _structs(kinds: Iterable[Struct]) -> set[Struct]:
+    """Return these classes and those of their fields, at any depth."""
+    found: set[Struct] = set()
+    todo: list[Any] = list(inspect.multi_type_info(kinds))
+    while todo:
+        each = todo.pop()
+        if isinstance(each, tuple):
+            todo += each
+        elif isinstance(each, msgspec.Struct):
+            if isinstance(each, inspect.StructType):
+                if each.cls in found:
+                    continue
+                found.add(each.cls)
+            todo += [getattr(each, name) for name in each.__struct_fields__]
+    return found
+
+
+def _add_foreign_fields(schema: Schema, of: Operation, chat: Schema) -> None:
+    """Add the fields of a body that other types check, and the unsupported ones."""
+    properties = schema["properties"]
+    for name in of.as_in_chats:
+        properties.setdefault(name, chat["properties"][name])
+    for name, neutral in sorted(of.refused.items()):
+        text = "Not supported: only values that change nothing are accepted."
+        properties[name] = {"enum": list(neutral), "description": text}
+
+
+def _plain_schema(kind: Struct) -> Schema:
+    """Return the schema of a struct without structs in it."""
+    return _described(msgspec.json.schema_components([kind])[1][kind.__name__], kind)
+
+
+def _described(schema: Schema, kind: Struct) -> Schema:
+    """Return the schema of a struct with the descriptions of its docstrings."""
+    docs = _attributes(kind)
+    properties = {
+        name: _field(_portable(each), docs.get(name, ""))
+        for name, each in schema["properties"].items()
+    }
+    about = _docstring(kind).partition(_ATTRIBUTES)[0]
+    return {**schema, "description": " ".join(about.split()), "properties": properties}
+
+
+def _field(schema: Schema, doc: str) -> Schema:
+    if schema.get("default", 0) is None:
+        del schema["default"]
+    if not doc:
+        return schema
+    rule = schema.pop("description", None)
+    text = f"{doc} Must be {rule}." if rule else doc
+    return {"description": text, **schema}
+
+
+def _docstring(kind: Struct) -> str:
+    return cleandoc(kind.__dict__.get("__doc__") or "")
+
+
+def _attributes(kind: Struct) -> dict[str, str]:
+    """Return what the docstrings of a class and its bases say of fields."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        part = _docstring(each).partition(_ATTRIBUTES)[2]
+        for name, text in _ATTRIBUTE.findall(part):
+            words = " ".join(text.split())
+            found[name] = words[:1].upper() + words[1:]
+    return found
+
+
+def _portable(schema: Any) -> Any:
+    """Return a schema whose patterns are ECMA's, not Python's."""
+    if isinstance(schema, list):
+        return [_portable(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: _portable(each) for name, each in schema.items()}
+    if isinstance(pattern := found.get("pattern"), str):
+        found["pattern"] = re.sub(r"\\Z\Z", "$", re.sub(r"\A\\A", "^", pattern))
+    return found
+
+
+def _not_null(schema: Schema) -> Schema:
+    """Return the schema of a field of a query, which cannot be null."""
+    some = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    return some[0] if len(some) == 1 else schema

@@ -1,0 +1,156 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagewire.services.router.dispatch.embeddings import EmbeddingSet
+from pagewire.services.router.http.answers.answer_set import Usage
+from pagewire.services.router.http.errors import ClientGoneError
+from pagewire.services.router.http.inputs.embedding_form import EmbeddingForm
+from pagewire.services.router.http.requests.http_io import cancel_on_disconnect, send_part
+from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.http.routes.generation import counted, read_request, service_of
+from pagewire.shared.control.protocol import Embed, Timings
+from pagewire.shared.errors import RequestFailedError
+
+PART_BYTES = 64 << 10
+
+embedding_router = APIRouter(redirect_slashes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAnswers:
+    """What a request's log line says of its embeddings."""
+
+    embeddings: EmbeddingSet
+    first_token_at: None = None
+    timings: Timings | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all inputs."""
+        return Usage(self.embeddings.num_tokens, completion_tokens=0, cached_tokens=0)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """An embedding has none."""
+        return []
+
+    @property
+    def workers(self) -> list[str]:
+        """Ids of the workers that have computed some, each once."""
+        return self.embeddings.workers
+
+
+@embedding_router.post("/v1/embeddings")
+async def embed(request: Request) -> Response:
+    """Return the embeddings of one or several inputs."""
+    return await counted(request, _answer(request))
+
+
+async def _answer(request: Request) -> Response:
+    asked, service = await read_request(request, "embedding"), service_of(request)
+    record, form = record_of(request.scope), asked.embedding
+    if form is None:
+        raise RequestFailedError("the body was not read as one for embeddings")
+    if service.tracing is not None:
+        record.begin_span(service.tracing)
+    template = Embed(
+        request_id="-",
+        token_ids=[],
+        pooling=form.pooling,
+        normalize=form.normalize,
+        dimensions=form.dimensions,
+        log_id=record.request_id,
+    )
+    prompts = [prompt.token_ids for prompt in asked.prompts]
+    embeddings = EmbeddingSet(service.dispatcher, prompts, template)
+    record.answers = EmbeddingAnswers(embeddings)
+    try:
+        vectors = await cancel_on_disconnect(request, embeddings.run())
+    except BaseException:  # also if the client is gone and the task is cancelled
+        embeddings.close()
+        raise
+    timeout_s = service.settings.request_timeout_s
+    return EmbeddingResponse(embeddings, vectors, form, asked.model, timeout_s)
+
+
+class EmbeddingResponse(Response):
+    """OpenAI's list of embeddings. It is written part by part: as JSON it may have 200 MB.
+
+    The request keeps its places in the queue until the client has the response, so the queue bounds
+    how many of them are in memory.
+
+    Args:
+        embeddings: closed when the response is sent, or cannot be.
+        vectors: little-endian float32, at least one.
+        model: the name that was asked for.
+        send_timeout_s: the response ends if the client reads nothing for this time.
+    """
+
+    media_type = "application/json"
+
+    def __init__(
+        self,
+        embeddings: EmbeddingSet,
+        vectors: Sequence[bytes],
+        form: EmbeddingForm,
+        model: str,
+        send_timeout_s: float,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._embeddings, self._vectors, self._form = embeddings, vectors, form
+        self._send_timeout_s = send_timeout_s
+        num_tokens = embeddings.num_tokens
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        self._end = b"]," + msgspec.json.encode({"model": model, "usage": usage})[1:]
+        self.init_headers()
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response through ASGI."""
+        try:
+            await cancel_on_disconnect(Request(scope, receive), self._send_all(send))
+        except ClientGoneError as exc:  # the body lacks its end: the server closes the connection
+            record_of(scope).fail(exc, "cancelled")
+        finally:
+            self._embeddings.close()
+
+    async def _send_all(self, send: Send) -> None:
+        status = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **status})
+        part = bytearray(b'{"object":"list","data":[')
+        for item in self._items():
+            part += item
+            if len(part) >= PART_BYTES:
+                await send_part(send, bytes(part), self._send_timeout_s)
+                part.clear()
+                await asyncio.sleep(0)  # streams go on meanwhile
+        part += self._end
+        await send_part(send, bytes(part), self._send_timeout_s, last=True)
+
+    def _items(self) -> Iterator[bytes]:
+        for index, vector in enumerate(self._vectors):
+            written = b64encode(vector).decode() if self._form.as_base64 else _numbers(vector)
+            item = {"object": "embedding", "index": index, "embedding": written}
+            yield (b"," if index else b"") + msgspec.json.encode(item)
+
+
+def _numbers(vector: bytes) -> list[float]:
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()

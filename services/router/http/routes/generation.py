@@ -1,0 +1,275 @@
+"""The routes: OpenAI's, and health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagewire.services.router.http.answers.answer_set import AnswerSet
+from pagewire.services.router.http.answers.formats import (
+    ChatFormat,
+    CompletionFormat,
+    Extras,
+    Format,
+    model_record,
+)
+from pagewire.services.router.http.answers.logprobs import CompletionLogprobs
+from pagewire.services.router.http.answers.parsed_chat import ParsedChatFormat
+from pagewire.services.router.http.answers.running_usage import RunningUsage
+from pagewire.services.router.http.answers.timings import HEADER, wants_timings
+from pagewire.services.router.http.bodies.protocol import BodyKind
+from pagewire.services.router.http.bodies.reader import INLINE_BODY_BYTES
+from pagewire.services.router.http.errors import describe, outcome_of
+from pagewire.services.router.http.inputs.generation import GenerationInput
+from pagewire.services.router.http.messages.format import model_info, model_list
+from pagewire.services.router.http.requests.http_io import (
+    EventStream,
+    cancel_on_disconnect,
+    received_body,
+)
+from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.metrics.requests import Outcome
+from pagewire.services.router.service import RouterService
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.text.answer_text import TextDelta
+
+router = APIRouter(redirect_slashes=False)
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """List the one model, by each of its names."""
+    service = service_of(request)
+    records = [
+        model_record(service.model, name, service.max_model_len) for name in service.model.names
+    ]
+    if _is_anthropics(request):
+        return json_response(model_list(records))
+    return json_response({"object": "list", "data": records})
+
+
+@router.get("/v1/models/{model_id:path}")
+async def get_model(request: Request, model_id: str) -> Response:
+    """Describe the model."""
+    service = service_of(request)
+    service.model.check_name(model_id)
+    record = model_record(service.model, model_id, service.max_model_len)
+    return json_response(model_info(record) if _is_anthropics(request) else record)
+
+
+@router.post("/v1/completions")
+async def complete(request: Request) -> Response:
+    """Continue one or several prompts."""
+
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        echoes = [prompt.echo or "" for prompt in prompts]
+        token_bytes = model.tokenizer.token_bytes
+        logprobs = [
+            CompletionLogprobs(
+                token_bytes,
+                None if prompt.echo is None else prompt.token_ids[0],
+                asked.names_by_id,
+            )
+            for prompt in prompts
+            if prompt.spec.logprobs is not None
+        ]
+        return CompletionFormat(asked.model, echoes, _extras(model, asked), logprobs)
+
+    return await generate(request, "completion", make_format)
+
+
+@router.post("/v1/chat/completions")
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+
+    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
+        if asked.reading is not None:
+            return ParsedChatFormat(model, asked, _extras(model, asked))
+        return ChatFormat(asked.model, asked.n, _extras(model, asked))
+
+    return await generate(request, "chat", make_format)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """Answer, since the router is alive; operators find the rest at the operator port."""
+    service = service_of(request)
+    found = service.health()
+    if service.api_keys is not None and record_of(request.scope).key is None:
+        found = {"status": found["status"]}
+    return json_response(found)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Answer 200 if the router can serve now, else 503."""
+    status = service_of(request).health()["status"]
+    return json_response({"status": status}, 200 if status == "ok" else 503)
+
+
+async def generate(
+    request: Request,
+    kind: BodyKind,
+    make_format: Callable[[ServedModel, GenerationInput], Format],
+) -> Response:
+    """Answer a request with what the model generates, and count what becomes of it.
+
+    Args:
+        request: the request.
+        kind: of its body.
+        make_format: returns what writes the answers.
+
+    Raises:
+        PagewireError: the body is wrong, or the answers failed before their first token.
+    """
+    return await counted(request, _answer(request, kind, make_format))
+
+
+async def counted(request: Request, answer: Awaitable[Response]) -> Response:
+    """Return an answer to a request, and count what becomes of it."""
+    outcome: Outcome = "gone"  # where the server's end cancels it
+    try:
+        response = await answer
+        outcome = "answered"
+    except Exception as exc:  # a bug, too, has an outcome
+        outcome = outcome_of(describe(exc).status)
+        raise
+    finally:
+        service_of(request).metrics.outcomes[outcome].inc()
+    return response
+
+
+async def _answer(
+    request: Request,
+    kind: BodyKind,
+    make_format: Callable[[ServedModel, GenerationInput], Format],
+) -> Response:
+    asked, service = await read_request(request, kind), service_of(request)
+    form = make_format(service.model, asked)
+    answers = answers_to(request, asked)
+    try:
+        if not asked.stream:
+            full = await cancel_on_disconnect(request, answers.collect())
+            answers.close()
+            if any(answer.prompt_logprobs is not None for answer in full):
+                # A long prompt's take a while: the other answers go on meanwhile.
+                body = await asyncio.to_thread(form.full_response, full, answers.usage)
+            else:
+                body = form.full_response(full, answers.usage)
+            return Response(body, media_type="application/json")
+        # The status line waits for the first token, so that a refusal has a status of its own.
+        rest = answers.deltas()
+        first = await cancel_on_disconnect(request, first_delta(rest))
+    except BaseException:  # also if the client is gone and the task is cancelled
+        answers.close()
+        raise
+    return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
+
+
+def answers_to(request: Request, asked: GenerationInput) -> AnswerSet:
+    """Return the answers to a request, which are to be closed; none has begun."""
+    service, record = service_of(request), record_of(request.scope)
+    trace = None if service.tracing is None else record.begin_span(service.tracing)
+    record.answers = answers = AnswerSet(
+        service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
+    )
+    return answers
+
+
+async def read_request(
+    request: Request,
+    kind: BodyKind,
+    frame: Callable[[bytearray], Awaitable[bytes | bytearray]] | None = None,
+) -> GenerationInput:
+    """Receive and check a request.
+
+    Args:
+        request: whose body has not been read.
+        kind: of the body.
+        frame: makes of the body what its reader takes; None: that is the body.
+
+    Raises:
+        PagewireError: it is refused.
+    """
+    service = service_of(request)
+    with_timings = wants_timings(request.headers.get(HEADER))
+    service.check_room()
+    async with received_body(request, service.bodies) as raw:
+        with service.admit():
+            framed = raw if frame is None else await frame(raw)
+            asked = await _read(request, kind, framed)
+            asked = await _check_grammar(request, asked)
+    if asked.unknown_fields:
+        service.metrics.unknown_fields.inc(asked.unknown_fields)
+    return msgspec.structs.replace(asked, timings=True) if with_timings else asked
+
+
+async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
+    service = service_of(request)
+    reader, max_model_len = service.body_reader, service.max_model_len
+    if len(raw) <= INLINE_BODY_BYTES:
+        return await reader.read_here(kind, raw, max_model_len)
+    return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
+
+
+async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
+    """Return the request with the first of its grammars that is not refused."""
+    others = list(asked.other_grammars)
+    while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
+        checker = service_of(request).grammar_checker
+        try:
+            await cancel_on_disconnect(request, checker.check(text, asked.form_field))
+        except InvalidRequestError:
+            if not others:
+                raise
+            asked = asked.with_grammar(others.pop(0))
+        else:
+            break
+    return asked
+
+
+async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
+    """Return the first delta of an answer."""
+    return await anext(deltas)
+
+
+def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in asked.prompts)
+    return Extras(
+        usage=asked.include_usage,
+        running=RunningUsage(prompt_tokens) if asked.running_usage else None,
+        service_tier=asked.service_tier,
+        prompt_token_ids=_prompt_token_ids(asked),
+        names_by_id=asked.names_by_id,
+        prompt_logprobs=asked.prompt_logprobs,
+        token_bytes=model.tokenizer.token_bytes,
+    )
+
+
+def _prompt_token_ids(asked: GenerationInput) -> list[list[int]]:
+    """Return those of each choice's prompt, if the response has token ids."""
+    if not asked.return_token_ids:
+        return []
+    return [prompt.token_ids for prompt in asked.prompts for _ in range(asked.n)]
+
+
+def service_of(request: Request) -> RouterService:
+    """Return the router's service."""
+    service: RouterService = request.app.state.service
+    return service
+
+
+def _is_anthropics(request: Request) -> bool:
+    """Whether the client is Anthropic's, on a path that both APIs have."""
+    return "anthropic-version" in request.headers
+
+
+def json_response(content: object, status: int = 200) -> Response:
+    """Return a response with this content as JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -1,0 +1,33 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagewire.services.router.http.messages.format import MessageFormat
+from pagewire.services.router.http.requests.error_forms import MESSAGES_PATH
+from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.http.routes.generation import generate, json_response, read_request
+
+messages_router = APIRouter(redirect_slashes=False)
+
+
+@messages_router.post(MESSAGES_PATH)
+async def create_message(request: Request) -> Response:
+    """Answer a conversation."""
+    return _with_id(request, await generate(request, "message", MessageFormat))
+
+
+@messages_router.post(f"{MESSAGES_PATH}/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """Return how many tokens a conversation's prompt has."""
+    asked = await read_request(request, "message count")
+    found = {"input_tokens": len(asked.prompts[0].token_ids)}
+    return _with_id(request, json_response(found))
+
+
+def _with_id(request: Request, response: Response) -> Response:
+    """Give a response the request's id by the name that Anthropic's clients read."""
+    response.headers["request-id"] = record_of(request.scope).request_id
+    return response

@@ -1,0 +1,44 @@
+"""vLLM's routes for texts and tokens, and the version."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagewire import __version__
+from pagewire.services.router.http.routes.generation import json_response, read_request, service_of
+
+token_router = APIRouter(redirect_slashes=False)
+
+
+@token_router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Return the tokens of a text, or of a conversation's prompt."""
+    asked, service = await read_request(request, "tokenize"), service_of(request)
+    ids = asked.prompts[0].token_ids
+    found: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.max_model_len,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    if asked.return_token_strs:
+        name = service.model.tokenizer.token_strings
+        found["token_strs"] = await asyncio.to_thread(name, ids)  # a long prompt's take a while
+    return json_response(found)
+
+
+@token_router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """Return the text of tokens."""
+    asked = await read_request(request, "detokenize")
+    return json_response({"prompt": asked.prompts[0].echo})
+
+
+@token_router.get("/version")
+async def version() -> Response:
+    """Return the server's version."""
+    return json_response({"version": __version__})

@@ -1,0 +1,113 @@
+"""The router as an ASGI application.
+
+AccessLog > CORSMiddleware > KeyCheck > CutRequests > routes
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp
+
+from pagewire.services.router.http.errors import describe
+from pagewire.services.router.http.openapi.pages import docs_router
+from pagewire.services.router.http.requests.error_forms import error_response
+from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.http.routes.embeddings import embedding_router
+from pagewire.services.router.http.routes.generation import router
+from pagewire.services.router.http.routes.messages import messages_router
+from pagewire.services.router.http.routes.responses import response_router
+from pagewire.services.router.http.routes.tokens import token_router
+from pagewire.services.router.http.server.access_log import AccessLog
+from pagewire.services.router.http.server.cut import CutRequests
+from pagewire.services.router.http.server.key_check import KeyCheck
+from pagewire.services.router.service import RouterService
+from pagewire.shared.errors import PagewireError
+
+ROUTERS = (
+    router,
+    messages_router,
+    token_router,
+    embedding_router,
+    response_router,
+    docs_router,
+)
+METHOD_NOT_ALLOWED = 405
+CORS_METHODS = ("GET", "POST", "DELETE")
+# What a page may read of a response's headers; `request-id` is that of Anthropic's API.
+CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
+CORS_MAX_AGE_S = 600
+
+
+def create_app(service: RouterService) -> ASGIApp:
+    """Return the application; its lifespan opens and closes the service.
+
+    Args:
+        service: connected, and not used before.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with service:
+            yield
+
+    # Bodies are checked by our own types, which FastAPI's document would not have.
+    routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    routes.state.service = service
+    for each in ROUTERS:
+        routes.include_router(each)
+    for kind in (PagewireError, HTTPException):
+        routes.add_exception_handler(kind, _on_error)
+    routes.add_exception_handler(Exception, _on_bug)
+    # Outside of the routes' own middleware, which answers errors that nobody expects.
+    app: ASGIApp = KeyCheck(CutRequests(routes, service), service)
+    if origins := service.settings.cors_origins:
+        app = CORSMiddleware(  # a browser asks first without a key
+            app,
+            allow_origins=origins,
+            allow_methods=CORS_METHODS,
+            allow_headers=["*"],
+            expose_headers=CORS_EXPOSED,
+            max_age=CORS_MAX_AGE_S,
+        )
+    return AccessLog(app, service)
+
+
+async def _on_error(request: Request, exc: Exception) -> Response:
+    """Answer with the route's error object; the request's log line has the rest."""
+    if isinstance(exc, HTTPException) and exc.status_code == METHOD_NOT_ALLOWED:
+        exc.headers = {"Allow": ", ".join(sorted(_methods_of_path(request)))}
+    error, record = describe(exc), record_of(request.scope)
+    record.fail(exc)
+    service: RouterService = request.app.state.service
+    service.metrics.request_errors.labels(error.status).inc()
+    return error_response(error, request.scope)
+
+
+async def _on_bug(request: Request, exc: Exception) -> Response:
+    """Answer an error that nobody expects; uvicorn logs its traceback and closes the connection."""
+    response = await _on_error(request, exc)
+    response.headers["Connection"] = "close"
+    return response
+
+
+def _methods_of_path(request: Request) -> set[str]:
+    """Return the methods of all routes that a path has; FastAPI names those of one.
+
+    A route of just this path counts before those with a field in its place.
+    """
+    found = [
+        route
+        for each in ROUTERS
+        for route in each.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+    ]
+    exact = [route for route in found if route.path == request.scope["path"]]
+    return {method for route in exact or found for method in route.methods or ()}

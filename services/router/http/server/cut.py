@@ -1,0 +1,60 @@
+"""Requests that do not end within the drain time: their clients learn of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagewire.services.router.http.errors import ShutDownError, describe
+from pagewire.services.router.http.requests.error_forms import end_with_error, error_response
+from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.service import RouterService
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 2.0  # for a client to take the error
+
+
+class CutRequests:
+    """ASGI middleware: a request that is cancelled while the router drains ends with an error.
+
+    A stream ends with an event of it; a request that was not answered yet gets status 503.
+    """
+
+    def __init__(self, app: ASGIApp, service: RouterService) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, as ASGI has it."""
+        start: Message | None = None
+
+        async def noting_start(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_start)
+        except asyncio.CancelledError:
+            if scope["type"] != "http" or not self._service.is_draining:
+                raise
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await self._end(start, scope, receive, send)
+            except TimeoutError:  # without the end of the body: the server closes the connection
+                logger.info(
+                    "a client did not read the end of its response for %g s", SEND_TIMEOUT_S
+                )
+
+    async def _end(self, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
+        error, record = describe(ShutDownError("cut, the drain time is over")), record_of(scope)
+        record.outcome = "cut"
+        self._service.metrics.request_errors.labels(error.status).inc()
+        if start is None:
+            await error_response(error, scope)(scope, receive, send)
+        elif any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
+            last = end_with_error(error, scope)
+            await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -1,0 +1,257 @@
+"""Packs KV blocks into staging and unpacks them, whole or by layer group, alongside steps.
+
+Where staging slots are known in advance, each gets a CUDA graph of its move: to launch the copies
+and the kernel one by one takes the host several times as long as a small segment takes the device.
+A graph's kernel reads the list of blocks from the host's memory, and reports there whether a
+checksum is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagewire.kernels import Ops
+from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blocks
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
+from pagewire.shared.kv.layer_groups import LayerGroups
+
+# Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
+_Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class PendingMove:
+    """Blocks that are being moved.
+
+    Attributes:
+        end: of the move on the device; None where it was made at once.
+    """
+
+    __slots__ = ("end",)
+
+    def __init__(self, end: DeviceEvent) -> None:
+        self.end = end
+
+    def is_done(self) -> bool:
+        """Whether the blocks have been moved, without waiting."""
+        return self.end is None or self.end.query()
+
+
+class PendingCheck(PendingMove):
+    """Blocks that are being moved and checked.
+
+    Args:
+        corrupt: [] int64 on the host: whether a checksum is wrong, once the move is done and until
+            the staging slot's next one.
+    """
+
+    __slots__ = ("_corrupt",)
+
+    def __init__(self, corrupt: NDArray[np.int64], end: DeviceEvent) -> None:
+        super().__init__(end)
+        self._corrupt = corrupt
+
+    def is_intact(self) -> bool:
+        """Wait for the move; return whether the blocks are those that were packed."""
+        if self.end is not None:
+            self.end.synchronize()
+        return int(self._corrupt) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class _MoveGraph:
+    """The move between the pool and one staging slot.
+
+    Whoever holds it has waited for its last move, so that what belongs to a move can be used
+    for the next: to make these again takes the host as long as to launch the graph.
+
+    Attributes:
+        words: [2 + capacity] int64, pinned: the list of blocks, read by the kernel.
+        corrupt: [] int64, pinned: written by the kernel, if it checks.
+        end: recorded after each replay.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    words: NDArray[np.int64]
+    corrupt: NDArray[np.int64]
+    end: torch.cuda.Event
+
+    def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
+        """Launch it on a stream."""
+        fill_copy_list(self.words, rows, seed)
+        self.corrupt[()] = 0
+        before = torch.cuda.current_stream(stream.device)
+        # Its context manager looks for other devices, which takes tens of microseconds; here the
+        # current one is the pool's.
+        torch.cuda.set_stream(stream)
+        try:
+            self.graph.replay()
+        finally:
+            torch.cuda.set_stream(before)
+        self.end.record(stream)
+
+
+@dataclass(slots=True)
+class BlockMover:
+    """Moves blocks of one pool, on a stream of its own: a long step must not hold up a transfer.
+
+    Attributes:
+        ops: of the pool's device.
+        kv_pool: [NB, L, N, KH, BS, D].
+        groups: the layer groups of its blocks.
+    """
+
+    ops: Ops
+    kv_pool: torch.Tensor
+    groups: LayerGroups = field(init=False)
+    _rows: torch.Tensor = field(init=False)  # the pool, a row a layer group
+    _stream: torch.cuda.Stream | None = None
+    _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
+    _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.groups = LayerGroups.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
+        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.groups.count, -1)
+
+    def record_event(self, *, in_graph: bool = False) -> DeviceEvent:
+        """Record an event at the present end of the work launched on the current stream.
+
+        Args:
+            in_graph: it is being captured: each replay of the graph records the event again.
+        """
+        if not self.kv_pool.is_cuda:
+            return None
+        event = torch.cuda.Event(external=in_graph)
+        event.record()
+        return event
+
+    def pack(
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: DeviceEvent,
+    ) -> PendingMove:
+        """Gather blocks into a staging buffer, after what had been launched at an event.
+
+        Args:
+            block_ids: rows of the pool.
+            groups: layer groups of each of them; they come to lie next to each other.
+            staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, the
+                beginning of a staging slot; nobody else touches it before the move is done.
+            seed: of the checksums, signed 64 bit.
+            after: what `record_event` returned.
+
+        Raises:
+            UnsupportedShapeError: staging is too short.
+        """
+        rows = self.groups.rows(block_ids, groups)
+        graph = self._packing.get(staging.data_ptr())
+        if graph is not None:
+            graph.replay(rows, seed, self._stream_after(after))
+            return PendingMove(graph.end)
+        with self._moving(after):
+            self.ops.pack_blocks(self._rows, self._copy_list(rows, seed), staging)
+            return PendingMove(self.record_event())
+
+    def unpack(
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: DeviceEvent,
+    ) -> PendingCheck:
+        """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
+        rows = self.groups.rows(block_ids, groups)
+        graph = self._unpacking.get(staging.data_ptr())
+        if graph is not None:
+            graph.replay(rows, seed, self._stream_after(after))
+            return PendingCheck(graph.corrupt, graph.end)
+        with self._moving(after):
+            corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
+            self.ops.unpack_blocks(staging, self._rows, self._copy_list(rows, seed), corrupt)
+            return PendingCheck(self._to_host(corrupt), self.record_event())
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work after the moves so far; `work` launches it."""
+        with self._moving(None):
+            work()
+            return PendingMove(self.record_event())
+
+    def capture_packing(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Make packing into these staging slots quick to launch; nothing else may be running."""
+        self._capture(
+            buffers,
+            self._packing,
+            lambda copy_list, buffer, corrupt: self.ops.pack_blocks(self._rows, copy_list, buffer),
+        )
+
+    def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Make unpacking from these staging slots quick to launch, likewise."""
+        self._capture(
+            buffers,
+            self._unpacking,
+            lambda copy_list, buffer, corrupt: self.ops.unpack_blocks(
+                buffer, self._rows, copy_list, corrupt
+            ),
+        )
+
+    @torch.inference_mode()
+    def _capture(
+        self, buffers: Iterable[torch.Tensor], graphs: dict[int, _MoveGraph], move: _Move
+    ) -> None:
+        if not self.kv_pool.is_cuda:
+            return
+        pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
+        for buffer in buffers:
+            graphs[buffer.data_ptr()] = self._capture_move(pool, buffer, move)
+
+    def _capture_move(self, pool: GraphPool, buffer: torch.Tensor, move: _Move) -> _MoveGraph:
+        copy_list = empty_copy_list(max_blocks(buffer.shape[0], self.groups.nbytes)).pin_memory()
+        corrupt = torch.zeros((), dtype=torch.int64).pin_memory()
+
+        def step() -> torch.Tensor:
+            move(copy_list, buffer, corrupt)
+            return corrupt
+
+        graph, _ = pool.capture(step)
+        # The arrays keep the memory.
+        return _MoveGraph(graph, copy_list.numpy(), corrupt.numpy(), torch.cuda.Event())
+
+    def _copy_list(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
+        host = empty_copy_list(len(rows))
+        if self.kv_pool.is_cuda:
+            host = host.pin_memory()
+        fill_copy_list(host.numpy(), rows, seed)
+        return host.to(self.kv_pool.device, non_blocking=True)
+
+    def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:
+        """Return where it will be on the host, once the move is done."""
+        if not corrupt.is_cuda:
+            return corrupt.numpy()
+        host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        return host.copy_(corrupt, non_blocking=True).numpy()
+
+    def _stream_after(self, after: DeviceEvent) -> torch.cuda.Stream:
+        """Return the stream of the moves, which waits for an event."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
+        if after is not None:
+            self._stream.wait_event(after)
+        return self._stream
+
+    @contextmanager
+    def _moving(self, after: DeviceEvent) -> Iterator[None]:
+        with torch.inference_mode():
+            if not self.kv_pool.is_cuda:
+                yield
+                return
+            with torch.cuda.stream(self._stream_after(after)):
+                yield

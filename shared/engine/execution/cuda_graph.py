@@ -1,0 +1,265 @@
+"""Steps captured as CUDA graphs: decode batches, and small prefill steps.
+
+A graph takes all that changes from step to step from device memory, so that a replay needs one
+small copy. Where a decode step is short, and for prompts of up to some hundred tokens, launching
+the kernels one by one would take the host longer than running them takes the device.
+
+A step is two graphs. The forward leaves logits in memory that nothing else of the step writes;
+sampling takes them from there, now or once a supply has come, in one of two variants
+(sampling_stage.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from pagewire.shared.engine.execution.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
+from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
+from pagewire.shared.engine.scheduling.step import PrefillChunk
+
+# Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
+# prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.
+LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
+# Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
+# the device longer than to launch one step for all takes the host.
+LARGEST_WITH_DECODES = 256
+
+ResultT = TypeVar("ResultT")
+
+# An event in the work that has been launched on a device; None where work runs at once.
+DeviceEvent = torch.cuda.Event | None
+
+
+def batch_buckets(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture: dense where a step is short, every 16 above 32."""
+    sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(48, max_num_seqs + 16, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def prefill_shapes(max_tokens: int, max_num_seqs: int) -> list[PrefillShape]:
+    """Return the prefill steps to capture, those of one chunk and those of several."""
+    return [
+        PrefillShape(size, chunks)
+        for chunks, largest in LARGEST_PREFILL.items()
+        for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
+        if size <= max_tokens and chunks <= max_num_seqs
+    ]
+
+
+@lru_cache(maxsize=16)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)
+
+
+class GraphPool:
+    """Captures graphs that share memory, since only one of them runs at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        # A capture that needs memory cannot give back what the allocator has cached. Once is
+        # enough: `torch.cuda.graph` does it, and waits for the device, at each capture.
+        torch.cuda.empty_cache()
+        self._stream = _capture_stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def capture(self, step: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+        """Return a graph of a step and the tensors that hold its result after each replay.
+
+        The step need not have run: the capture's mode permits to compile and load kernels. What
+        these allocate once for all launches must exist: it would be the graph's.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                result = step()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+
+Sample = Callable[..., Sampled]  # `SamplingStage.sample`
+
+
+@dataclass(slots=True)
+class StepGraphs:
+    """The graphs of one captured step.
+
+    Attributes:
+        forwarded: what sampling reads, alive, so that no later graph has its memory.
+        sampling: shaped or not -> its graph, and what that leaves.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    forwarded: Forwarded
+    sampling: dict[bool, tuple[torch.cuda.CUDAGraph, Sampled]]
+
+    @classmethod
+    def capture(
+        cls, pool: GraphPool, forward: Callable[[], Forwarded], sample: Sample, first_row: int
+    ) -> StepGraphs:
+        """Capture a forward, and both variants of sampling after it.
+
+        Args:
+            pool: memory of the graphs.
+            forward: leaves its logits in static rows.
+            sample: see `SamplingStage.sample`.
+            first_row: the first of the static rows.
+        """
+        graph, forwarded = pool.capture(forward)
+        sampling = {
+            shaped: pool.capture(partial(sample, forwarded, shaped=shaped, first_row=first_row))
+            for shaped in (False, True)
+        }
+        return cls(graph, forwarded, sampling)
+
+    def replay_sampling(self, count: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward; returns the first `count`."""
+        graph, sampled = self.sampling[shaped]
+        graph.replay()
+        return sampled.first(count)
+
+
+@dataclass(slots=True)
+class DecodeGraphs:
+    """Decode steps, by batch size.
+
+    A batch between two captured sizes is padded with the device slot that belongs to nobody.
+
+    Attributes:
+        sizes: captured batch sizes, ascending.
+        slots: [largest] int64, device slots, read by every graph.
+    """
+
+    sizes: list[int]
+    slots: torch.Tensor
+    padding_slot: int
+    _graphs: dict[int, StepGraphs] = field(default_factory=dict)
+    _current: list[int] = field(default_factory=list)
+
+    @classmethod
+    def capture(
+        cls,
+        forward: Callable[[torch.Tensor], Forwarded],
+        sample: Sample,
+        sizes: list[int],
+        padding_slot: int,
+        device: torch.device,
+        pool: GraphPool,
+        progress: Callable[[str], None],
+    ) -> DecodeGraphs:
+        """Capture a step at each size, largest first so that memory is shared."""
+        slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
+        graphs = cls(sorted(sizes), slots, padding_slot)
+        for size in reversed(graphs.sizes):
+            step = partial(forward, slots[:size])
+            graphs._graphs[size] = StepGraphs.capture(pool, step, sample, 0)
+            progress(f"decode of {size}")
+        graphs._current = [padding_slot] * max(sizes)
+        return graphs
+
+    def fits(self, num_rows: int) -> bool:
+        """Whether a batch of this size can be replayed."""
+        return num_rows <= self.sizes[-1]
+
+    def forward(self, slots: list[int]) -> None:
+        """Run the forward of a decode step of these device slots."""
+        size = self._size_of(len(slots))
+        padded = slots + [self.padding_slot] * (size - len(slots))
+        if padded != self._current[:size]:
+            host = torch.tensor(padded, dtype=torch.int64).pin_memory()
+            self.slots[:size].copy_(host, non_blocking=True)
+            self._current[:size] = padded
+        self._graphs[size].forward.replay()
+
+    def sample(self, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward, as many as it had."""
+        return self._graphs[self._size_of(num_rows)].replay_sampling(num_rows, shaped)
+
+    def _size_of(self, num_rows: int) -> int:
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+
+
+@dataclass(slots=True)
+class PrefillGraphs:
+    """Small prefill steps, by shape.
+
+    Attributes:
+        shapes: captured, by number of chunks, then tokens.
+        num_groups: cache groups.
+    """
+
+    shapes: list[PrefillShape]
+    block_size: int
+    padding_slot: int
+    num_groups: int
+    _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
+    _graphs: dict[PrefillShape, StepGraphs] = field(default_factory=dict)
+    _events: dict[PrefillShape, list[DeviceEvent]] = field(default_factory=dict)
+
+    @classmethod
+    def capture(
+        cls,
+        forward: Callable[[PrefillInputs, list[DeviceEvent]], Forwarded],
+        sample: Sample,
+        first_row: int,
+        shapes: list[PrefillShape],
+        block_size: int,
+        padding_slot: int,
+        num_groups: int,
+        device: torch.device,
+        pool: GraphPool,
+        progress: Callable[[str], None],
+    ) -> PrefillGraphs:
+        """Capture `forward(inputs, events)`, and sampling after it, at each shape.
+
+        A forward fills `events` with events that each replay records again.
+        """
+        graphs = cls(shapes, block_size, padding_slot, num_groups)
+        for shape in reversed(shapes):
+            inputs = graphs._padded([], shape, np.zeros((0, num_groups, 0), np.int64)).to(device)
+            events: list[DeviceEvent] = []
+            step = partial(forward, inputs, events)
+            graphs._graphs[shape] = StepGraphs.capture(pool, step, sample, first_row)
+            graphs._inputs[shape], graphs._events[shape] = inputs, events
+            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
+        return graphs
+
+    def shape_of(self, chunks: list[PrefillChunk], *, with_decodes: bool) -> PrefillShape | None:
+        """Return the smallest shape that these chunks fit, None if they had better be launched."""
+        if any(chunk.scored for chunk in chunks):
+            return None  # a graph keeps no hidden states
+        tokens = sum(chunk.length for chunk in chunks)
+        if with_decodes and tokens > LARGEST_WITH_DECODES:
+            return None
+        for shape in self.shapes:
+            if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
+                return shape
+        return None
+
+    def events_of(self, shape: PrefillShape) -> list[DeviceEvent]:
+        """Return the events that a replay records."""
+        return self._events[shape]
+
+    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
+        """Run the forward of a prefill step."""
+        host = self._padded(chunks, shape, tables).buffer.pin_memory()
+        self._inputs[shape].buffer.copy_(host, non_blocking=True)
+        self._graphs[shape].forward.replay()
+
+    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward: the chunks that sample, perhaps none."""
+        return self._graphs[shape].replay_sampling(num_rows, shaped)
+
+    def _padded(
+        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
+    ) -> PrefillInputs:
+        return PrefillInputs.build_padded(chunks, self.block_size, tables, shape, self.padding_slot)

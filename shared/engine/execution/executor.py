@@ -1,0 +1,120 @@
+"""The interfaces between the engine, its device and KV transfer.
+
+`ModelRunner` (model_runner.py) is the executor that serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+
+
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    def is_done(self) -> bool:
+        """Whether the result is here, without waiting."""
+        ...
+
+    def wait(self) -> StepResult:
+        """Wait for the result.
+
+        Raises:
+            Exception: whatever made the step fail.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans in the order in which they come; knows device slots and blocks, not sequences."""
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch a step; the work of later plans comes after it.
+
+        A plan that awaits a supply gets it before the next plan comes. A plan's changes of device
+        slots and blocks are applied even if its rows fail later, which `PendingStep.wait` reports.
+
+        Raises:
+            Exception: the plan failed to launch. Its changes may not have been applied, so the
+                next plan frees its device slots again. The sequences that it computes or prepares
+                fail.
+        """
+        ...
+
+    def supply(self, supply: Supply) -> None:
+        """Launch the sampling of the step that awaits this supply."""
+        ...
+
+
+class BlockMoves(Protocol):
+    """Moves KV blocks between the device's pool and staging, at the same time as steps run."""
+
+    def has_group_events(self, plan: int) -> bool:
+        """Whether there is an event for each layer group of the blocks that this plan exports.
+
+        Otherwise there is only one event, at the plan's end.
+        """
+        ...
+
+    def pack(
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+    ) -> PendingMove:
+        """Gather blocks into staging, once these layer groups are final in plan `after`.
+
+        Args:
+            block_ids: blocks of the pool, which this plan or an earlier one exported.
+            groups: layer groups of each of them.
+            staging: a staging slot; nothing else may touch its bytes before the move is done.
+            seed: added to the checksums, a signed 64-bit integer.
+            after: number of a plan.
+        """
+        ...
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+    ) -> PendingCheck:
+        """Scatter staging into blocks and check them, once plan `after` has run.
+
+        The arguments are those of `pack`.
+        """
+        ...
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work on the device after the moves so far, and before later ones.
+
+        Args:
+            work: launches it, e.g. a copy between staging and the host; called at once.
+        """
+        ...
+
+
+class StepHook(Protocol):
+    """Work that belongs between steps, e.g. moving KV blocks."""
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Read a plan before it is launched. Must be quick, because the device waits.
+
+        Args:
+            plan: the plan that is launched next; if the launch fails, its sequences end.
+        """
+        ...
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do the work between two steps; called once in each iteration.
+
+        Args:
+            plan: the plan that was launched in this iteration, if any.
+
+        Returns:
+            Whether it has unfinished work, so that `is_due` is asked soon.
+        """
+        ...
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do. Must be quick, because it is polled."""
+        ...

@@ -1,0 +1,379 @@
+"""The executor of one device: builds the inputs of a plan, launches the model, samples.
+
+    execute --> _copy_blocks, state.apply --> _replay (CUDA graphs) or _run (eager) --> _sample
+
+`execute` only launches. The tokens come back through pinned memory and are read a step later, so
+that the host prepares the next step while the device runs this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
+from pagewire.shared.engine.execution.cuda_graph import (
+    DecodeGraphs,
+    DeviceEvent,
+    GraphPool,
+    PrefillGraphs,
+    batch_buckets,
+    prefill_shapes,
+)
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.pending import LaunchedRows, PendingSupply, PendingTokens
+from pagewire.shared.engine.execution.plan_events import PlanEvents
+from pagewire.shared.engine.execution.pooling import Pooling
+from pagewire.shared.engine.execution.prefill_inputs import PrefillInputs
+from pagewire.shared.engine.execution.sampling_stage import Forwarded, SamplingStage
+from pagewire.shared.engine.execution.scoring import Scoring
+from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
+from pagewire.shared.errors import IntegrityError
+from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+from pagewire.shared.model.loaded_model import CausalLM
+
+
+@dataclass(slots=True)
+class ModelRunner:
+    """The executor of one device, and its `BlockMoves`: it packs and unpacks blocks, too.
+
+    Attributes:
+        kv_pool: [NB, L, N, KH, BS, D]; L is the number of layers of one cache group, N the number
+            of components (keys and values, or latent vectors).
+        groups: the cache groups.
+        state: the device slots.
+        vocab_size: number of logits of a row.
+        decode_graphs, prefill_graphs: captured steps; None without CUDA graphs.
+        mover: packs and unpacks blocks of the pool.
+        sampling: draws tokens from logits.
+        scoring: computes log probabilities for device slots that ask for them.
+        pooling: makes the embeddings of prompts.
+    """
+
+    model: CausalLM
+    ops: Ops
+    kv_pool: torch.Tensor
+    groups: CacheGroups
+    state: DeviceState
+    vocab_size: int
+    decode_graphs: DecodeGraphs | None = None
+    prefill_graphs: PrefillGraphs | None = None
+    mover: BlockMover = field(init=False)
+    _layers: list[LayerKv] = field(init=False)
+    sampling: SamplingStage = field(init=False)
+    scoring: Scoring = field(init=False)
+    pooling: Pooling = field(default_factory=Pooling)
+    _logits: torch.Tensor | None = None  # [static rows, vocab]: the output of all CUDA graphs
+    _events: PlanEvents = field(default_factory=PlanEvents)
+    # Of the plan that is being launched: an event after each layer group, if it exports blocks.
+    _group_events: list[DeviceEvent] = field(default_factory=list)
+    _records_groups: bool = False
+    _awaiting: PendingSupply | None = None  # the step that waits for its masks
+
+    def __post_init__(self) -> None:
+        self.mover = BlockMover(self.ops, self.kv_pool)
+        self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.groups.rows]
+        self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
+        self.scoring = Scoring(self.ops, self.state)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return int(self.kv_pool.shape[4])
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+        """Launch a step. The work of later calls comes after it.
+
+        Raises:
+            IntegrityError: the previous step still waits for its supply.
+        """
+        if self._awaiting is not None:
+            raise IntegrityError(f"step {self._awaiting.number} waits for a supply")
+        if plan.copies:
+            self._copy_blocks(plan.copies)
+        if any(isinstance(work, Expect) for work in plan.kv):
+            # Arriving KV may overwrite a block from which this plan copies: it waits for that, too.
+            self._events.note(plan.number - 1, [self.mover.record_event()])
+        self._group_events = []
+        self._records_groups = any(isinstance(work, Export) for work in plan.kv)
+        self.state.apply(plan)
+        self.sampling.apply(plan)
+        self.scoring.apply(plan)
+        self.pooling.apply(plan)
+        pending = self._launch(plan)
+        if self._records_groups:
+            is_complete = len(self._group_events) == self.mover.groups.count
+            events = self._group_events if is_complete else [self.mover.record_event()]
+            self._events.note(plan.number, events)
+        return pending
+
+    @torch.inference_mode()
+    def supply(self, supply: Supply) -> None:
+        """Launch the sampling of the step that awaits this supply.
+
+        Raises:
+            IntegrityError: another step waits, or none does.
+        """
+        pending, self._awaiting = self._awaiting, None
+        if pending is None or pending.number != supply.number:
+            raise IntegrityError(f"step {supply.number} does not wait for a supply")
+        static = [part.first_row + row for part in pending.parts for row in range(len(part.slots))]
+        masks = {static[row]: mask for row, mask in supply.masks.items()}
+        self.sampling.set_masks(masks, [static[row] for row in supply.held])
+        pending.tokens = self._sample(pending.number, pending.parts)
+
+    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
+        self.kv_pool.index_copy_(0, targets, self.kv_pool.index_select(0, sources))
+
+    def _launch(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+        slots, chunks = plan.decodes, plan.chunks
+        if not plan.has_rows:
+            return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
+        parts = self._replay(slots, chunks)
+        if parts is None:
+            parts = [self._run(slots, chunks)]
+        if plan.awaits_supply:
+            self._awaiting = PendingSupply(plan.number, parts)
+            return self._awaiting
+        return self._sample(plan.number, parts)
+
+    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> list[LaunchedRows] | None:
+        """Run a step's forward by CUDA graphs, or return None if they do not cover all of it.
+
+        Decode rows take one graph and small chunks another. That reads the weights twice, which is
+        faster than launching every kernel. The two share one memory pool. The decode graph's output
+        was alive when the prefill graphs were captured, so their replay does not overwrite it.
+        """
+        decodes, prefills, shape = self.decode_graphs, self.prefill_graphs, None
+        if slots and (decodes is None or not decodes.fits(len(slots))):
+            return None
+        if chunks:
+            if prefills is not None and not any(chunk.pooling for chunk in chunks):
+                shape = prefills.shape_of(chunks, with_decodes=bool(slots))
+            if shape is None:
+                return None
+        parts = []
+        if slots and decodes is not None:
+            decodes.forward(slots)
+            parts.append(LaunchedRows(slots, 0, partial(decodes.sample, len(slots))))
+        if shape is not None and prefills is not None:
+            prefills.forward(chunks, shape, self.state.host_tables)
+            rows = _sampling_slots(chunks)
+            sample = partial(prefills.sample, shape, len(rows))
+            parts.append(LaunchedRows(rows, self.sampling.first_prefill_row, sample))
+            if self._records_groups:
+                self._group_events = prefills.events_of(shape)
+        return parts
+
+    def _sample(self, number: int, parts: list[LaunchedRows]) -> PendingTokens:
+        """Launch a step's sampling, and log probabilities if a device slot asks for them."""
+        shaped = any(self.sampling.is_shaped(part.slots) for part in parts)
+        tokens: list[torch.Tensor] = []
+        first = 0
+        for part in parts:
+            sampled = part.sample(shaped)
+            tokens.append(sampled.tokens)
+            if self.scoring.of_tokens:
+                logits = self.sampling.drawn_from(sampled, part.first_row, shaped)
+                self.scoring.score_tokens(sampled, logits, part.slots, first)
+            first += len(part.slots)
+        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+        return PendingTokens(number, joined, [*self.scoring.take(), *self.pooling.take()])
+
+    def decode(self, slots: torch.Tensor) -> Forwarded:
+        """Run the forward of a decode step of these device slots, [B] int64.
+
+        Everything is read from and written to the device, so that this can be captured.
+        """
+        inputs = self._decode_inputs(slots)
+        hidden = self.model.forward(inputs, self._layers)
+        # The padding device slot stays at position 0: it runs in more steps than a sequence.
+        is_real = slots != self.state.padding_slot
+        positions = torch.where(is_real, inputs.positions + 1, 0)
+        return Forwarded(self._compute_logits(hidden, 0), slots, positions)
+
+    def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
+        """Run the forward of a step that has only prefill chunks; can be captured, too."""
+        forward = inputs.forward_batch(self.state.block_tables)
+        hidden = self.model.forward(forward, self._layers, on_layer_end)
+        logits = self._compute_logits(hidden[inputs.rows], self.sampling.first_prefill_row)
+        return Forwarded(logits, inputs.sample_slots, inputs.sample_positions)
+
+    def _compute_logits(self, hidden: torch.Tensor, first_row: int) -> torch.Tensor:
+        """Compute logits; under CUDA graphs, into static memory that outlives the replay."""
+        out = None if self._logits is None else self._logits[first_row : first_row + len(hidden)]
+        return self.model.compute_logits(hidden, out)
+
+    def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
+        state = self.state
+        position = state.position[slots]
+        tables = state.block_tables[slots]  # [B, G, max_blocks]
+        is_real = slots != state.padding_slot
+        index = (position // self.block_size)[:, None, None].expand(-1, state.num_groups, 1)
+        blocks = tables.gather(2, index).squeeze(2)
+        blocks = blocks.t().to(torch.int64, memory_format=torch.contiguous_format)  # [G, B]
+        slot_mapping = blocks * self.block_size + position % self.block_size
+        slot_mapping = torch.where(is_real, slot_mapping, -1)
+        input_ids = state.last_token[slots]
+        seq_lens = torch.where(is_real, position + 1, 0).to(torch.int32)
+        return ForwardBatch.of_groups(
+            ForwardBatch(
+                input_ids=input_ids,
+                positions=position,
+                slot_mapping=slot_mapping[group],
+                num_decodes=slots.shape[0],
+                decode_block_tables=tables[:, group],
+                decode_seq_lens=seq_lens,
+                prefill_block_tables=None,
+                prefill_cu_query_lens=None,
+                prefill_seq_lens=None,
+                max_query_len=0,
+            )
+            for group in range(state.num_groups)
+        )
+
+    def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
+        """Launch the forward of decode rows and prefill chunks eagerly, in one pass."""
+        hidden, sample_slots, positions = self._forward(slots, chunks)
+        logits = self.model.compute_logits(hidden) if len(hidden) else hidden
+        rows = Forwarded(logits, sample_slots, positions)
+        sampling = self.sampling
+        return LaunchedRows(
+            [*slots, *_sampling_slots(chunks)],
+            0,
+            lambda shaped: sampling.sample(rows, shaped=shaped),
+        )
+
+    def _forward(
+        self, slots: list[int], chunks: list[PrefillChunk]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the model; returns hidden states, device slots and positions of the sampling rows."""
+        state = self.state
+        on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
+        if not chunks:
+            decode_slots = state.upload([slots])[0]
+            decodes = self._decode_inputs(decode_slots)
+            hidden = self.model.forward(decodes, self._layers, on_layer_end)
+            return hidden, decode_slots, decodes.positions + 1
+        inputs = PrefillInputs.build(chunks, self.block_size, state.host_tables).to(state.device)
+        forward = inputs.forward_batch(state.block_tables)
+        if not slots:
+            hidden = self.model.forward(forward, self._layers, on_layer_end)
+            self._read_prompts(hidden, chunks)
+            return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
+        decode_slots = state.upload([slots])[0]
+        decodes = self._decode_inputs(decode_slots)
+        hidden = self.model.forward(_joined(decodes, forward), self._layers, on_layer_end)
+        self._read_prompts(hidden[len(slots) :], chunks)
+        decode_rows = torch.arange(len(slots), device=state.device)
+        return (
+            hidden[torch.cat([decode_rows, inputs.rows + len(slots)])],
+            torch.cat([decode_slots, inputs.sample_slots]),
+            torch.cat([decodes.positions + 1, inputs.sample_positions]),
+        )
+
+    def _read_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
+        """Launch the prompts' log probabilities and embeddings; `hidden` is [T, hidden]."""
+        start = 0
+        for index, chunk in enumerate(chunks):
+            own = hidden[start : start + chunk.length]
+            if chunk.pooling is not None:
+                self.pooling.pool(index, chunk, own)
+            if chunk.scored:
+                self.scoring.score_prompt(index, chunk, own, self.model.compute_logits)
+            start += chunk.length
+
+    def _event_recorder(self, events: list[DeviceEvent], *, in_graph: bool = False) -> OnLayerEnd:
+        """Return a callback that appends an event at the end of each layer group of a step."""
+        ends = self.groups.last_layers(self.mover.groups.count)
+
+        def record_group_end(layer: int) -> None:
+            for _ in range(ends.count(layer)):
+                events.append(self.mover.record_event(in_graph=in_graph))
+
+        return record_group_end
+
+    def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Forwarded:
+        return self.prefill(inputs, self._event_recorder(events, in_graph=True))
+
+    def has_group_events(self, plan: int) -> bool:
+        """Whether there is an event for each layer group of the blocks that this plan exports."""
+        return self._events.has_group_events(plan)
+
+    def pack(
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+    ) -> PendingMove:
+        """Gather blocks into a staging buffer, as `BlockMoves` says."""
+        event = self._events.find(after, groups[-1])
+        return self.mover.pack(block_ids, groups, staging, seed, event)
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work on the device after the moves so far."""
+        return self.mover.queue(work)
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+    ) -> PendingCheck:
+        """Scatter a staging buffer into blocks, as `BlockMoves` says."""
+        event = self._events.find(after, groups[-1])
+        return self.mover.unpack(staging, block_ids, groups, seed, event)
+
+    def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
+        """Capture decode steps, and prefill steps of up to `max_tokens`; reports to `progress`."""
+        state, sampling = self.state, self.sampling
+        with torch.inference_mode():
+            every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
+            rows = self.decode(every)
+            for shaped in (False, True):  # so that one-time allocations are made before the capture
+                sampling.sample(rows, shaped=shaped)
+            self._logits = rows.logits.new_empty((sampling.num_rows, rows.logits.shape[1]))
+        pool = GraphPool(state.device)
+        sizes = batch_buckets(state.num_slots)
+        self.decode_graphs = DecodeGraphs.capture(
+            self.decode, sampling.sample, sizes, state.padding_slot, state.device, pool, progress
+        )
+        shapes = prefill_shapes(max_tokens, state.num_slots)
+        self.prefill_graphs = PrefillGraphs.capture(
+            self._captured_prefill,
+            sampling.sample,
+            sampling.first_prefill_row,
+            shapes,
+            self.block_size,
+            state.padding_slot,
+            state.num_groups,
+            state.device,
+            pool,
+            progress,
+        )
+
+
+def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
+    return [chunk.slot for chunk in chunks if chunk.samples]
+
+
+def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
+    """Put decode rows in front of prefill chunks."""
+    input_ids = torch.cat([decodes.input_ids, prefills.input_ids])
+    positions = torch.cat([decodes.positions, prefills.positions])
+    return ForwardBatch.of_groups(
+        ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=torch.cat([rows.slot_mapping, chunks.slot_mapping]),
+            num_decodes=rows.num_decodes,
+            decode_block_tables=rows.decode_block_tables,
+            decode_seq_lens=rows.decode_seq_lens,
+            prefill_block_tables=chunks.prefill_block_tables,
+            prefill_cu_query_lens=chunks.prefill_cu_query_lens,
+            prefill_seq_lens=chunks.prefill_seq_lens,
+            max_query_len=chunks.max_query_len,
+        )
+        for rows, chunks in zip(decodes.groups, prefills.groups, strict=True)
+    )

@@ -1,0 +1,100 @@
+"""Results of launched steps, on their way from the device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.shared.engine.execution.pooling import DeviceEmbedding
+from pagewire.shared.engine.execution.sampling_stage import Sampled
+from pagewire.shared.engine.execution.scoring import DeviceScores
+from pagewire.shared.engine.scheduling.step import StepResult, StepScores
+from pagewire.shared.errors import IntegrityError
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Launch a copy to the host; the tensor itself if it is there."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRows:
+    """Rows whose forward has been launched, and whose sampling has not.
+
+    Attributes:
+        slots: device slots of the rows.
+        first_row: static row of the first; see sampling_stage.py.
+        sample: launches their sampling, shaped or not.
+    """
+
+    slots: list[int]
+    first_row: int
+    sample: Callable[[bool], Sampled]
+
+
+class PendingTokens:
+    """Tokens of a launched step, and their log probabilities where somebody asked for them."""
+
+    __slots__ = ("_event", "_host", "_number", "_scores")
+
+    def __init__(
+        self,
+        number: int,
+        tokens: torch.Tensor,
+        scores: Sequence[DeviceScores | DeviceEmbedding] = (),
+    ) -> None:
+        self._number = number
+        self._event: torch.cuda.Event | None = None
+        self._host = _to_host(tokens)
+        self._scores = [each.map(_to_host) for each in scores] if scores else None
+        if tokens.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        if self._scores is None:
+            return StepResult(self._number, self._host.tolist())
+        found = StepScores()
+        for scores in self._scores:
+            scores.add_to(found)
+        return StepResult(self._number, self._host.tolist(), found)
+
+
+@dataclass(slots=True)
+class PendingSupply:
+    """A step whose forward has been launched, and whose sampling waits for its supply.
+
+    Attributes:
+        parts: rows that are sampled together, in the order of the step's tokens.
+        tokens: once they are sampled.
+    """
+
+    number: int
+    parts: list[LaunchedRows]
+    tokens: PendingTokens | None = None
+
+    def is_done(self) -> bool:
+        """Whether the tokens are here, without waiting."""
+        return self.tokens is not None and self.tokens.is_done()
+
+    def wait(self) -> StepResult:
+        """Wait for the step and return its tokens.
+
+        Raises:
+            IntegrityError: nothing was supplied, so that they would never come.
+        """
+        if self.tokens is None:
+            raise IntegrityError(f"step {self.number} waits for a supply")
+        return self.tokens.wait()

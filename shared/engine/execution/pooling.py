@@ -1,0 +1,80 @@
+"""The embeddings of prompts: final hidden states, pooled as the prompt's chunks are computed.
+
+A batch in which nobody asks launches nothing for them. A step with a pooled chunk takes no CUDA
+graph: those leave logits only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepScores
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEmbedding:
+    """A pooled prompt.
+
+    Attributes:
+        vector: [hidden] float32.
+        chunk: index of the prompt's last chunk in its plan.
+    """
+
+    vector: torch.Tensor
+    chunk: int
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> DeviceEmbedding:
+        """Return the same with the tensor moved."""
+        return replace(self, vector=move(self.vector))
+
+    def add_to(self, found: StepScores) -> None:
+        """Enter it into the scores of its step; the tensor is on the host and complete."""
+        found.embeddings[self.chunk] = self.vector.numpy().tobytes()
+
+
+@dataclass(slots=True)
+class Pooling:
+    """Pools the hidden states of chunks, and keeps what a later chunk of a prompt goes on with."""
+
+    _kept: dict[int, torch.Tensor] = field(default_factory=dict)  # device slot -> [hidden] float32
+    _done: list[DeviceEmbedding] = field(default_factory=list)  # of the present step
+
+    def apply(self, plan: StepPlan) -> None:
+        """Begin a step."""
+        self._done = []
+        for slot in plan.freed if self._kept else ():
+            self._kept.pop(slot, None)
+
+    def take(self) -> list[DeviceEmbedding]:
+        """Return what has been launched for the present step."""
+        done, self._done = self._done, []
+        return done
+
+    def pool(self, index: int, chunk: PrefillChunk, hidden: torch.Tensor) -> None:
+        """Take a chunk that is pooled.
+
+        Args:
+            index: of the chunk in its plan.
+            chunk: the prompt's next; its first begins at position 0, its last samples.
+            hidden: [T, hidden] of the chunk's tokens, after the model's last normalisation.
+        """
+        if chunk.start == 0:
+            self._kept.pop(chunk.slot, None)
+        before = self._kept.pop(chunk.slot, None)
+        match chunk.pooling:
+            case "mean":
+                pooled = hidden.sum(0, dtype=torch.float32)
+                pooled = pooled if before is None else pooled + before
+            case "cls":
+                pooled = hidden[0].float() if before is None else before
+            case _:
+                pooled = hidden[-1].float()
+        if not chunk.samples:
+            self._kept[chunk.slot] = pooled
+            return
+        if chunk.pooling == "mean":
+            pooled = pooled / chunk.end
+        self._done.append(DeviceEmbedding(pooled, index))

@@ -1,0 +1,170 @@
+"""The second half of a step: from the logits that its forward has left on the device to tokens.
+
+Both halves are launched one after the other, or the second waits for a supply (`StepPlan`). There
+are two variants of it: plain, for temperature, min_p, top_k and top_p, and shaped, for batches with
+a mask or with a device slot that asks for more. A batch is shaped as a whole; a row that asks for
+nothing gets the same token in both.
+
+What both halves share with CUDA graphs lies in static rows: the first `num_slots` of them belong to
+decode rows, or to a step that is not replayed; those after them to replayed prefill chunks. So the
+logits of a step's two graphs do not meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.engine.execution.device_state import DeviceState
+from pagewire.shared.engine.execution.shaping_state import ShapingState
+from pagewire.shared.engine.scheduling.step import StepPlan
+
+_UNMASKED, _HELD = -1, -2  # in place of a mask
+MOST_REPLAYED_CHUNKS = 8  # static rows for replayed prefill chunks
+
+
+class Forwarded(NamedTuple):
+    """What a forward leaves for sampling; a graph's own are overwritten by its next replay.
+
+    Attributes:
+        logits: [N, vocab] of the rows that sample.
+        slots: [N] int64, their device slots.
+        positions: [N] int64, which the new tokens will have.
+    """
+
+    logits: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+class Sampled(NamedTuple):
+    """What a step sampled; a graph's own are overwritten by its next replay.
+
+    Attributes:
+        tokens: [B] int64.
+        logits: [B, vocab] as they were before any mask; overwritten by any graph's next replay.
+    """
+
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+    def first(self, count: int) -> Sampled:
+        """Return the first rows."""
+        return Sampled(self.tokens[:count], self.logits[:count])
+
+
+@dataclass(slots=True)
+class SamplingStage:
+    """Samples rows of logits, plain or shaped, and leaves the tokens in the device slots.
+
+    Attributes:
+        vocab_size: logits of a row.
+        shaping: what the device slots ask for.
+    """
+
+    ops: Ops
+    state: DeviceState
+    vocab_size: int
+    shaping: ShapingState = field(init=False)
+    _shaped: torch.Tensor = field(init=False)  # [static rows, vocab] float32
+    _masks: torch.Tensor = field(init=False)  # [static rows, ceil(vocab / 32)] int32
+    _mask_of_row: torch.Tensor = field(init=False)  # [static rows] int64: a _masks row, or above
+    _has_masks: bool = False
+
+    def __post_init__(self) -> None:
+        rows, device = self.num_rows, self.state.device
+        self.shaping = ShapingState(self.ops, self.state, self.vocab_size)
+        self._shaped = torch.empty((rows, self.vocab_size), dtype=torch.float32, device=device)
+        words = -(-self.vocab_size // 32)
+        self._masks = torch.zeros((rows, words), dtype=torch.int32, device=device)
+        self._mask_of_row = torch.full((rows,), _UNMASKED, dtype=torch.int64, device=device)
+
+    @property
+    def num_rows(self) -> int:
+        """Static rows."""
+        return self.state.num_slots + MOST_REPLAYED_CHUNKS
+
+    @property
+    def first_prefill_row(self) -> int:
+        """The first static row of replayed prefill chunks."""
+        return self.state.num_slots
+
+    def apply(self, plan: StepPlan) -> None:
+        """Begin a step, which has no masks yet; take in what device slots' new owners ask for."""
+        self.shaping.apply(plan)
+        if self._has_masks:
+            self._mask_of_row.fill_(_UNMASKED)
+            self._has_masks = False
+
+    def is_shaped(self, slots: list[int]) -> bool:
+        """Whether a batch of these device slots takes the shaped variant."""
+        return self._has_masks or self.shaping.is_shaped(slots)
+
+    def drawn_from(self, sampled: Sampled, first_row: int, shaped: bool) -> torch.Tensor:
+        """Return the logits `[B, vocab]` from which rows have just been drawn.
+
+        They are overwritten when these static rows are sampled again.
+        """
+        if not shaped:
+            return sampled.logits
+        return self._shaped[first_row : first_row + len(sampled.tokens)]
+
+    def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
+        """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
+
+        Rows without a mask may have any token; `held` ones sample nothing. Nothing waits: masks and
+        rows are copied from pinned memory, once for all rows.
+        """
+        if not masks and not held:
+            return
+        words = self._masks.shape[1]
+        packed = np.zeros((len(masks), words * 4), np.uint8)
+        for row, mask in enumerate(masks.values()):
+            packed[row, : len(mask)] = np.frombuffer(mask, np.uint8)[: words * 4]
+        rows = np.full(self.num_rows, _UNMASKED, np.int64)
+        rows[list(masks)] = np.arange(len(masks))
+        rows[list(held)] = _HELD
+        self._masks[: len(masks)].copy_(self._pinned(packed.view(np.int32)), non_blocking=True)
+        self._mask_of_row.copy_(self._pinned(rows), non_blocking=True)
+        self._has_masks = True
+
+    def _pinned(self, array: np.ndarray) -> torch.Tensor:
+        host = torch.from_numpy(array)
+        return host.pin_memory() if self.state.device.type == "cuda" else host
+
+    def sample(self, rows: Forwarded, *, shaped: bool, first_row: int = 0) -> Sampled:
+        """Draw a token a row, and leave it in its device slot.
+
+        Everything is read from and written to the device, so that this can be captured.
+
+        Args:
+            rows: of a forward.
+            shaped: the variant.
+            first_row: static row of the first.
+        """
+        logits, slots, positions = rows
+        if not len(slots):
+            # On the device even without rows: a step's end is seen by its tokens.
+            return Sampled(slots, logits)
+        state = self.state
+        tables, last = self.shaping.tables, first_row + len(slots)
+        if shaped:
+            mask_of_row = self._mask_of_row[first_row:last]
+            # What a held row samples goes to the padding device slot, which stays at position 0.
+            slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
+            positions = torch.where(mask_of_row == _HELD, 0, positions)
+            out = self._shaped[first_row:last]
+            logits = self.ops.shape_logits(
+                logits, slots, positions, tables, self._masks, mask_of_row, out
+            )
+        tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
+        if shaped:
+            self.ops.note_tokens(tables, tokens, slots, positions)
+        state.last_token.index_copy_(0, slots, tokens)
+        state.position.index_copy_(0, slots, positions)
+        return Sampled(tokens, rows.logits)

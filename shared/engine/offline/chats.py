@@ -1,0 +1,138 @@
+"""The conversations that the offline `LLM` takes, with tools and all else that templates show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+import msgspec
+
+from pagewire.shared.engine.offline.prompts import TokenizedPrompt
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import checked_size
+from pagewire.shared.text.chat_messages import read_conversation
+from pagewire.shared.text.chat_template import ChatOptions, TemplateVariables
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
+from pagewire.shared.tools.asking import answer_reading, tool_grammars
+from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
+from pagewire.shared.tools.form_grammar import form_or_calls, reasoning_before
+from pagewire.shared.tools.grammar import CallsWanted
+from pagewire.shared.tools.reasoning import Begins
+from pagewire.shared.tools.syntax import ChatSyntax
+
+
+class ChatArguments(TypedDict, total=False):
+    """What `LLM.chat` takes besides messages and sampling parameters; as OpenAI and vLLM name it.
+
+    Attributes:
+        tools: as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        tool_choice: "auto", "none", "required" or `{"type": "function", "function": {"name"}}`.
+        parallel_tool_calls: False: one call at most.
+        chat_template_kwargs: further variables of the template.
+        add_generation_prompt: the prompt ends where an answer begins; by default it does.
+        continue_final_message: the answer goes on with the last message.
+        add_special_tokens: begin and end the prompt as the model wants a text, besides the special
+            tokens of the template; by default the template alone places them.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+
+
+class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same, with types and bounds."""
+
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt(TokenizedPrompt):
+    """A conversation as a prompt, and how its answers are read.
+
+    Attributes:
+        wanted: the calls that the answers may have; None for none.
+        grammars: that the answers follow: the first that can be followed; None: any answer.
+        before_form: see `reasoning_before`.
+    """
+
+    syntax: ChatSyntax = field(default_factory=ChatSyntax)
+    reading: AnswerReading = field(default_factory=AnswerReading)
+    wanted: CallsWanted | None = None
+    grammars: tuple[str | None, ...] = ()
+    before_form: Begins | None = None
+
+    def grammars_with(self, form: str | None) -> Sequence[str | None]:
+        """Return the grammars of answers that have a form unless they are calls.
+
+        Args:
+            form: its grammar; None: no form is asked for.
+        """
+        if form is None or (self.wanted is not None and self.wanted.must_call):
+            return self.grammars
+        found = form_or_calls(form, self.syntax, self.wanted, self.before_form)
+        return [checked_size(text, "structured_outputs") for text in found]
+
+    def message(self, text: str) -> AnswerMessage:
+        """Return the parts of an answer."""
+        return read_answer(self.syntax, self.reading, text)
+
+
+def read_chats(
+    conversations: Sequence[object],
+    tokenizer: Tokenizer,
+    syntax: ChatSyntax,
+    arguments: ChatArguments,
+) -> list[ChatPrompt]:
+    """Check, render and tokenize conversations.
+
+    Raises:
+        InvalidRequestError: a message or an argument is wrong; names it.
+    """
+    try:
+        asked = msgspec.convert(dict(arguments), _Checked)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequestError(f"arguments of chat: {exc}") from exc
+    check_tools(asked.tools, asked.tool_choice)
+    tools = [dict(tool) for tool in arguments.get("tools") or ()] or None
+    check_tools_size(_json_bytes(tools))
+    options = ChatOptions.of(
+        tools,
+        asked.chat_template_kwargs or {},
+        asked.add_generation_prompt,
+        asked.continue_final_message,
+    )
+    wanted = syntax.wanted(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    found = []
+    for conversation in conversations:
+        messages = read_conversation(conversation)
+        text = tokenizer.render_chat(messages, options)
+        ids = tokenizer.encode_chat(messages, options, bool(asked.add_special_tokens))
+        continued = messages[-1]["content"] if options.continue_final_message else None
+        reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
+        grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
+        begins = reasoning_before(syntax, tokenizer, ids, reading, continued)
+        found.append(ChatPrompt(text, ids, syntax, reading, wanted, grammars, begins))
+    return found
+
+
+def _json_bytes(tools: list[dict[str, Any]] | None) -> int:
+    """Return the size of tools as JSON; what JSON lacks counts as Python shows it."""
+    try:
+        text = json.dumps(tools, ensure_ascii=False, separators=(",", ":"), default=repr)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise InvalidRequestError(f"tools must be what JSON can express: {exc}", "tools") from exc
+    return len(text.encode(errors="surrogatepass"))

@@ -1,0 +1,122 @@
+"""One answer of the offline `LLM` while it is computed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagewire.shared.engine.offline.chats import ChatPrompt
+from pagewire.shared.engine.offline.llm_progress import GenerationProgress
+from pagewire.shared.engine.offline.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    logprobs_of,
+)
+from pagewire.shared.engine.offline.prompts import TokenizedPrompt
+from pagewire.shared.engine.step_output import StepOutput
+from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
+from pagewire.shared.text.tokenizer import Tokenizer
+
+
+class LLMAnswer:
+    """One answer while it is computed.
+
+    Attributes:
+        prompt_index: of its prompt among those of the call.
+        output: of its prompt; the answer is added to it.
+    """
+
+    def __init__(
+        self,
+        prompt_index: int,
+        choice: int,
+        output: RequestOutput,
+        spec: RequestSpec,
+        asked: SamplingParams,
+        tokenizer: Tokenizer | None,
+        prompt: TokenizedPrompt,
+    ) -> None:
+        self._chat = prompt if isinstance(prompt, ChatPrompt) else None
+        self.prompt_index, self.output, self.spec = prompt_index, output, spec
+        self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
+        output.outputs.append(self._result)
+        self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
+        if self._chat is not None:
+            shown = self._chat.reading.shown
+            self._rules = msgspec.structs.replace(self._rules, shown=shown)
+        self._assembler: TextAssembler | None = None
+        if asked.stop_strings:
+            if tokenizer is None:
+                raise InvalidRequestError(
+                    "stop needs a tokenizer.json, which the model lacks: use stop_token_ids",
+                    "stop",
+                )
+            prompt_ids = output.prompt_token_ids
+            self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
+
+    def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
+        """Add what a step gave; returns whether the answer has ended.
+
+        Raises:
+            RequestFailedError: the engine failed.
+        """
+        if step.finish_reason == "error" or step.finish_reason == "abort":
+            raise RequestFailedError(step.error or "the engine failed")
+        if step.prompt_logprobs is not None:
+            self._prompt_logprobs += self._readable(step.prompt_logprobs.tokens)
+        prompt_tokens = 0
+        if step.cached_tokens is not None:
+            prompt_tokens = len(self.output.prompt_token_ids)
+            if self._result.index == 0:
+                self.output.cached_tokens = step.cached_tokens
+        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens, step.logprobs)
+
+    def add(
+        self,
+        token_ids: list[int],
+        finish_reason: TextFinishReason | None,
+        progress: GenerationProgress,
+        prompt_tokens: int = 0,
+        logprobs: Logprobs | None = None,
+    ) -> bool:
+        """Add tokens; returns whether the answer has ended."""
+        result = self._result
+        if self._assembler is None:
+            result.token_ids.extend(token_ids)
+            result.finish_reason = finish_reason
+        else:
+            delta = self._assembler.push(token_ids, finish_reason, logprobs)
+            result.token_ids.extend(delta.token_ids)
+            result.text += delta.text
+            result.finish_reason = delta.finish_reason
+            logprobs = delta.logprobs
+        if logprobs is not None and result.logprobs is not None:
+            result.logprobs += self._readable(logprobs)
+        ended = result.finish_reason is not None
+        if ended:
+            self._finish()
+        progress.add(ended, prompt_tokens, len(token_ids))
+        return ended
+
+    def _readable(self, logprobs: Logprobs) -> list[dict[int, Logprob]]:
+        tokenizer = self._tokenizer
+        return logprobs_of(logprobs, None if tokenizer is None else tokenizer.token_bytes.text)
+
+    def _finish(self) -> None:
+        result = self._result
+        if self.spec.prompt_logprobs is not None and result.index == 0:
+            self.output.prompt_logprobs = self._prompt_logprobs
+        if self._assembler is not None:
+            result.stop_reason = self._assembler.matched
+        elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
+            text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
+            result.text = text.push(result.token_ids, "length").text
+        if self._chat is not None:
+            result.message = self._chat.message(result.text)
+        last = result.token_ids[-1:]
+        if result.stop_reason is None and result.finish_reason == "stop" and last:
+            result.stop_reason = last[0] if last[0] in self.spec.stop_token_ids else None

@@ -1,0 +1,311 @@
+"""The queue, the running batch and their KV blocks: how sequences enter, end and free blocks.
+
+    waiting ---admitted---> running | reserved ---> ended, or awaiting_send: a prefill job's blocks
+     ^   ^                     |         |
+     |   +------preempted------+         +--- prompt is computed
+     |                                                 |
+     +---no room--- children of that sequence: ---fork-+---> running
+
+What changes on the device with it is noted in the draft of the next plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+
+from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
+from pagewire.shared.engine.scheduling.schedule import PlanDraft, SchedulerLimits
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool
+
+_BLOCKS_ARE_GOOD = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+
+
+@dataclass(slots=True)
+class SequenceTable:
+    """The queue, the running batch and the block pool that they share.
+
+    Attributes:
+        waiting: the queue; first those that were preempted.
+        running: in the order of their admission.
+        reserved: by name; their blocks wait for another worker's KV.
+        block_size: tokens of a block.
+        awaiting_send: by name; finished prefill jobs whose blocks are still being sent.
+        unforked: children whose parents' prompts are not computed yet.
+
+    Raises:
+        ConfigError: the longest sequence needs more blocks than there are.
+    """
+
+    limits: SchedulerLimits
+    pool: BlockPool
+    hasher: BlockHasher
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+    reserved: dict[str, Sequence] = field(default_factory=dict)
+    awaiting_send: dict[str, Sequence] = field(default_factory=dict)
+    unforked: set[Sequence] = field(default_factory=set)
+    block_size: int = field(init=False)
+    _free_device_slots: list[int] = field(init=False)
+    _decoding: DecodeBatch = field(init=False)
+    _draft: PlanDraft = field(init=False)
+    _max_blocks: int = field(init=False)  # of a sequence, in one group
+    _pinned: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.block_size = self.hasher.block_size
+        self._decoding = DecodeBatch(self.block_size)
+        limits, groups = self.limits, self.pool.groups
+        self._max_blocks = groups.blocks_for(limits.max_model_len)
+        self._draft = self._new_draft()
+        fits = groups.longest_sequence(self.pool.num_blocks, limits.max_num_batched_tokens)
+        if limits.max_model_len > fits:
+            # Such a sequence would wait for ever for more blocks than there are.
+            raise ConfigError(
+                f"sequences of {limits.max_model_len} tokens do not fit into "
+                f"{self.pool.num_blocks} KV blocks of {self.block_size}: lower --max-model-len or "
+                "raise --num-blocks"
+            )
+        # In a larger batch some sequences would hold blocks and not run.
+        num_slots = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+        self._free_device_slots = list(range(num_slots - 1, -1, -1))
+
+    def _new_draft(self) -> PlanDraft:
+        return PlanDraft(self.pool.groups, self._max_blocks)
+
+    # Requests come and go
+
+    def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
+        """Queue a sequence.
+
+        Args:
+            sequence: with nothing computed.
+            children: others with the same tokens, which fork from it once these are computed. If
+                it ends before that, the first of them takes its place.
+
+        Raises:
+            InvalidRequestError: it could never run here.
+            OverloadedError: the queue is full.
+        """
+        if not 1 <= len(sequence.token_ids) < self.limits.max_model_len:
+            raise InvalidRequestError(
+                f"a prompt of {len(sequence.token_ids)} tokens does not fit: "
+                f"between 1 and {self.limits.max_model_len - 1} are possible here",
+                "prompt",
+            )
+        if self.num_waiting + len(children) >= self.limits.max_waiting:
+            raise OverloadedError(f"{self.num_waiting} requests are waiting already")
+        for each in (sequence, *children):
+            if not each.prefill_only:  # such a one has nothing to run after its first token
+                longest = each.num_prompt_tokens + each.spec.max_tokens
+                each.run_until = min(longest, self.limits.max_model_len) - 1
+        self.waiting.append(sequence)
+        sequence.children = children
+        self.unforked.update(children)
+
+    def finish(self, sequence: Sequence, status: RequestStatus) -> None:
+        """End a sequence and free what it has, unless its blocks are still to be sent."""
+        was = sequence.status
+        sequence.transition(status)
+        if was is RequestStatus.RUNNING:
+            self.running.remove(sequence)
+        elif was is RequestStatus.RESERVED:
+            del self.reserved[sequence.request_id]
+            self._draft.withdraw(sequence)
+        elif sequence in self.unforked:
+            self.unforked.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._pass_on_children(sequence)
+        self._give_up_device_slot(sequence)
+        if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
+            self.awaiting_send[sequence.request_id] = sequence
+        else:
+            self._give_up_blocks(sequence)
+
+    def forget(self, request_id: str) -> None:
+        """Free the blocks of a finished prefill job; unknown ids are fine."""
+        sequence = self.awaiting_send.pop(request_id, None)
+        if sequence is not None:
+            self._give_up_blocks(sequence)
+
+    def activate(self, sequence: Sequence, first_token: int) -> None:
+        """Let a reserved sequence run: its prompt's KV has arrived, its first token is known."""
+        sequence.transition(RequestStatus.RUNNING)
+        del self.reserved[sequence.request_id]
+        sequence.remote_prefill = False  # if it is preempted, it is computed again here
+        sequence.num_computed_tokens = len(sequence.token_ids)
+        self.register_blocks(sequence, 0, sequence.num_computed_tokens)
+        sequence.token_ids.append(first_token)
+        self.running.append(sequence)
+
+    def recompute_locally(self, sequence: Sequence) -> None:
+        """Compute a reserved sequence's prompt here after all: first in the queue."""
+        sequence.transition(RequestStatus.WAITING)
+        del self.reserved[sequence.request_id]
+        sequence.remote_prefill = False
+        self._draft.withdraw(sequence)
+        self._give_up_device_slot(sequence)
+        self._give_up_blocks(sequence)
+        self.waiting.appendleft(sequence)
+
+    def fork_children(self, parent: Sequence) -> None:
+        """Let the children of a sequence run, whose prompt has been computed.
+
+        They share its full blocks; the last one, if it is partial, is copied by the next plan.
+        Those that find no room wait at the front of the queue.
+        """
+        queued = []
+        for child in parent.children:
+            if child not in self.unforked:
+                continue  # it has ended
+            child.scored_until = max(child.scored_until, parent.scored_until)
+            # One that awaits scores needs the logits of all its prompt.
+            can_fork = not child.awaits_scores and self._covers(parent, child)
+            if can_fork and self._free_device_slots and self._has_blocks_to_fork():
+                self._run_fork(parent, child)
+            else:
+                queued.append(child)
+            self.unforked.remove(child)
+        parent.children = ()
+        self.waiting.extendleft(reversed(queued))
+
+    def _has_blocks_to_fork(self) -> bool:
+        """Whether a block of each group can be had, for what is copied."""
+        return self.pool.num_available >= len(self.pool.groups)
+
+    def _covers(self, parent: Sequence, child: Sequence) -> bool:
+        """Whether a parent, which may be longer, still has all blocks that a child reads."""
+        firsts = self.pool.groups.first_blocks(len(child.token_ids))
+        return all(t.first <= first for t, first in zip(parent.tables, firsts, strict=True))
+
+    def _pass_on_children(self, parent: Sequence) -> None:
+        """Queue the first child of a sequence that ends before it could fork, with the others."""
+        children = [child for child in parent.children if child in self.unforked]
+        parent.children = ()
+        if children:
+            heir, *others = children
+            heir.children = tuple(others)
+            self.unforked.remove(heir)
+            self.waiting.appendleft(heir)
+
+    def _run_fork(self, parent: Sequence, child: Sequence) -> None:
+        known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
+        num_shared = known // self.block_size
+        num_blocks = self._blocks_for(known)
+        child.tables, copies = self.pool.fork(parent.tables, num_blocks, num_shared)
+        self._draft.copies.update((target, source) for source, target in copies)
+        child.block_hashes = parent.block_hashes[:num_shared]
+        child.num_computed_tokens = child.num_cached_tokens = known
+        child.remote_prefill = False  # if it is preempted, it is computed again here
+        child.device_slot = self._free_device_slots.pop()
+        self._draft.add_device_slot(child)
+        child.transition(RequestStatus.RUNNING)
+        self.running.append(child)
+
+    def pin(self, blocks: list[int]) -> None:
+        """Keep blocks from being given to others while something still writes to them."""
+        self.pool.acquire(blocks)
+        self._pinned.append(blocks)
+
+    def unpin(self, blocks: list[int]) -> None:
+        """Nothing writes to these blocks any more, which were pinned together."""
+        self._pinned.remove(blocks)
+        self.pool.release(blocks)
+
+    # What a sequence holds
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _give_up_device_slot(self, sequence: Sequence) -> None:
+        sequence.num_late_tokens = sequence.num_in_flight_tokens
+        sequence.decodes_from_device = False
+        self._decoding.leave(sequence)
+        if sequence.device_slot is not None:
+            self._free_device_slots.append(sequence.device_slot)
+            self._draft.free_device_slot(sequence.device_slot)
+            sequence.device_slot = None
+
+    def _give_up_blocks(self, sequence: Sequence) -> None:
+        if sequence.num_exported_blocks:
+            self._draft.withdraw(sequence)
+        try:
+            self._keep_output(sequence)
+        finally:
+            for table in sequence.tables:
+                self._draft.drop_copies(table.held)
+                self.pool.release(table.held)
+            sequence.tables = []
+            sequence.num_computed_tokens = 0
+            sequence.num_exported_blocks = 0
+
+    def _keep_output(self, sequence: Sequence) -> None:
+        """Make the full blocks of a sequence's output findable before it gives them up.
+
+        Now, and not block by block as the answer grows: many are hashed more quickly at once.
+        """
+        if sequence.has_known_token and sequence.status is not RequestStatus.FINISHED_ERROR:
+            # The newest token has not run.
+            self.register_blocks(sequence, 0, len(sequence.token_ids) - 1)
+        sequence.has_known_token = False
+
+    def holders(self) -> Iterable[Sequence]:
+        """All sequences that may hold blocks."""
+        return [*self.running, *self.reserved.values(), *self.awaiting_send.values(), *self.waiting]
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without blocks: those in the queue, and children that have not forked."""
+        return len(self.waiting) + len(self.unforked)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens that wait to be prefilled, here and in the running batch's chunks."""
+        waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
+        chunked = [sequence for sequence in self.running if not sequence.decodes_from_device]
+        return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
+
+    def check_integrity(self) -> None:
+        """Check that the pool's accounting agrees with what the sequences hold.
+
+        Raises:
+            IntegrityError: they do not.
+        """
+        references = Counter(chain.from_iterable(self._pinned))
+        for sequence in self.holders():
+            references.update(chain.from_iterable(table.held for table in sequence.tables))
+        self.pool.check_integrity(references)
+
+    def note_computed(self, sequence: Sequence, start: int, end: int) -> None:
+        """Note that the KV of tokens `start .. end - 1` is written: the blocks can be found.
+
+        Those that no later token reads are given up: from now on they are cached, or free.
+        """
+        self.register_blocks(sequence, start, end)
+        if self.pool.groups.has_windows:
+            self._drop_unread(sequence, end)
+
+    def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks that tokens `start .. end - 1` filled findable: their KV is written."""
+        size = self.block_size
+        if start // size == end // size or not self.pool.enable_caching:
+            return
+        if sequence.pooling is not None:
+            return
+        sequence.extend_hashes(self.hasher)
+        full = min(end // size, len(sequence.block_hashes))
+        self.pool.register(sequence.tables, sequence.block_hashes, start // size, full)
+
+    def _drop_unread(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give up the blocks that are not read after `num_tokens` tokens."""
+        firsts = self.pool.groups.first_blocks(num_tokens)
+        for table, first in zip(sequence.tables, firsts, strict=True):
+            if first > table.first:
+                self.pool.release(table.drop_before(first))
