@@ -3,11 +3,11 @@
 
 Pairs are sorted by expert into tiles (`expert_tiles.py`). A program of either product takes one
 tile and some of the outputs, so that each expert's weights are read once a tile. The programs of a
-tile are neighbours, and share its rows in the L2 cache. The first product
-gates its outputs. The second writes a row for each pair, and the sum adds a token's rows in the
-order of its choices: there are no atomics, and a step that runs again gives the same bits.
+tile are neighbours, and share its rows in the L2 cache. The first product gates its outputs. The
+second writes a row for each pair, and the sum adds a token's rows in the order of its choices:
+there are no atomics, and a step that runs again gives the same bits.
 
-Few tokens, which hardly share an expert, go another way: `few_experts.py`.
+Few tokens, which hardly share an expert, are computed in another way: `few_experts.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ takes longer than it saves. So each program takes outputs of one pair (of token 
 multiplies their weights by its vector, and programs of one range of outputs are neighbours: what
 pairs of the same expert read comes from the L2 cache. The second product's programs take outputs
 of one token, all of its experts at once, and add these up: without atomics, and without a launch
-of its own. vLLM's fused_moe has the like as "naive block assignment", with a matrix instruction.
+of its own. vLLM's fused_moe calls this "naive block assignment" and uses a matrix instruction.
 
 What a program computes depends on its own token alone, not on how many there are.
 """

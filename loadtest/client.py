@@ -14,7 +14,8 @@ import requests
 from pagewire.loadtest.cluster import key_headers
 from pagewire.loadtest.records import RequestRecord
 from pagewire.loadtest.workloads import Ask
-from pagewire.services.cli.client.openai_client import ChunkReader, EndpointError, Reply, refusal
+from pagewire.services.cli.client.endpoint_errors import EndpointError, refusal
+from pagewire.services.cli.client.openai_client import ChunkReader, Reply
 
 PATH = "/v1/chat/completions"
 CONNECT_TIMEOUT_S = 5.0

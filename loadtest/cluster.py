@@ -18,8 +18,7 @@ from typing import Any
 
 from pagewire.loadtest.sampler import blocks_of, parse_metrics
 from pagewire.services.cli.client.client_options import endpoint
-from pagewire.services.cli.client.endpoint_url import usual_operator_url
-from pagewire.services.cli.client.openai_client import key_header
+from pagewire.services.cli.client.endpoint_url import key_header, usual_operator_url
 from pagewire.shared.metrics.pages import decode_targets, joined
 
 START_TIMEOUT_S = 90.0

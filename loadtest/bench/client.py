@@ -21,7 +21,8 @@ import msgspec
 from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError, metrics_near
 from pagewire.loadtest.sampler import parse_metrics
-from pagewire.services.cli.client.openai_client import COMPLETIONS, EndpointError, OpenAIClient
+from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 
 REQUEST_TIMEOUT_S = 120.0
 

@@ -32,7 +32,7 @@ class Startup:
         """Return what is missing, in words; empty once the start is over.
 
         Args:
-            services: as `/health` describes them.
+            services: as `/cluster` describes them.
         """
         if self._is_over:
             return []

@@ -14,5 +14,5 @@ and core; executors know only device slots and blocks. Stop strings are not foun
 `shared/text/answer_text.py`.
 
 May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
-`shared.grammar`, `shared.control.protocol`, small modules.
+`shared.tools`, `shared.grammar`, `shared.control.protocol`, small modules.
 """

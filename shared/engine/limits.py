@@ -2,7 +2,7 @@
 
 The candidates of some requests may all be banned at some position, which no check of the request
 alone can see: after `a`, the bad words `a a` and `a b` ban all of the allowed tokens `a` and `b`.
-The device then draws a token all the same. That it is not permitted shows that none was.
+The device then draws one of the banned tokens, which shows that nothing was left.
 """
 
 from __future__ import annotations

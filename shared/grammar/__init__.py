@@ -12,5 +12,5 @@ Entry points: `grammar_text` (structures.py), `check_grammar` (compiler.py), `Ma
 Read first: `structures.py`, `limits.py` (what is too large, and why all agree), `masks.py` (masks
 of a step, and what becomes of a late one).
 
-May import: small modules of `shared`. Never torch: the router imports it.
+May import: `shared.text.markers`, small modules of `shared`. Never torch: the router imports it.
 """

@@ -42,17 +42,15 @@ class Connections:
     """Those of one port.
 
     Attributes:
+        name: of the port, in the log and in the metrics' texts.
         limit: the most there may be.
         keep_alive_s: how long one may wait for its next request.
         closed_early: connections that the server ended, by reason: refused at the bound, dropped
             for a new one, slow, invalid.
-
-    Args:
-        name: of the port's service, for the log.
     """
 
     def __init__(self, name: str, limit: int, keep_alive_s: int) -> None:
-        self._name = name
+        self.name = name
         self.limit, self.keep_alive_s = limit, keep_alive_s
         self.closed_early = Counter(dict.fromkeys(REASONS, 0))
         self._phases: Phases[Peer] = Phases(
@@ -115,7 +113,7 @@ class Connections:
         logger.warning(
             "%s: all %d connections are in use; closed so far for new ones: %d that waited for "
             "their clients; refused: %d",
-            self._name,
+            self.name,
             self.limit,
             self.closed_early["dropped"],
             self.closed_early["refused"],
@@ -134,9 +132,10 @@ class ConnectionCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
+        port = self._connections.name
         for name, text, value in (
-            ("connections", "Open connections of the HTTP port", self._connections.num_open),
-            ("connections_limit", "Most connections of the HTTP port", self._connections.limit),
+            ("connections", f"Open connections of {port}", self._connections.num_open),
+            ("connections_limit", f"Most connections of {port}", self._connections.limit),
         ):
             yield GaugeMetricFamily(f"{self._prefix}_http_{name}", text, value=value)
         closed = CounterMetricFamily(

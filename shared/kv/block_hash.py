@@ -1,8 +1,9 @@
 """Content hashes of full KV blocks: chained, keyed, equal in every process of a cluster.
 
-hash = blake2b(parent hash | token ids, 4 bytes each | extra), 16 bytes. The key derives from the
-cluster secret and from all that shapes a block's content, so workers that disagree on any of it
-share no hash, and nobody outside the cluster can name one.
+hash = blake2b(parent hash | token ids, 4 bytes each | extra), 16 bytes. `extra` is what else the
+content depends on, e.g. a request's salt. The key derives from the cluster secret and from all that
+shapes a block's content, so workers that disagree on any of it share no hash, and nobody outside
+the cluster can name one.
 """
 
 from __future__ import annotations
@@ -37,28 +38,12 @@ class BlockHasher:
         # Copying a keyed state skips the compression of the key for every block.
         self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key)
 
-    def hash_block(
-        self, parent: BlockHash | None, token_ids: Sequence[int], extra: bytes = b""
-    ) -> BlockHash:
-        """Return the hash of one full block.
-
-        Args:
-            parent: hash of the block before it, None for a sequence's first.
-            token_ids: exactly `block_size` of them, each in [0, 2**32).
-            extra: what else the content depends on, e.g. adapter or tenant salt.
-
-        Raises:
-            ValueError: the block is not full.
-            OverflowError: a token id is out of range.
-        """
-        if len(token_ids) != self.block_size:
-            raise ValueError(f"a block has {self.block_size} tokens, not {len(token_ids)}")
-        state = self._keyed.copy()
-        state.update((_NO_PARENT if parent is None else parent) + _pack(token_ids) + extra)
-        return BlockHash(state.digest())
-
     def hash_prompt(self, token_ids: Sequence[int], extra: bytes = b"") -> list[BlockHash]:
         """Return the hashes of all full blocks; a partial last block has none.
+
+        Args:
+            token_ids: each in [0, 2**32).
+            extra: what else the content depends on.
 
         Raises:
             OverflowError: a token id is out of range.

@@ -16,6 +16,7 @@ from pagewire.shared.model.model_config import (
     CachedToken,
     Defaults,
     read_config,
+    read_head_dim,
     read_num_layers,
 )
 from pagewire.shared.model.rope_config import raw_rope
@@ -84,14 +85,9 @@ def read_latent(
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     bias = fields.flag("attention_bias", False)
-    is_null = "q_lora_rank" in fields.raw and fields.raw["q_lora_rank"] is None
-    q_rank = None if is_null else fields.positive_int("q_lora_rank", 1536, MAX_WIDTH)
-    if bias and q_rank is None:
-        raise fields.error("attention_bias is not supported where q_lora_rank is null")
+    q_rank = _query_rank(fields, bias)
     nope_dim = fields.positive_int("qk_nope_head_dim", 128, MAX_WIDTH)
-    rope_dim = fields.positive_int("qk_rope_head_dim", 64, MAX_WIDTH)
-    if rope_dim % 2:
-        raise fields.error(f"qk_rope_head_dim ({rope_dim}) is odd; rotary embedding needs pairs")
+    rope_dim = read_head_dim(fields, "qk_rope_head_dim", 64)
     heads = fields.positive_int("num_attention_heads", defaults.num_heads, MAX_COUNT)
     # All heads share one latent vector, whatever number of KV heads the file has.
     own = {"head_dim": rope_dim, "num_key_value_heads": heads}
@@ -114,6 +110,15 @@ def read_latent(
         score_scale=_score_scale(fields, nope_dim + rope_dim),
         interleaved=interleaved,
     )
+
+
+def _query_rank(fields: Fields, bias: bool) -> int | None:
+    """Return the size of the latent vectors of queries; None if queries have none."""
+    if "q_lora_rank" not in fields.raw or fields.raw["q_lora_rank"] is not None:
+        return fields.positive_int("q_lora_rank", 1536, MAX_WIDTH)
+    if bias:
+        raise fields.error("attention_bias is not supported where q_lora_rank is null")
+    return None
 
 
 def read_latent_experts(

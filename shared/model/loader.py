@@ -67,33 +67,51 @@ def load_model(
     stacked = False
     holders: dict[str, WeightsFile] = {}
     if load_format == "safetensors":
-        if path is None:
-            raise ModelLoadError("load_format safetensors needs a model directory")
-        prefixes = ARCHITECTURES[config.architecture].renamed_prefixes
-        checkpoint = [rename_tensors(file, prefixes) for file in find_weights(path)]
-        if without_head(checkpoint):
-            checkpoint = [rename_tensors(file, {"": "model."}) for file in checkpoint]
-            config = dataclasses.replace(config, tie_word_embeddings=True)
-            logger.warning("the weights have no output head: only embeddings mean something")
-        config = settle_tie(config, checkpoint, dtype)
+        checkpoint, config = _find_checkpoint(path, config, dtype)
         stacked = _has_stacked_experts(checkpoint)
         # A wrong or corrupt file should not cost the allocation of a large model: check its
         # header against a model that is all shapes and no memory.
         shapes = build_model(config, torch.device("meta"), dtype, ops, 1, stacked)
         holders = _match(shapes, checkpoint)
-    try:
-        model = build_model(config, device, dtype, ops, positions, stacked)
-    except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
-        raise ModelLoadError(
-            f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
-            f"{dtype}: {str(exc).splitlines()[0]}"
-        ) from exc
+    model = _allocate(config, device, dtype, ops, positions, stacked)
     if load_format == "dummy":
         _fill_randomly(model, device)
     else:
         _fill(_targets(model, checkpoint), holders, device, progress)
         model.finish_loading()
     return model
+
+
+def _find_checkpoint(
+    path: Path | None, config: ModelConfig, dtype: torch.dtype
+) -> tuple[list[WeightsFile], ModelConfig]:
+    """Return a model's files, and the configuration as they say whether it has an output head."""
+    if path is None:
+        raise ModelLoadError("load_format safetensors needs a model directory")
+    prefixes = ARCHITECTURES[config.architecture].renamed_prefixes
+    checkpoint = [rename_tensors(file, prefixes) for file in find_weights(path)]
+    if without_head(checkpoint):
+        checkpoint = [rename_tensors(file, {"": "model."}) for file in checkpoint]
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+        logger.warning("the weights have no output head: only embeddings mean something")
+    return checkpoint, settle_tie(config, checkpoint, dtype)
+
+
+def _allocate(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Ops,
+    positions: int,
+    stacked: bool,
+) -> DecoderModel:
+    try:
+        return build_model(config, device, dtype, ops, positions, stacked)
+    except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
+        raise ModelLoadError(
+            f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
+            f"{dtype}: {str(exc).splitlines()[0]}"
+        ) from exc
 
 
 def _note_long_factors(config: ModelConfig, positions: int) -> None:

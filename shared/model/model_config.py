@@ -134,26 +134,19 @@ def read_config(
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     _refuse_variants(fields, defaults)
-    hidden_size = fields.positive_int("hidden_size", defaults.hidden_size, MAX_WIDTH)
-    num_heads = fields.positive_int("num_attention_heads", defaults.num_heads, MAX_COUNT)
-    head_dim = fields.positive_int(
-        "head_dim", defaults.head_dim or hidden_size // num_heads, MAX_WIDTH
-    )
-    if head_dim % 2:
-        raise fields.error(f"head_dim ({head_dim}) is odd; rotary embedding needs pairs")
-    positions = fields.positive_int(
-        "max_position_embeddings", defaults.max_position_embeddings, MAX_TOKENS
-    )
+    number = fields.positive_int
+    hidden_size = number("hidden_size", defaults.hidden_size, MAX_WIDTH)
+    num_heads = number("num_attention_heads", defaults.num_heads, MAX_COUNT)
+    head_dim = read_head_dim(fields, "head_dim", defaults.head_dim or hidden_size // num_heads)
+    positions = number("max_position_embeddings", defaults.max_position_embeddings, MAX_TOKENS)
     rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
     begin, end = defaults.special_tokens
     num_layers = read_num_layers(fields, defaults.num_layers)
     return kind(
         architecture=architecture,
-        vocab_size=fields.positive_int("vocab_size", defaults.vocab_size, MAX_TOKENS),
+        vocab_size=number("vocab_size", defaults.vocab_size, MAX_TOKENS),
         hidden_size=hidden_size,
-        intermediate_size=fields.positive_int(
-            "intermediate_size", defaults.intermediate_size, MAX_WIDTH
-        ),
+        intermediate_size=number("intermediate_size", defaults.intermediate_size, MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(fields, defaults, num_heads),
@@ -168,6 +161,18 @@ def read_config(
         windows=(None,) * num_layers,
         **own,
     )
+
+
+def read_head_dim(fields: Fields, name: str, default: int) -> int:
+    """Return the size of a head, or of what is rotated of it.
+
+    Raises:
+        ModelLoadError: it is wrong or odd; one line.
+    """
+    size = fields.positive_int(name, default, MAX_WIDTH)
+    if size % 2:
+        raise fields.error(f"{name} ({size}) is odd; rotary embedding needs pairs")
+    return size
 
 
 def _refuse_variants(fields: Fields, defaults: Defaults) -> None:

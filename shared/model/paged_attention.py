@@ -44,18 +44,15 @@ def attend(
             out=out[:decodes],
             **options,
         )
-    if (
-        batch.prefill_block_tables is not None
-        and batch.prefill_cu_query_lens is not None
-        and batch.prefill_seq_lens is not None
-    ):
+    starts, lengths = batch.prefill_cu_query_lens, batch.prefill_seq_lens
+    if batch.prefill_block_tables is not None and starts is not None and lengths is not None:
         ops.paged_prefill(
             q[decodes:],
             k_cache,
             v_cache,
             batch.prefill_block_tables,
-            batch.prefill_cu_query_lens,
-            batch.prefill_seq_lens,
+            starts,
+            lengths,
             batch.max_query_len,
             scale,
             out=out[decodes:],

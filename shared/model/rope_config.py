@@ -131,14 +131,7 @@ def read_rope(
         supported = ", ".join(ROPE_TYPES)
         raise fields.error(f"rope type {rope_type!r} is not supported; supported are {supported}")
     theta = rope.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
-    share = fields.positive_float("partial_rotary_factor", 1.0)
-    share = rope.positive_float("partial_rotary_factor", share)
-    if share != 1.0 and not partial:
-        raise fields.error("partial_rotary_factor is not supported; all of a head is rotated")
-    if share > 1.0 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
-        raise fields.error(
-            f"partial_rotary_factor {share} of head_dim {head_dim} leaves no pairs to rotate"
-        )
+    share = _rotated_share(fields, rope, head_dim, partial)
     if rope_type in ("default", "linear", "dynamic"):
         factor = 1.0 if rope_type == "default" else rope.positive_float("factor")
         return RopeConfig(rope_type, theta, factor, share=share)
@@ -155,6 +148,19 @@ def read_rope(
     if rope_type == "yarn":
         return _yarn(rope, theta, original, share, max_positions)
     return _longrope(rope, theta, original, share, max_positions, head_dim)
+
+
+def _rotated_share(fields: Fields, rope: Fields, head_dim: int, partial: bool) -> float:
+    """Return how much of each head is rotated, 1 for all of it."""
+    share = fields.positive_float("partial_rotary_factor", 1.0)
+    share = rope.positive_float("partial_rotary_factor", share)
+    if share != 1.0 and not partial:
+        raise fields.error("partial_rotary_factor is not supported; all of a head is rotated")
+    if share > 1.0 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
+        raise fields.error(
+            f"partial_rotary_factor {share} of head_dim {head_dim} leaves no pairs to rotate"
+        )
+    return share
 
 
 def _llama3(rope: Fields, theta: float, original: int, share: float) -> RopeConfig:

@@ -1,9 +1,9 @@
 """Copies tensors from safetensors files to a device: in parts, by several threads.
 
 Files are read rather than mapped: a mapped file that is cut off meanwhile would end the process by
-a signal. A part goes straight into a tensor on the CPU of
-the same dtype, otherwise through a buffer: for a GPU in pinned memory, so that one part is read
-while the one before is on its way. Buffers are all the memory of the host that this needs.
+a signal. A part goes straight into a tensor if that is on the CPU and has the same dtype, otherwise
+through a buffer: for a GPU in pinned memory, so that one part is read while the one before is on
+its way. Buffers are all the memory of the host that this needs.
 """
 
 from __future__ import annotations

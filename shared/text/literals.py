@@ -1,8 +1,8 @@
 """Special tokens that messages spell out stay text: no message ends itself or speaks as another.
 
 Hugging Face's `apply_chat_template` makes tokens of them. Here each is replaced by a mark before
-the template runs, so that those of the template can be distinguished. The rendered text
-is then encoded as a whole, by a copy of the tokenizer that takes special tokens for text and has
+the template runs, so that they differ from the template's own special tokens. The rendered text is
+then encoded as a whole, by a copy of the tokenizer that takes special tokens for text and has
 stand-ins for those of the template: their ids are replaced afterwards. So text around a literal is
 tokenized as if no special token had that name.
 """

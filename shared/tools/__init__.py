@@ -8,5 +8,5 @@ Read first: `formats.py` (one row for each way to write calls; grammar and parse
 `xml_calls.py` and `scanner.py` read one call and one value, `harmony.py` reads answers in messages,
 `shown.py` fits conversations to templates.
 
-May import: small modules of `shared`. Pure, and never torch: routers import it.
+May import: `shared.text`, small modules of `shared`. Pure, and never torch: routers import it.
 """

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import openai
 
+from pagewire import LLM, SamplingParams
+from pagewire.tools.demo_model.prompts import standard_prompts
+
 MODEL = "pagewire-demo"
 MAX_TOKENS = 48
 TIMEOUT_S = 60.0
@@ -40,6 +43,15 @@ class Load:
     url: str
     prompts: list[list[int]]
     answers: list[list[int]]
+
+    @classmethod
+    def of_demo_model(cls, url: str) -> Load:
+        """Return prompts of all lengths, with the tokens of one process."""
+        llm = LLM("demo", device="cpu")
+        assert llm.tokenizer is not None
+        prompts = standard_prompts(llm.tokenizer)[:40]
+        greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        return cls(url, prompts, [o.token_ids for o in llm.generate(prompts, greedy)])
 
     async def ask(self, client: openai.AsyncOpenAI, index: int) -> list[int]:
         """Return the greedy tokens of a prompt; every third is asked for as a stream."""

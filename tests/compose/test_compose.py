@@ -18,7 +18,6 @@ import openai
 import pytest
 import yaml
 
-from pagewire import LLM, SamplingParams
 from pagewire.tests.compose.cluster import (
     ComposeCluster,
     compose_cluster,
@@ -26,10 +25,9 @@ from pagewire.tests.compose.cluster import (
     run,
     succeeds,
 )
-from pagewire.tests.compose.load import MAX_TOKENS, MODEL, TIMEOUT_S, Load, Outcome
+from pagewire.tests.compose.load import MODEL, TIMEOUT_S, Load, Outcome
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.documents import ROOT
-from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
@@ -48,12 +46,7 @@ def cluster() -> Iterator[ComposeCluster]:
 
 @pytest.fixture(scope="module")
 def load(cluster: ComposeCluster) -> Load:
-    """Prompts of all lengths, with the tokens of one process."""
-    llm = LLM("demo", device="cpu")
-    assert llm.tokenizer is not None
-    prompts = standard_prompts(llm.tokenizer)[:40]
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    return Load(cluster.url, prompts, [o.token_ids for o in llm.generate(prompts, greedy)])
+    return Load.of_demo_model(cluster.url)
 
 
 def _config(

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire import LLM, SamplingParams
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.compose.cluster import (
     FOREIGN_IMAGES,
@@ -20,10 +19,9 @@ from pagewire.tests.compose.cluster import (
     run,
     succeeds,
 )
-from pagewire.tests.compose.load import MAX_TOKENS, TIMEOUT_S, Load
+from pagewire.tests.compose.load import TIMEOUT_S, Load
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import free_port
-from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
@@ -52,11 +50,7 @@ def cluster() -> Iterator[ComposeCluster]:
 
 @pytest.fixture(scope="module")
 def load(cluster: ComposeCluster) -> Load:
-    llm = LLM("demo", device="cpu")
-    assert llm.tokenizer is not None
-    prompts = standard_prompts(llm.tokenizer)[:40]
-    greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    return Load(cluster.url, prompts, [o.token_ids for o in llm.generate(prompts, greedy)])
+    return Load.of_demo_model(cluster.url)
 
 
 def _build(tag: str, text: str) -> None:

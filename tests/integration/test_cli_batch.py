@@ -241,7 +241,7 @@ def test_it_waits_as_long_as_the_endpoint_asks(old: OpenAIServer, tmp_path: Path
     old.mode, old.retry_after = "busy", "2"
     start_s = time.monotonic()
     done = batch(source, old.url, "--retry-for", "3")
-    assert 2 <= time.monotonic() - start_s < 3.5
+    assert time.monotonic() - start_s >= 2
     assert (done.exit_code, len(old.bodies)) == (1, 2)
     assert "HTTP 429: come back later; given up by --retry-for 3" in done.stderr
     old.retry_after = "60"

@@ -9,7 +9,6 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.execution.executor import PendingStep
-from pagewire.shared.engine.execution.recording import Recorder, replay
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import (
@@ -22,6 +21,7 @@ from pagewire.shared.engine.scheduling.step import (
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
+from pagewire.tests.support.plan_recorder import Recorder, replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -46,6 +46,20 @@ LAYOUT = BlockLayout(
 )
 
 
+def _record(**fields: Any) -> WorkerRecord:
+    usual: dict[str, Any] = {
+        "endpoint": "",
+        "metrics_endpoint": "http://127.0.0.1:9",
+        "model": "fake",
+        "layout": LAYOUT,
+        "max_model_len": 1 << 20,
+        "kv_transports": ["zmq"],
+        "protocol": PROTOCOL_VERSION,
+        "load": WorkerLoad(free_blocks=64, total_blocks=64),
+    }
+    return WorkerRecord(**(usual | fields))
+
+
 def fake_embedding(token_ids: list[int]) -> bytes:
     """What it says is a prompt's embedding: three numbers."""
     return struct.pack("<3f", token_ids[0] / 3, len(token_ids), token_ids[-1] / 7)
@@ -115,20 +129,7 @@ class FakeDecodeWorker:
             lease_s=lease_s,
             heartbeat_s=HEARTBEAT_S,
         )
-        fields: dict[str, Any] = {
-            "worker_id": worker_id,
-            "role": role,
-            "epoch": epoch,
-            "endpoint": "",
-            "metrics_endpoint": "http://127.0.0.1:9",
-            "model": "fake",
-            "layout": LAYOUT,
-            "max_model_len": 1 << 20,
-            "kv_transports": ["zmq"],
-            "protocol": PROTOCOL_VERSION,
-            "load": WorkerLoad(free_blocks=64, total_blocks=64),
-        }
-        self.record = WorkerRecord(**(fields | record))
+        self.record = _record(worker_id=worker_id, role=role, epoch=epoch, **record)
 
     @property
     def active(self) -> int:

@@ -8,13 +8,13 @@ from rich.console import Console
 from pagewire.services.cli.client import cluster_status
 from pagewire.services.cli.client.cluster_status import ClusterStatus, build_status
 from pagewire.services.cli.client.status import render
-from pagewire.services.cli.health import Health
+from pagewire.services.cli.cluster_view import ClusterView
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.metrics.load import KV_BLOCKS, load_families
 
-HEALTH = {
-    "ok": True,
+VIEW = {
+    "status": "ok",
     "model": "demo",
     "services": [
         {"id": "prefill-0", "role": "prefill", "state": "draining"},
@@ -49,7 +49,7 @@ pagewire_requests_running{role="decode",worker="decode-0"} 2.0
 
 def snapshot(prompt: int = 1000, at: float = 1.0, metrics: str = METRICS) -> ClusterStatus:
     text = metrics % {"prompt": prompt} if "%(" in metrics else metrics
-    return build_status("http://h:1", msgspec.convert(HEALTH, Health), text, at)
+    return build_status("http://h:1", msgspec.convert(VIEW, ClusterView), text, at)
 
 
 def shown(found: ClusterStatus, before: ClusterStatus | None = None) -> str:
@@ -61,7 +61,7 @@ def shown(found: ClusterStatus, before: ClusterStatus | None = None) -> str:
 
 def test_what_is_shown_of_a_worker_is_what_workers_show() -> None:
     families = {family.name for family in load_families(WorkerLoad())}
-    assert families == {KV_BLOCKS, *cluster_status._WORKER_SAMPLES}
+    assert families == {KV_BLOCKS, *cluster_status.WORKER_SAMPLES}
 
 
 def test_tables_are_whole_on_a_narrow_terminal() -> None:
@@ -81,7 +81,7 @@ def test_pages_become_one_status() -> None:
     body = found.as_json()
     assert body["redis_up"] is True
     assert body["requests"] == {"running": 3.0, "waiting": None}
-    assert body["workers"][1]["links"] == HEALTH["services"][1]["links"]
+    assert body["workers"][1]["links"] == VIEW["services"][1]["links"]
 
 
 def test_view_fits_a_terminal_and_shows_all() -> None:
@@ -98,8 +98,8 @@ def test_view_fits_a_terminal_and_shows_all() -> None:
 
 def test_a_context_that_was_cut_is_announced() -> None:
     service = {"id": "decode-0", "role": "decode", "max_model_len": 32, "full_model_len": 4096}
-    health = msgspec.convert({"ok": True, "model": "demo", "services": [service]}, Health)
-    found = build_status("http://h:1", health, "", 1.0)
+    view = msgspec.convert({"status": "ok", "model": "demo", "services": [service]}, ClusterView)
+    found = build_status("http://h:1", view, "", 1.0)
     assert "context of decode-0: 32 tokens of 4,096" in " ".join(shown(found).split())
     assert found.as_json()["workers"][0]["max_model_len"] == 32
     assert "context" not in shown(snapshot())
@@ -123,5 +123,6 @@ def test_without_metrics_workers_are_still_shown() -> None:
 
 
 def test_a_cluster_that_cannot_serve_says_so() -> None:
-    health = msgspec.convert({"ok": False, "model": "demo", "services": []}, Health)
-    assert "no worker can take a request" in shown(build_status("http://h:1", health, "", 1.0))
+    status = {"status": "no decode worker", "model": "demo", "services": []}
+    view = msgspec.convert(status, ClusterView)
+    assert "no decode worker" in shown(build_status("http://h:1", view, "", 1.0))

@@ -1,4 +1,4 @@
-"""The supervisor's parts: output logs, restart delays, directories, the ready box, health."""
+"""Parts of `pagewire up`: output logs, restart delays, directories, the ready box, the view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.health import Health, Link, Service, fetch_health
+from pagewire.services.cli.cluster_view import ClusterView, Link, Service, fetch_cluster_view
 from pagewire.services.cli.up import processes, redis_process, run_dir, tether
 from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
@@ -29,7 +29,7 @@ from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.aio import eventually, run_async
 
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:9000")  # of endpoint and operator port
-HEALTHY = Health(
+READY_VIEW = ClusterView(
     status="ok",
     model="demo",
     services=[
@@ -223,7 +223,7 @@ def test_refusal_of_a_service_is_one_line(lines: list[str], reason: str) -> None
 def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=60)
-    show_ready_box(console, HEALTHY, ReadyFacts(*URLS, "redis-server", tmp_path))
+    show_ready_box(console, READY_VIEW, ReadyFacts(*URLS, "redis-server", tmp_path))
     lines = out.getvalue().splitlines()
     [curl] = [line for line in lines if line.startswith("curl ")]
     words = shlex.split(curl)
@@ -237,8 +237,8 @@ def test_ready_box_announces_a_context_that_was_cut_and_asks_what_fits_it(tmp_pa
     whole = Service("decode-0", "decode", 9, max_model_len=4096, full_model_len=4096)
     for services, is_cut in (([whole], False), ([whole, cut], True)):
         out = io.StringIO()
-        health = Health(status="ok", model="demo", services=services)
-        show_ready_box(Console(file=out, width=120), health, ReadyFacts(*URLS, "redis", tmp_path))
+        view = ClusterView(status="ok", model="demo", services=services)
+        show_ready_box(Console(file=out, width=120), view, ReadyFacts(*URLS, "redis", tmp_path))
         assert ("decode-1: 32 tokens of 4,096" in out.getvalue()) == is_cut
         assert ("--num-blocks" in out.getvalue()) == is_cut
         [curl] = [line for line in out.getvalue().splitlines() if line.startswith("curl ")]
@@ -250,8 +250,8 @@ def test_a_prefill_worker_does_not_bound_the_context() -> None:
         Service("prefill-0", "prefill", 1, max_model_len=16, full_model_len=4096),
         Service("decode-0", "decode", 2, max_model_len=1024, full_model_len=1024),
     ]
-    assert Health(services=services).max_model_len == 1024
-    assert Health().max_model_len is None
+    assert ClusterView(services=services).max_model_len == 1024
+    assert ClusterView().max_model_len is None
 
 
 def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
     logs = tmp_path / ("a-long-name" * 5)
     show_ready_box(
         Console(file=out, width=40),
-        HEALTHY,
+        READY_VIEW,
         ReadyFacts(*URLS, "redis-server", logs),
     )
     assert "…" not in out.getvalue()
@@ -270,25 +270,27 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
 def test_ready_box_names_each_link_and_its_speed(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
-    show_ready_box(console, HEALTHY, ReadyFacts(*URLS, "redis-server", tmp_path))
+    show_ready_box(console, READY_VIEW, ReadyFacts(*URLS, "redis-server", tmp_path))
     assert "prefill-0 -> decode-0: ucx, 371.26 GB/s" in out.getvalue()
 
 
 @pytest.mark.parametrize(
     ("body", "status", "expected"),
     [
-        (b'{"status": "ok", "model": "m", "other": 1}', 200, Health("m", "ok")),
-        (b'{"model": "m"}', 503, Health(model="m")),
+        (b'{"status": "ok", "model": "m", "other": 1}', 200, ClusterView("m", "ok")),
+        (b'{"model": "m"}', 503, ClusterView(model="m")),
         (b"<html>", 200, None),
         (b'{"services": 5}', 200, None),
     ],
     ids=["healthy", "no-workers", "not-json", "wrong-shape"],
 )
-def test_health_of_any_answer(body: bytes, status: int, expected: Health | None) -> None:
-    async def run() -> Health | None:
+def test_a_view_of_the_cluster_in_any_answer(
+    body: bytes, status: int, expected: ClusterView | None
+) -> None:
+    async def run() -> ClusterView | None:
         transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
         async with httpx.AsyncClient(transport=transport) as client:
-            return await fetch_health(client, "http://router")
+            return await fetch_cluster_view(client, "http://router")
 
     assert run_async(run()) == expected
 
@@ -296,16 +298,14 @@ def test_health_of_any_answer(body: bytes, status: int, expected: Health | None)
 def test_ready_box_names_links_that_are_missing(tmp_path: Path) -> None:
     out = io.StringIO()
     decode = Service("decode-0", "decode", missing_links=["prefill-1"])
-    health = Health(status="ok", model="m", services=[Service("prefill-1", "prefill"), decode])
-    show_ready_box(
-        Console(file=out, width=100), health, ReadyFacts(*URLS, "redis-server", tmp_path)
-    )
+    view = ClusterView(status="ok", model="m", services=[Service("prefill-1", "prefill"), decode])
+    show_ready_box(Console(file=out, width=100), view, ReadyFacts(*URLS, "redis-server", tmp_path))
     assert "prefill-1 -> decode-0: no link yet; decode-0 computes prompts itself" in out.getvalue()
 
 
 def test_only_workers_that_take_requests_are_ready() -> None:
     states = [Service("a", "decode", 1), Service("b", "decode", 2, "unreachable")]
-    assert Health(services=[*states, Service("c", "prefill", 3, "draining")]).ready_epochs == {
+    assert ClusterView(services=[*states, Service("c", "prefill", 3, "draining")]).ready_epochs == {
         "a": 1
     }
 

@@ -54,7 +54,6 @@ def test_children_and_what_they_start_are_counted_under_their_name(tmp_path: Pat
     assert shares[-1] == 0  # it has ended
     for sample in samples:
         assert 0 < sample.t < 60
-        assert sample.cores[MACHINE] >= 0
         assert sample.cores[OTHERS] <= sample.cores[MACHINE]
 
 

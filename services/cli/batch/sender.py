@@ -13,13 +13,8 @@ from types import TracebackType
 import httpx
 
 from pagewire.services.cli.batch.lines import BatchRequest, OutputLine, answered, failed
-from pagewire.services.cli.client.endpoint_url import http_client, root_url
-from pagewire.services.cli.client.openai_client import (
-    EndpointError,
-    key_header,
-    refusal,
-    unreachable,
-)
+from pagewire.services.cli.client.endpoint_errors import EndpointError, refusal, unreachable
+from pagewire.services.cli.client.endpoint_url import http_client, key_header, read_start, root_url
 
 MAX_ANSWER_BYTES = 128 << 20
 FIRST_PAUSE_S = 0.5
@@ -142,7 +137,7 @@ class BatchSender:
             async with self._http.stream(
                 "POST", self.url + request.url, content=request.body
             ) as response:
-                body = await _read(response)
+                body = await read_start(response, MAX_ANSWER_BYTES)
         except (httpx.ConnectError, httpx.ConnectTimeout) as exc:
             cause = unreachable(self.url, exc)
             if cause.kind == "certificate":
@@ -165,16 +160,6 @@ class BatchSender:
             said = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
             return failed(request, "answer_too_large", said)
         return answered(request, status, response.headers.get("x-request-id", ""), body)
-
-
-async def _read(response: httpx.Response) -> bytes:
-    """Return the body, or somewhat more than `MAX_ANSWER_BYTES` of it."""
-    body = bytearray()
-    async for part in response.aiter_bytes():
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            break
-    return bytes(body)
 
 
 def retry_after(value: str) -> float:

@@ -18,7 +18,8 @@ from pagewire.services.cli.bench.load import (
     text_of,
 )
 from pagewire.services.cli.bench.stats import Results
-from pagewire.services.cli.client.openai_client import CHAT, EndpointError, OpenAIClient, Reply
+from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
 from pagewire.shared.errors import ConfigError
 
 PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # so that every word counts alike

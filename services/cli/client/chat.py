@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from pagewire.services.cli.client import client_options as options
-from pagewire.services.cli.client.openai_client import CHAT, EndpointError, OpenAIClient, Reply
+from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
 from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import (
     cut_note,

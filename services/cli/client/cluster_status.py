@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.cli.health import Health, Service, fetch_health
+from pagewire.services.cli.cluster_view import ClusterView, Service, fetch_cluster_view
 from pagewire.services.cli.program import own_command
 from pagewire.shared.errors import PagewireError, ProtocolError
 from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
@@ -21,7 +21,7 @@ from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets
 METRICS_TIMEOUT_S = 2.0
 WAIT_POLL_S = 0.2
 
-_WORKER_SAMPLES = {
+WORKER_SAMPLES = {
     "pagewire_requests_running": "running",
     "pagewire_requests_waiting": "waiting",
     "pagewire_queued_prefill_tokens": "queued_prefill_tokens",
@@ -42,7 +42,13 @@ class NotReadyError(PagewireError):
 
 
 class NoRouterError(PagewireError):
-    """Nothing answers there as Pagewire's router does."""
+    """Nothing answers at a URL as the operator port of Pagewire's router does."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"no Pagewire router answers operators at {url}; start a cluster with "
+            f"`{own_command()} up`, or name another with --operator-url"
+        )
 
 
 @dataclass
@@ -137,12 +143,12 @@ async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     while True:
-        health = await fetch_health(client, url)
-        if health is not None and health.ok and health.model:
+        view = await fetch_cluster_view(client, url)
+        if view is not None and view.ok and view.model:
             return
         if loop.time() > deadline:
-            is_router = health is not None and health.model
-            reason = health.problem if health and is_router else "no Pagewire router answers there"
+            is_router = view is not None and view.model
+            reason = view.problem if view and is_router else "no Pagewire router answers there"
             raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {reason}")
         await asyncio.sleep(WAIT_POLL_S)
 
@@ -159,25 +165,22 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
     Raises:
         NoRouterError: nothing there describes a cluster.
     """
-    health = await fetch_health(client, url)
-    if health is None or not health.model:
-        raise NoRouterError(
-            f"no Pagewire router answers operators at {url}; start a cluster with "
-            f"`{own_command()} up`, or name another with --operator-url"
-        )
-    return build_status(url, health, await fetch_metrics(client, url), time.monotonic())
+    view = await fetch_cluster_view(client, url)
+    if view is None or not view.model:
+        raise NoRouterError(url)
+    return build_status(url, view, await fetch_metrics(client, url), time.monotonic())
 
 
-def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterStatus:
+def build_status(url: str, view: ClusterView, metrics: str, at: float) -> ClusterStatus:
     """Put the two pages together.
 
     Args:
         url: of the operator port.
-        health: the cluster as it describes it.
+        view: the cluster as it describes it.
         metrics: of all processes in Prometheus' text format; empty if there is none.
         at: when they were read.
     """
-    workers = {service.id: WorkerStatus.of_record(service) for service in health.services}
+    workers = {service.id: WorkerStatus.of_record(service) for service in view.services}
     totals: dict[str, float] = {}
     for name, labels, value in _samples(metrics):
         worker = workers.get(labels.get("worker", ""))
@@ -185,12 +188,12 @@ def build_status(url: str, health: Health, metrics: str, at: float) -> ClusterSt
             totals[_TOTALS[name]] = totals.get(_TOTALS[name], 0.0) + value
         elif name == _REDIS_UP:
             totals["redis_up"] = min(totals.get("redis_up", value), value)
-        elif worker is not None and name in _WORKER_SAMPLES:
-            setattr(worker, _WORKER_SAMPLES[name], value)
+        elif worker is not None and name in WORKER_SAMPLES:
+            setattr(worker, WORKER_SAMPLES[name], value)
         elif worker is not None and name == KV_BLOCKS:
             worker.blocks[labels.get("state", "")] = value
     shown = list(workers.values())
-    return ClusterStatus(url, health.model, health.ok, at, shown, totals, health.problem)
+    return ClusterStatus(url, view.model, view.ok, at, shown, totals, view.problem)
 
 
 async def fetch_metrics(client: httpx.AsyncClient, url: str) -> str:

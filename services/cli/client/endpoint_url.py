@@ -1,4 +1,4 @@
-"""URLs of endpoints, as users give them, and clients that reach them."""
+"""URLs and keys of endpoints, as users give them, and what reaches them by HTTP."""
 
 from __future__ import annotations
 
@@ -83,6 +83,30 @@ def http_client(
     )
 
 
+def key_header(api_key: str | None) -> dict[str, str]:
+    """Return the header that carries a key, without the line end of the file it came from.
+
+    Raises:
+        ConfigError: no header can carry it; does not show it.
+    """
+    if not api_key:
+        return {}
+    key = api_key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key has characters that no HTTP header can carry")
+    return {"Authorization": f"Bearer {key}"}
+
+
 def may_use_proxy(url: str) -> bool:
     """Return whether the environment's proxies may be used: never to reach this machine."""
     return httpx.URL(url).host not in LOOPBACK_HOSTS
+
+
+async def read_start(response: httpx.Response, max_bytes: int) -> bytes:
+    """Return a response's body; of a longer one somewhat more than `max_bytes`, and no more."""
+    body = bytearray()
+    async for part in response.aiter_bytes():
+        body += part
+        if len(body) > max_bytes:
+            break
+    return bytes(body)

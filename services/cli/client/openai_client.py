@@ -14,34 +14,25 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.services.cli.client.endpoint_url import base_url, http_client
-from pagewire.services.cli.client.openai_messages import Chunk, ErrorBody, ModelList, Usage
+from pagewire.services.cli.client.endpoint_errors import (
+    EndpointError,
+    clipped,
+    refusal,
+    unreachable,
+)
+from pagewire.services.cli.client.endpoint_url import base_url, http_client, key_header, read_start
+from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
-from pagewire.services.cli.program import own_command
-from pagewire.shared.errors import UNDECODABLE, ConfigError, PagewireError
+from pagewire.shared.errors import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 
 BODY_END_TIMEOUT_S = 1.0  # after the answer has ended
 MAX_ERROR_BYTES = 64 << 10
-MAX_ERROR_CHARS = 500
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 
 _DONE = b"[DONE]"
 _chunk = msgspec.json.Decoder(Chunk)
-
-
-class EndpointError(PagewireError):
-    """The endpoint cannot be reached, refuses, or breaks off.
-
-    Attributes:
-        kind: for counting, e.g. "connect", "timeout", "http 429", "stream".
-        status: of the HTTP response, if there was one with an error.
-    """
-
-    def __init__(self, message: str, kind: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.kind, self.status = kind, status
 
 
 @dataclass
@@ -281,7 +272,7 @@ class OpenAIClient:
                 "POST", self.url + path, content=content, headers=headers
             ) as response:
                 if not response.is_success:
-                    raise refusal(response.status_code, await _read_start(response))
+                    raise refusal(response.status_code, await read_start(response, MAX_ERROR_BYTES))
                 reader = ChunkReader()
                 parts = response.aiter_bytes()
                 async for part in parts:
@@ -307,47 +298,13 @@ class OpenAIClient:
         return reply
 
 
-def unreachable(url: str, exc: httpx.HTTPError) -> EndpointError:
-    """Return the error for a connection that cannot be made.
-
-    Its kind is "certificate", "timeout" or "connect".
-    """
-    if "CERTIFICATE_VERIFY_FAILED" in str(exc):
-        text = str(exc).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-        return EndpointError(
-            f"the certificate of {url} is not trusted: {text or exc}; name the file of "
-            "the authority that signed it in SSL_CERT_FILE",
-            "certificate",
-        )
-    kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
-    return EndpointError(
-        f"nothing answers at {url}: {exc or type(exc).__name__}; start a cluster with "
-        f"`{own_command()} up`, or name another endpoint with --url",
-        kind,
-    )
-
-
-def key_header(api_key: str | None) -> dict[str, str]:
-    """Return the header that carries a key, without the line end of the file it came from.
-
-    Raises:
-        ConfigError: no header can carry it; does not show it.
-    """
-    if not api_key:
-        return {}
-    key = api_key.strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError("the API key has characters that no HTTP header can carry")
-    return {"Authorization": f"Bearer {key}"}
-
-
 def _decode(data: bytes) -> Chunk:
     try:
         chunk = _chunk.decode(data)
     except UNDECODABLE as exc:
         raise EndpointError(f"the stream is not OpenAI's: {exc}", "stream") from exc
     if chunk.error is not None:
-        raise EndpointError(_clip(chunk.error.message), "stream error")
+        raise EndpointError(clipped(chunk.error.message), "stream error")
     return chunk
 
 
@@ -359,29 +316,3 @@ async def _read_end(parts: AsyncIterator[bytes]) -> None:
                 pass
     except (TimeoutError, httpx.HTTPError) as exc:
         logger.debug("a connection is not used again: %s", exc or type(exc).__name__)
-
-
-async def _read_start(response: httpx.Response) -> bytes:
-    """Return the body of an error, or as much of it as anybody would read."""
-    body = bytearray()
-    async for part in response.aiter_bytes():
-        body += part
-        if len(body) > MAX_ERROR_BYTES:
-            break
-    return bytes(body)
-
-
-def refusal(status: int, body: bytes) -> EndpointError:
-    """Return the error that a refused request is."""
-    try:
-        error = msgspec.json.decode(body, type=ErrorBody).error
-        message = error if isinstance(error, str) else error.message
-    except UNDECODABLE:
-        message = body.decode(errors="replace")
-    said = _clip(message) or "no reason given"
-    return EndpointError(f"HTTP {status}: {said}", f"http {status}", status)
-
-
-def _clip(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."

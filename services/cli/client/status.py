@@ -23,8 +23,8 @@ from pagewire.services.cli.client.cluster_status import (
     wait_until_ready,
 )
 from pagewire.services.cli.client.endpoint_url import http_client
+from pagewire.services.cli.cluster_view import shrunk_contexts
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
-from pagewire.services.cli.health import shrunk_contexts
 from pagewire.services.cli.terminal import print_whole
 
 STATE_STYLES = {

@@ -12,13 +12,12 @@ import httpx
 import msgspec
 
 from pagewire.services.cli.client.cluster_status import NoRouterError
-from pagewire.services.cli.health import PROBE_TIMEOUT_S, Health
-from pagewire.services.cli.program import own_command
+from pagewire.services.cli.cluster_view import PROBE_TIMEOUT_S, ClusterView
 from pagewire.shared.errors import UNDECODABLE
 from pagewire.shared.metrics.live import Histogram, RecentRequest, RouterLive
 
 
-class Snapshot(Health, frozen=True):
+class Snapshot(ClusterView, frozen=True):
     """The cluster, and the numbers of its routers.
 
     Attributes:
@@ -97,17 +96,10 @@ async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
         response = await client.get(f"{url}/dashboard/data", timeout=PROBE_TIMEOUT_S)
         found = _decoder.decode(response.content)
     except (httpx.HTTPError, *UNDECODABLE) as exc:
-        raise _no_router(url) from exc
+        raise NoRouterError(url) from exc
     if not found.model:
-        raise _no_router(url)
+        raise NoRouterError(url)
     return found
-
-
-def _no_router(url: str) -> NoRouterError:
-    return NoRouterError(
-        f"no Pagewire router answers operators at {url}; start a cluster with "
-        f"`{own_command()} up`, or name another with --operator-url"
-    )
 
 
 def between(before: Snapshot, now: Snapshot) -> Numbers:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pagewire.services.cli.client.status import STATE_STYLES
 from pagewire.services.cli.client.top_data import Numbers, Snapshot, between, link_bytes
-from pagewire.services.cli.health import Service
+from pagewire.services.cli.cluster_view import Service
 from pagewire.services.cli.terminal import printable, seconds
 from pagewire.shared.metrics.live import Histogram, RecentRequest
 

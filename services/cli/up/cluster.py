@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from pagewire import __version__
-from pagewire.services.cli.health import Health, fetch_health
+from pagewire.services.cli.cluster_view import ClusterView, fetch_cluster_view
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
@@ -204,22 +204,22 @@ async def _live(
     async with httpx.AsyncClient(trust_env=False) as client:
         with ProgressDisplay(console, lambda: supervisor.statuses) as progress:
             await _start_all(supervisor, context, store, sockets)
-            health = await _wait_until_ready(supervisor, context, store, client, progress)
+            view = await _wait_until_ready(supervisor, context, store, client, progress)
         supervisor.mark_cluster_ready()
         for name in context.options.router_names:
             supervisor.replace(restarted_router(supervisor.spec(name)))
         if is_json:
-            context.say(f"{health.model} is ready at {context.url}/v1; logs: {context.log_dir}")
+            context.say(f"{view.model} is ready at {context.url}/v1; logs: {context.log_dir}")
         urls = (context.url, context.operator_url)
         facts = ReadyFacts(*urls, store.description, context.log_dir, context.needs_key)
-        show_ready_box(console, health, facts)
-        with _announced(context, health):
+        show_ready_box(console, view, facts)
+        with _announced(context, view):
             while True:
                 await _poll(supervisor, context, store, client)
                 await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
 
 
-def _announced(context: ClusterContext, health: Health) -> AbstractContextManager[None]:
+def _announced(context: ClusterContext, view: ClusterView) -> AbstractContextManager[None]:
     """Show other programs that the cluster is ready, for as long as the context lasts."""
     if context.ready_file is None:
         return contextlib.nullcontext()
@@ -228,9 +228,9 @@ def _announced(context: ClusterContext, health: Health) -> AbstractContextManage
         "pid": os.getpid(),
         "url": context.url,
         "operator_url": context.operator_url,
-        "model": health.model,
+        "model": view.model,
         "log_dir": str(context.log_dir),
-        "services": msgspec.to_builtins(health.services),
+        "services": msgspec.to_builtins(view.services),
     }
     return context.ready_file.present(content)
 
@@ -256,28 +256,28 @@ async def _wait_until_ready(
     store: Store,
     client: httpx.AsyncClient,
     progress: ProgressDisplay,
-) -> Health:
+) -> ClusterView:
     """Wait until all routers, which know which workers to expect, say that all are ready."""
     while True:
-        health = await _poll(supervisor, context, store, client)
-        progress.update([] if health is None else health.waiting_for)
-        if health is not None and health.ok and supervisor.all_ready:
-            return health
+        view = await _poll(supervisor, context, store, client)
+        progress.update([] if view is None else view.waiting_for)
+        if view is not None and view.ok and supervisor.all_ready:
+            return view
         await asyncio.sleep(STARTING_POLL_S)
 
 
 async def _poll(
     supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
-) -> Health | None:
+) -> ClusterView | None:
     """Ask a router which workers and routers are there, and notify the supervisor."""
-    health = await fetch_health(client, context.operator_url)
+    view = await fetch_cluster_view(client, context.operator_url)
     epochs: dict[str, int | None] = {}
-    if health is not None:
-        epochs = dict(health.ready_epochs)
+    if view is not None:
+        epochs = dict(view.ready_epochs)
     if store.spec is not None and await redis_process.is_answering(store.url):
         epochs[store.spec.name] = None
     supervisor.mark_ready(epochs)
-    return health
+    return view
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.health import Health, Service, shrunk_contexts
+from pagewire.services.cli.cluster_view import ClusterView, Service, shrunk_contexts
 from pagewire.services.cli.program import own_command
 
 QUESTION = "What is a lambda?"  # the demo model has learned the answer
@@ -25,7 +25,7 @@ SHORT_PROMPT = "Lambda expressions"
 
 @dataclass(frozen=True)
 class ReadyFacts:
-    """What the box shows besides the cluster's health.
+    """What the box shows besides the cluster.
 
     Attributes:
         url: of the routers, without a path.
@@ -42,14 +42,14 @@ class ReadyFacts:
     needs_key: bool = False
 
 
-def show_ready_box(console: Console, health: Health, facts: ReadyFacts) -> None:
+def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> None:
     """Print the box, and below it, free of any frame, commands to copy."""
     table = Table.grid(padding=(0, 2))
-    for label, value in _rows(health, facts):
+    for label, value in _rows(view, facts):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
     console.print("Try, in another shell:", style="dim")
-    for command in (chat_command(facts.url), curl_command(facts.url, health, facts.needs_key)):
+    for command in (chat_command(facts.url), curl_command(facts.url, view, facts.needs_key)):
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print("Ctrl-C stops everything.", style="dim")
 
@@ -59,17 +59,17 @@ def chat_command(url: str) -> str:
     return f"{own_command()} chat --url {url}"
 
 
-def curl_command(url: str, health: Health, needs_key: bool = False) -> str:
+def curl_command(url: str, view: ClusterView, needs_key: bool = False) -> str:
     """Return a shell command that asks for an answer that fits the context, on one line.
 
     It is as short as can be: curl needs no scheme, and the router no content type.
     """
     address = url.removeprefix("http://")
-    if health.max_model_len is not None and health.max_model_len < CHAT_CONTEXT:
+    if view.max_model_len is not None and view.max_model_len < CHAT_CONTEXT:
         # Without `max_tokens` the answer takes what is left of the context, at most.
-        short = {"model": health.model, "prompt": SHORT_PROMPT}
+        short = {"model": view.model, "prompt": SHORT_PROMPT}
         return _curl(f"{address}/v1/completions", short, needs_key)
-    body = {"model": health.model, "messages": [{"role": "user", "content": QUESTION}]}
+    body = {"model": view.model, "messages": [{"role": "user", "content": QUESTION}]}
     return _curl(f"{address}/v1/chat/completions", body, needs_key)
 
 
@@ -89,22 +89,22 @@ def link_lines(services: list[Service]) -> list[str]:
     return lines
 
 
-def _rows(health: Health, facts: ReadyFacts) -> Iterator[tuple[str, str]]:
+def _rows(view: ClusterView, facts: ReadyFacts) -> Iterator[tuple[str, str]]:
     yield "URL", f"{facts.url}/v1"
     yield "Operators", f"{facts.operator_url} (/dashboard, /cluster, /sd)"
     if facts.needs_key:
         yield "API key", "needed: the commands below send that in PAGEWIRE_API_KEY"
-    yield "Model", health.model
-    for index, line in enumerate(shrunk_contexts(health.services)):
+    yield "Model", view.model
+    for index, line in enumerate(shrunk_contexts(view.services)):
         yield ("Context" if index == 0 else ""), line
-    yield "Workers", ", ".join(sorted(service.id for service in health.services))
-    links = link_lines(health.services)
+    yield "Workers", ", ".join(sorted(service.id for service in view.services))
+    links = link_lines(view.services)
     links += [
         f"{peer} -> {service.id}: no link yet; {service.id} computes prompts itself"
-        for service in health.services
+        for service in view.services
         for peer in service.missing_links
     ]
-    if not any(service.role == "prefill" for service in health.services):
+    if not any(service.role == "prefill" for service in view.services):
         links = ["none: decode workers prefill for themselves"]
     for index, line in enumerate(links):
         yield ("KV transport" if index == 0 else ""), line

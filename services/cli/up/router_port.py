@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import httpx
 
-from pagewire.services.cli.health import fetch_health
+from pagewire.services.cli.cluster_view import fetch_cluster_view
 from pagewire.services.cli.up.machine import (
     LOOPBACK,
     PortTakenError,
@@ -30,9 +30,9 @@ async def router_port(host: str, port: int) -> int:
         free = free_port_near(host, port)
         url = local_url(host, port)
         async with httpx.AsyncClient(trust_env=False) as client:
-            health = await fetch_health(client, url, "/health")
-        if health is not None and health.model:
-            by, remedy = f" by a Pagewire that serves {health.model}", f"stop it (it is at {url})"
+            view = await fetch_cluster_view(client, url, "/health")
+        if view is not None and view.model:
+            by, remedy = f" by a Pagewire that serves {view.model}", f"stop it (it is at {url})"
         else:
             by, remedy = "", "stop what listens there"
         raise PortTakenError(

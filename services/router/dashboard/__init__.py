@@ -4,5 +4,6 @@ Read first: `pages.py` (its addresses, and what a browser may load), `cluster_da
 of all routers), `recent.py` (the last requests). `page.html`, `style.css`, `page.js` and
 `numbers.js` are served as they are; what the document has is in `shared/metrics/live.py`.
 
-May import: `metrics` and `placement` of the router, `shared.cluster`, `shared.metrics`.
+May import: `metrics` and `placement` of the router, `shared.control.protocol`, `shared.cluster`,
+`shared.metrics`.
 """

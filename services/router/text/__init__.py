@@ -3,6 +3,6 @@
 Entry point: `AnswerStream` (stream.py).
 Read first: `stream.py` (one answer, until it ends), `served_model.py` (the tokenizer and limits).
 
-May import: `metrics` of the router, `shared.control.protocol`, `shared.model` (without torch),
-`shared.text`, small modules. No HTTP.
+May import: `shared.control.protocol`, `shared.model` (without torch), `shared.text`,
+`shared.tools`, small modules. No HTTP.
 """

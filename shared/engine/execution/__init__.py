@@ -8,7 +8,6 @@
     sampling_stage.py   sampling after the forward; shaping_state.py, scoring.py, pooling.py: its
                         parts that only some requests need
     block_mover.py      copies, packs and unpacks KV blocks
-    recording.py        an executor that records plans, and their replay
 
 Read first: `executor.py`, `model_runner.py`.
 

@@ -23,6 +23,5 @@ Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. 
 jobs use the same links (`shared/kv/job_messages.py`); the services handle them
 (`services/decode/remote_jobs.py`, `services/prefill/service.py`).
 
-May import: `shared.kv` with its carriers, `shared.engine`, `shared.control.protocol`,
-`kernels`.
+May import: `shared.kv` with its carriers, `shared.engine`, `shared.control`, small modules.
 """

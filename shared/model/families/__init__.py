@@ -7,7 +7,7 @@ CONTRIBUTING.md says how to add one.
 Read first: `llama.py` (the simplest), `qwen3.py`, `olmo2.py`.
 
 May import: `experts_config`, `fields`, `latent_config`, `layer_ropes`, `model_config` and `windows`
-of `shared.model`, and `kernels.gated_silu`.
+of `shared.model`, `kernels.gated_silu` and `kernels.routing`.
 """
 
 from __future__ import annotations

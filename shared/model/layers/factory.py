@@ -140,10 +140,8 @@ class LayerFactory:
         norms = None
         if qk_norm != "none":
             sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q, kv)
-            norms = (
-                self.norm(sizes[0], config.rms_norm_eps),
-                self.norm(sizes[1], config.rms_norm_eps),
-            )
+            q_norm, k_norm = (self.norm(size, config.rms_norm_eps) for size in sizes)
+            norms = (q_norm, k_norm)
         qkv_proj = self.linear(config.hidden_size, parts, config.qkv_bias)
         if interleaved:
             self._after_loading.append(partial(_halve_pairs, qkv_proj, config.head_dim))

@@ -49,8 +49,8 @@ async def list_models(request: Request) -> Response:
         model_record(service.model, name, service.max_model_len) for name in service.model.names
     ]
     if _is_anthropics(request):
-        return _json(model_list(records))
-    return _json({"object": "list", "data": records})
+        return json_response(model_list(records))
+    return json_response({"object": "list", "data": records})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -59,7 +59,7 @@ async def get_model(request: Request, model_id: str) -> Response:
     service = service_of(request)
     service.model.check_name(model_id)
     record = model_record(service.model, model_id, service.max_model_len)
-    return _json(model_info(record) if _is_anthropics(request) else record)
+    return json_response(model_info(record) if _is_anthropics(request) else record)
 
 
 @router.post("/v1/completions")
@@ -103,14 +103,14 @@ async def health(request: Request) -> Response:
     found = service.health()
     if service.api_keys is not None and record_of(request.scope).key is None:
         found = {"status": found["status"]}
-    return _json(found)
+    return json_response(found)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Answer 200 if the router can serve now, else 503."""
     status = service_of(request).health()["status"]
-    return _json({"status": status}, 200 if status == "ok" else 503)
+    return json_response({"status": status}, 200 if status == "ok" else 503)
 
 
 async def generate(
@@ -270,5 +270,6 @@ def _is_anthropics(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def _json(content: object, status: int = 200) -> Response:
+def json_response(content: object, status: int = 200) -> Response:
+    """Return a response with this content as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagewire.services.router.http.messages.format import MessageFormat
 from pagewire.services.router.http.requests.error_forms import MESSAGES_PATH
 from pagewire.services.router.http.requests.record import record_of
-from pagewire.services.router.http.routes.generation import generate, read_request
+from pagewire.services.router.http.routes.generation import generate, json_response, read_request
 
 messages_router = APIRouter(redirect_slashes=False)
 
@@ -24,8 +23,8 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a conversation's prompt has."""
     asked = await read_request(request, "message count")
-    body = msgspec.json.encode({"input_tokens": len(asked.prompts[0].token_ids)})
-    return _with_id(request, Response(body, media_type="application/json"))
+    found = {"input_tokens": len(asked.prompts[0].token_ids)}
+    return _with_id(request, json_response(found))
 
 
 def _with_id(request: Request, response: Response) -> Response:

@@ -27,6 +27,7 @@ from pagewire.services.router.http.routes.generation import (
     answers_to,
     counted,
     first_delta,
+    json_response,
     read_request,
     service_of,
 )
@@ -60,7 +61,7 @@ async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a request has."""
     asked = await _read(request, "response count")
     found = {"object": "response.input_tokens", "input_tokens": len(asked.prompts[0].token_ids)}
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return json_response(found)
 
 
 @response_router.get("/v1/responses/{response_id}")
@@ -77,7 +78,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     """List the conversation before a stored response."""
     query = read_query(ItemsQuery, request)
     page = page_of_input(await _stored(request, response_id), query)
-    return Response(msgspec.json.encode(page), media_type="application/json")
+    return json_response(page)
 
 
 @response_router.delete("/v1/responses/{response_id}")
@@ -85,8 +86,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     key = record_of(request.scope).key
     await service_of(request).responses.remove(response_id, key)
-    body = {"id": response_id, "object": "response", "deleted": True}
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @response_router.post("/v1/responses/{response_id}/cancel")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagewire import __version__
-from pagewire.services.router.http.routes.generation import read_request, service_of
+from pagewire.services.router.http.routes.generation import json_response, read_request, service_of
 
 token_router = APIRouter(redirect_slashes=False)
 
@@ -29,21 +28,17 @@ async def tokenize(request: Request) -> Response:
     if asked.return_token_strs:
         name = service.model.tokenizer.token_strings
         found["token_strs"] = await asyncio.to_thread(name, ids)  # a long prompt's take a while
-    return _json(found)
+    return json_response(found)
 
 
 @token_router.post("/detokenize")
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     asked = await read_request(request, "detokenize")
-    return _json({"prompt": asked.prompts[0].echo})
+    return json_response({"prompt": asked.prompts[0].echo})
 
 
 @token_router.get("/version")
 async def version() -> Response:
     """Return the server's version."""
-    return _json({"version": __version__})
-
-
-def _json(content: object) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
+    return json_response({"version": __version__})

@@ -56,7 +56,7 @@ class Router(msgspec.Struct, frozen=True):
     state: str = "ready"
 
 
-class Health(msgspec.Struct, frozen=True):
+class ClusterView(msgspec.Struct, frozen=True):
     """The router's view of its cluster.
 
     Attributes:
@@ -106,12 +106,12 @@ def shrunk_contexts(services: list[Service]) -> list[str]:
     ]
 
 
-_decoder = msgspec.json.Decoder(Health)
+_decoder = msgspec.json.Decoder(ClusterView)
 
 
-async def fetch_health(
+async def fetch_cluster_view(
     client: httpx.AsyncClient, url: str, path: Literal["/cluster", "/health"] = "/cluster"
-) -> Health | None:
+) -> ClusterView | None:
     """Return a router's view of its cluster, or None while it does not answer.
 
     Args:

@@ -1,0 +1,62 @@
+"""What goes wrong between a command and an endpoint, as errors that a user can read."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+
+from pagewire.services.cli.client.openai_messages import ErrorBody
+from pagewire.services.cli.program import own_command
+from pagewire.shared.errors import UNDECODABLE, PagewireError
+
+MAX_ERROR_CHARS = 500
+
+
+class EndpointError(PagewireError):
+    """The endpoint cannot be reached, refuses, or breaks off.
+
+    Attributes:
+        kind: for counting, e.g. "connect", "timeout", "http 429", "stream".
+        status: of the HTTP response, if there was one with an error.
+    """
+
+    def __init__(self, message: str, kind: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.kind, self.status = kind, status
+
+
+def unreachable(url: str, exc: httpx.HTTPError) -> EndpointError:
+    """Return the error for a connection that cannot be made.
+
+    Its kind is "certificate", "timeout" or "connect".
+    """
+    if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+        text = str(exc).partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        return EndpointError(
+            f"the certificate of {url} is not trusted: {text or exc}; name the file of "
+            "the authority that signed it in SSL_CERT_FILE",
+            "certificate",
+        )
+    kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
+    return EndpointError(
+        f"nothing answers at {url}: {exc or type(exc).__name__}; start a cluster with "
+        f"`{own_command()} up`, or name another endpoint with --url",
+        kind,
+    )
+
+
+def refusal(status: int, body: bytes) -> EndpointError:
+    """Return the error that a refused request is."""
+    try:
+        error = msgspec.json.decode(body, type=ErrorBody).error
+        message = error if isinstance(error, str) else error.message
+    except UNDECODABLE:
+        message = body.decode(errors="replace")
+    said = clipped(message) or "no reason given"
+    return EndpointError(f"HTTP {status}: {said}", f"http {status}", status)
+
+
+def clipped(text: str) -> str:
+    """Return a text on one line, cut after `MAX_ERROR_CHARS`."""
+    text = " ".join(text.split())
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
