@@ -9,8 +9,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.client.top_data import WINDOW_S, Snapshot, Window, between, link_bytes
+from pagewire.services.cli.client.top_data import (
+    SHORTEST_INTERVAL_S,
+    WINDOW_S,
+    Snapshot,
+    Window,
+    between,
+    link_bytes,
+)
 from pagewire.services.cli.client.top_view import render
+from pagewire.services.router.dashboard.cluster_data import ClusterData
 from pagewire.services.router.dashboard.recent import RecentRequests, is_shown, parts_of
 from pagewire.shared.control.protocol import Timings
 from pagewire.shared.errors import ProtocolError
@@ -23,6 +31,7 @@ from pagewire.shared.metrics.live import (
     decode_live,
     newest,
 )
+from pagewire.tests.support.aio import run_async
 
 FIELDS = {"path": "/v1/completions", "status": 200, "outcome": "ok", "duration_s": 1.0}
 
@@ -83,6 +92,26 @@ def test_requests_of_several_routers_are_merged_by_time() -> None:
     found = newest(pages)
     assert [each.id for each in found[:3]] == ["b159", "a158", "b157"]
     assert len(found) == MAX_REQUESTS
+
+
+def test_who_asks_at_the_shortest_interval_gets_a_new_document_each_time() -> None:
+    """A document may take longer than the next one, so half of the interval is enough."""
+
+    async def main() -> None:
+        ring, now = RecentRequests("m"), 0.0
+
+        def own() -> LivePage:
+            return LivePage(router=RouterLive(id="r", epoch=1), requests=ring.newest_first())
+
+        data = ClusterData(lambda: {"model": "m"}, own, list, lambda: now)
+        first = await data.body()
+        ring.note("one", FIELDS, None, 1.0)
+        assert await data.body() is first  # many browsers cost no more than one
+        now += SHORTEST_INTERVAL_S / 2
+        later = msgspec.json.decode(await data.body())
+        assert [each["id"] for each in later["requests"]] == ["one"]
+
+    run_async(main())
 
 
 @pytest.mark.parametrize(

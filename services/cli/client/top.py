@@ -14,7 +14,12 @@ from rich.text import Text
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.cluster_status import NoRouterError
 from pagewire.services.cli.client.endpoint_url import http_client
-from pagewire.services.cli.client.top_data import Snapshot, Window, fetch_snapshot
+from pagewire.services.cli.client.top_data import (
+    SHORTEST_INTERVAL_S,
+    Snapshot,
+    Window,
+    fetch_snapshot,
+)
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.terminal import print_whole
@@ -24,7 +29,8 @@ def top(
     url: options.Url = None,
     operator_url: options.OperatorUrl = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Time between two requests.")
+        float,
+        typer.Option(min=SHORTEST_INTERVAL_S, metavar="SECONDS", help="Time between two requests."),
     ] = 1.0,
 ) -> None:
     """Show a cluster live, with its last requests. Ctrl-C ends it.

@@ -57,6 +57,7 @@ class Numbers:
 _decoder = msgspec.json.Decoder(Snapshot)
 
 WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
+SHORTEST_INTERVAL_S = 0.2  # between two requests; routers use a document again for less time
 
 
 class Window:
