@@ -37,6 +37,7 @@ from pagewire.shared.setting_names import (
 )
 from pagewire.shared.setting_texts import described, description
 from pagewire.shared.setting_types import (
+    ApiKeyText,
     BlockSize,
     Device,
     Dtype,
@@ -207,12 +208,11 @@ class RouterSettings(ClusterSettings):
         unset="a random one",
     )
     port: Port = described(8000, "Port of the HTTP endpoint.")
-    api_key: SecretStr | None = described(
+    api_key: ApiKeyText | None = described(
         None,
         "A key that clients must send; the commands that talk to an endpoint send it, too. Its "
         "name in logs and metrics is `default`.",
         unset="none: without this and a file of keys, the endpoint is open to all who reach it",
-        min_length=8,
     )
     api_key_file: Path | None = described(
         None,

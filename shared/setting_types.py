@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode
 
 
@@ -26,6 +26,24 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ServiceId = Annotated[
     str, _matching(r"[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, '.', '_', ':' or '-'")
 ]
+
+
+# What clients can send in a header.
+API_KEY = re.compile(r"[!-~]{8,512}")
+API_KEY_RULE = "8 to 512 printable ASCII characters without blanks"
+HASHED = "sha256:"  # a key's hash in a file of keys begins with this
+
+
+def _sendable(value: SecretStr) -> SecretStr:
+    key = value.get_secret_value()
+    if key.lower().startswith(HASHED):
+        raise ValueError("it is a hash, which only a file of keys may have")
+    if not API_KEY.fullmatch(key):
+        raise ValueError(f"it must be {API_KEY_RULE}")
+    return value
+
+
+ApiKeyText = Annotated[SecretStr, AfterValidator(_sendable)]
 
 
 def _number_from_text(value: Any) -> Any:

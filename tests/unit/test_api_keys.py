@@ -30,6 +30,7 @@ def test_a_file_has_plain_keys_and_hashes_and_a_name_may_have_several() -> None:
     assert table.name_of(KEY.encode()) == "alice"
     assert table.name_of(b"sk-abc:defgh") == "alice"
     assert table.name_of(OTHER.encode()) == "bob.b@x"
+    assert KeyTable(parse_keys(f"bob: SHA256:{HASH}")).name_of(OTHER.encode()) == "bob"
     for wrong in (b"", KEY[:-1].encode(), KEY.encode() + b"x", HASH.encode(), b"\xff" * 9999):
         assert table.name_of(wrong) is None
 
@@ -44,9 +45,10 @@ def test_a_file_has_plain_keys_and_hashes_and_a_name_may_have_several() -> None:
         (f"a: {KEY}\nb: {KEY}", "line 2 has the key of a again"),
         (f"a: {OTHER}\nb: sha256:{HASH.upper()}", "line 2 has the key of a again"),
         ("alice: sha256:123", "64 hexadecimal digits"),
+        ("alice: Sha256:123", "64 hexadecimal digits"),
         ("alice: short", "line 1 has a key that is not 8 to 512 printable ASCII characters"),
         ("alice: clé-0123456789", "printable ASCII"),
-        (f"alice: {KEY} 2", "line 1 has a blank in its key"),
+        (f"alice: {KEY} 2", "characters without blanks"),
         ("# nothing\n", "there are no keys"),
     ],
 )
@@ -55,6 +57,16 @@ def test_a_wrong_line_is_named_and_not_shown(text: str, problem: str) -> None:
         parse_keys(text)
     assert problem in str(error.value)
     assert not any(key in str(error.value) for key in (KEY, OTHER, HASH, "0123456789"))
+
+
+def test_a_file_of_an_editor_that_marks_utf_8_and_ends_lines_as_windows_does(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(f"\ufeffalice: {KEY}\r\nbob: {OTHER}\r\n".encode())
+    keys = ApiKeys(file, {})
+    assert keys.name_of(KEY.encode()) == "alice"
+    assert keys.name_of(OTHER.encode()) == "bob"
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
@@ -130,11 +142,23 @@ def test_settings_name_keys_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert KEY not in repr(settings)
 
 
-@pytest.mark.parametrize("key", ["", "seven77"])
-def test_a_key_that_is_too_short_is_refused_and_not_shown(
-    monkeypatch: pytest.MonkeyPatch, key: str
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("", "8 to 512 printable ASCII characters without blanks"),
+        ("seven77", "8 to 512 printable ASCII characters without blanks"),
+        ("seven77" * 99, "8 to 512 printable ASCII characters without blanks"),
+        (f"{KEY}\n", "without blanks"),  # no header would have the end of the line
+        ("clé-0123456789", "printable ASCII"),
+        (f"sha256:{HASH}", "it is a hash, which only a file of keys may have"),
+    ],
+)
+def test_a_key_that_no_client_can_send_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str, problem: str
 ) -> None:
     monkeypatch.setenv("PAGEWIRE_API_KEY", key)
-    with pytest.raises(ConfigError, match="at least 8 characters") as error:
+    with pytest.raises(ConfigError, match=problem) as error:
         load_settings(RouterSettings, {})
-    assert "seven" not in str(error.value)
+    shown = str(error.value)
+    assert "PAGEWIRE_API_KEY" in shown
+    assert not any(secret in shown for secret in ("seven", KEY, "clé", HASH))
