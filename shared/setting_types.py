@@ -62,8 +62,15 @@ ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_fro
 
 
 def _names_from_text(value: Any) -> Any:
-    """Return the names in a text, separated by commas or blanks."""
-    return value.replace(",", " ").split() if isinstance(value, str) else value
+    """Return the names in a text, separated by commas or blanks, each once."""
+    return list(dict.fromkeys(value.replace(",", " ").split())) if isinstance(value, str) else value
+
+
+def _as_browsers_send_it(origin: str) -> str:
+    """Return an origin in lower case, without the port that its scheme has anyway."""
+    origin = origin.lower()
+    usual_port = {"http": ":80", "https": ":443"}.get(origin.partition(":")[0], "")
+    return origin.removesuffix(usual_port)
 
 
 ModelName = Annotated[str, _matching(r"[!-~]{1,200}", "1 to 200 ASCII characters, no blanks")]
@@ -71,6 +78,7 @@ ModelNames = Annotated[tuple[ModelName, ...], NoDecode, BeforeValidator(_names_f
 # What a browser sends as `Origin`; it has no path.
 Origin = Annotated[
     str,
+    AfterValidator(_as_browsers_send_it),
     _matching(
         r"\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]_-]{1,255}",
         "an origin such as https://chat.example.com, without a path, or *",

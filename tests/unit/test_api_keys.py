@@ -59,9 +59,7 @@ def test_a_wrong_line_is_named_and_not_shown(text: str, problem: str) -> None:
     assert not any(key in str(error.value) for key in (KEY, OTHER, HASH, "0123456789"))
 
 
-def test_a_file_of_an_editor_that_marks_utf_8_and_ends_lines_as_windows_does(
-    tmp_path: Path,
-) -> None:
+def test_a_file_may_mark_utf_8_and_end_its_lines_as_windows_does(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_bytes(f"\ufeffalice: {KEY}\r\nbob: {OTHER}\r\n".encode())
     keys = ApiKeys(file, {})

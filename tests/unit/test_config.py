@@ -51,7 +51,29 @@ def test_each_kind_of_field_reads_from_the_environment(
     assert getattr(load_settings(WorkerSettings, {}), name) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "values"),
+    [
+        ("served_model_name", "b,a, b", ("b", "a")),
+        ("served_model_name", " , ", ()),
+        ("cors_origins", "https://Chat.Example.com", ("https://chat.example.com",)),
+        ("cors_origins", "https://a.b:443,HTTP://a.b:80", ("https://a.b", "http://a.b")),
+        ("cors_origins", "http://a.b:443 http://[::1]:80", ("http://a.b:443", "http://[::1]")),
+        ("cors_origins", "app://localhost:80,*", ("app://localhost:80", "*")),
+    ],
+)
+def test_lists_have_each_value_once_and_origins_as_browsers_send_them(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, values: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(f"PAGEWIRE_{name.upper()}", text)
+    assert getattr(load_settings(RouterSettings, {}), name) == values
+
+
 BAD_VALUES = [
+    ("cors_origins", "https://a.b/"),
+    ("cors_origins", "https://*.example.com"),
+    ("cors_origins", "a.b"),
+    ("served_model_name", "größer"),
     ("advertise_host", "::"),
     ("advertise_host", "two words"),
     ("port", 65536),
