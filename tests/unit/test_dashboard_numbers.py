@@ -210,3 +210,84 @@ def test_the_terminal_shows_it_all_and_nothing_that_a_terminal_obeys() -> None:
     assert "1.5 kB/s" in text
     assert max(map(len, text.splitlines())) <= 120
     assert len(shown(120, 5).splitlines()) >= 14
+
+
+def large_cluster(size: int, **more: Any) -> Snapshot:
+    """As many workers of each role, all linked with all, and as many requests as a document has."""
+    load = {"used_blocks": 16, "cached_blocks": 16, "total_blocks": 64, "running": 1}
+    services: list[dict[str, Any]] = [
+        {"id": f"prefill-{number}", "role": "prefill", "epoch": 1, "load": load}
+        for number in range(size)
+    ]
+    services += [
+        {
+            "id": f"decode-{number}",
+            "role": "decode",
+            "epoch": 1,
+            "load": load | {"running": number},
+            "state": "unreachable" if number == 1 else "ready",
+            "links": [{"peer": f"prefill-{peer}", "transport": "zmq"} for peer in range(size)],
+        }
+        for number in range(size)
+    ]
+    counts = {"prompt_tokens": 12_345, "cached_tokens": 12_288, "output_tokens": 1_024}
+    requests = [
+        FIELDS
+        | {"id": f"{number:032x}", "ended_at": 1.0, "model": "m", "ttft_s": 0.25, "key": "alice"}
+        | counts
+        | {"duration_s": 12.5, "parts": [{"name": "tokens", "seconds": 12.5}]}
+        for number in range(MAX_REQUESTS)
+    ]
+    body = {"status": "ok", "model": "m", "at": 1.0, "services": services, "requests": requests}
+    return msgspec.convert(body | more, Snapshot)
+
+
+def drawn(found: Snapshot, width: int, lines: int | None) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(render(found, found, lines))
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_request_is_one_line_and_its_bar_gives_way_to_its_numbers(width: int) -> None:
+    rows = drawn(large_cluster(1), width, 40)
+    at = next(number for number, row in enumerate(rows) if row.startswith("ended"))
+    names = "ended id key status prompt cached output TTFT time"
+    assert rows[at].split() == names.split()
+    assert len(rows[at + 1 :]) >= 20
+    for number, row in enumerate(rows[at + 1 :]):
+        *words, bar = row.split()
+        assert words[2:] == ["alice", "ok", "12,345", "12,288", "1,024", "250", "ms", "12.50", "s"]
+        assert words[1].rstrip("…") in f"{number:032x}"
+        assert set(bar) == {"█"}
+        assert len(bar) <= 24
+
+
+def test_a_narrow_terminal_breaks_no_line_of_a_table() -> None:
+    for width in (20, 40, 60):
+        rows = drawn(large_cluster(2), width, 60)
+        assert max(map(len, rows)) <= width
+        assert sum(row.startswith(("prefill", "decode", "pre", "dec")) for row in rows) >= 4
+
+
+@pytest.mark.parametrize("lines", [24, 40, 60])
+def test_many_workers_and_links_leave_room_for_requests(lines: int) -> None:
+    found = large_cluster(20)
+    rows = drawn(found, 120, lines)
+    assert len(rows) <= lines
+    workers = [row for row in rows if "unreachable" in row or "ready" in row]
+    # What needs a look comes first, then what has most to do.
+    assert [row.split()[0] for row in workers[:2]] == ["decode-1", "decode-19"]
+    hidden = [int(row.split()[1].replace(",", "")) for row in rows if row.startswith("and ")]
+    links = sum(" zmq " in row for row in rows)
+    assert hidden == [40 - len(workers), 400 - links]
+    assert links >= 1
+    assert sum(" alice " in row for row in rows) >= (lines - 14) // 3
+    everything = drawn(found, 120, None)
+    assert sum(" zmq " in row for row in everything) == 400
+
+
+def test_the_terminal_says_that_redis_is_away() -> None:
+    found = large_cluster(0, redis="down")
+    assert "Redis does not answer" in drawn(found, 80, 24)
+    assert "Redis does not answer" not in drawn(large_cluster(0), 80, 24)

@@ -21,12 +21,14 @@ class Snapshot(ClusterView, frozen=True):
     """The cluster, and the numbers of its routers.
 
     Attributes:
+        redis: "up" or "down", as that router sees it.
         at: Unix time in seconds, by the clock of the router that answered.
         live: of each router that answers.
         silent: ids of the routers that do not answer.
         requests: the last ones that have ended, newest first.
     """
 
+    redis: str = "up"
     at: float = 0.0
     live: list[RouterLive] = msgspec.field(default_factory=list)
     silent: list[str] = msgspec.field(default_factory=list)

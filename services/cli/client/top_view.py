@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from typing import Literal, TypeVar
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from pagewire.services.cli.client.status import STATE_STYLES
 from pagewire.services.cli.client.top_data import Numbers, Snapshot, between, link_bytes
-from pagewire.services.cli.cluster_view import Service
+from pagewire.services.cli.cluster_view import Link, Service
 from pagewire.services.cli.terminal import printable, seconds
 from pagewire.shared.metrics.live import Histogram, RecentRequest
 
@@ -29,30 +31,58 @@ PART_STYLES = {
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
+RowT = TypeVar("RowT")
+
+
 def render(before: Snapshot, now: Snapshot, lines: int | None = None) -> RenderableType:
     """Return the picture.
 
     Args:
         before: an earlier snapshot, perhaps the same.
         now: what is shown.
-        lines: of the terminal, which the last requests fill; None shows `MOST_REQUESTS` of them.
+        lines: of the terminal, which the tables share; None shows all workers and links, and
+            `MOST_REQUESTS` of the last requests.
     """
     links = [(each, link) for each in now.services for link in each.links]
-    used = FIXED_LINES + len(now.services) + len(links)
-    room = MOST_REQUESTS if lines is None else max(1, lines - used)
+    wanted = [len(now.services), len(links), len(now.requests)]
+    rooms = [*wanted[:2], MOST_REQUESTS]
+    if lines is not None:
+        rooms = fair_shares(max(3, lines - FIXED_LINES), wanted)
     parts: list[RenderableType] = [*_headlines(now, between(before, now))]
-    parts += [Text(), _workers(now.services)]
+    parts += [Text(), _workers(now.services, rooms[0])]
     if links:
-        parts += [Text(), _links(before, now)]
-    if now.requests:
-        parts += [Text(), _legend(now.requests[:room]), _requests(now.requests[:room])]
+        parts += [Text(), _links(before, now, links, rooms[1])]
+    if requests := now.requests[: rooms[2]]:
+        parts += [Text(), _legend(requests), _requests(requests)]
     return Group(*parts)
+
+
+def fair_shares(room: int, wanted: Sequence[int]) -> list[int]:
+    """Divide rows: who wants less than an equal share gets that, the others share what is left."""
+    shares = [0] * len(wanted)
+    by_size = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for left, index in zip(range(len(wanted), 0, -1), by_size, strict=True):
+        shares[index] = min(wanted[index], room // left)
+        room -= shares[index]
+    return shares
+
+
+def _cut(rows: list[RowT], room: int, rank: Callable[[RowT], tuple[float, ...]]) -> list[RowT]:
+    """Return all rows if they fit, else the first by rank, with room for a line about the rest."""
+    return rows if len(rows) <= room else sorted(rows, key=rank)[: max(0, room - 1)]
+
+
+def _note_rest(table: Table, num_hidden: int) -> None:
+    if num_hidden:
+        table.add_row(Text(f"and {num_hidden:,} more", style="dim"))
 
 
 def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
     yield _text(f"{found.model}  {len(found.routers)} routers")
     if not found.ok:
         yield _text(f"not ready: {found.problem}", "red")
+    if found.redis == "down":
+        yield _text("Redis does not answer", "red")
     if found.silent:
         yield _text(f"without the numbers of {', '.join(found.silent)}", "red")
     yield _text(f"requests   {numbers.running:,} running, {numbers.waiting:,} waiting")
@@ -63,38 +93,46 @@ def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
     yield _text(f"transfers  {_bytes(numbers.transfer)}/s")
 
 
-def _workers(services: list[Service]) -> Table:
-    table = _table("worker", "role", "state")
-    for name in ("run", "wait", "queued"):
-        table.add_column(name, justify="right")
-    table.add_column("KV used, cached", no_wrap=True)
-    table.add_column("", justify="right")
-    for each in services:
+def _workers(services: list[Service], room: int) -> Table:
+    table = _table("~worker", "role", "state", ">run", ">wait", ">queued", "~KV used, cached", ">")
+    shown = _cut(services, room, _by_need)
+    for each in shown:
         load = each.load
         counts: list[int | None] = [None] * 3
         if load is not None:
             counts = [load.running, load.waiting, load.queued_prefill_tokens]
-        bar, used = Text("-", style="dim"), "-"
+        bar: RenderableType = Text("-", style="dim")
+        used = "-"
         if load is not None and load.total_blocks:
             shares = load.used_blocks / load.total_blocks, load.cached_blocks / load.total_blocks
-            bar = _bar([(shares[0], "blue"), (shares[1], "cyan")], fill=True)
+            bar = _Bar([(shares[0], "blue"), (shares[1], "cyan")], fill=True)
             used = f"{shares[0]:.0%}"
-        state = _text(each.state, STATE_STYLES.get(each.state, "yellow"))
-        table.add_row(_text(each.id), _text(each.role), state, *map(_count, counts), bar, used)
+        state = _cell(each.state, STATE_STYLES.get(each.state, "yellow"))
+        table.add_row(_cell(each.id), _cell(each.role), state, *map(_count, counts), bar, used)
+    _note_rest(table, len(services) - len(shown))
     return table
 
 
-def _links(before: Snapshot, now: Snapshot) -> Table:
-    table = _table("KV from", "to", "transport")
-    table.add_column("now", justify="right")
-    table.add_column("in all", justify="right")
+def _by_need(service: Service) -> tuple[float, ...]:
+    """Rank workers: first those that are not ready, then those with most to do."""
+    load = service.load
+    return service.state == "ready", 0 if load is None else -(load.running + load.waiting)
+
+
+def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], room: int) -> Table:
+    table = _table("~KV from", "~to", "transport", ">now", ">in all")
     crossed, span = link_bytes(before, now), now.at - before.at
-    for each in now.services:
-        for link in each.links:
-            sent = crossed.get((link.peer, each.id, link.transport))
-            rate = None if sent is None or span <= 0 else sent / span
-            names = map(_text, (link.peer, each.id, link.transport))
-            table.add_row(*names, f"{_bytes(rate)}/s", _bytes(link.bytes))
+
+    def sent(each: Service, link: Link) -> int | None:
+        return crossed.get((link.peer, each.id, link.transport))
+
+    shown = _cut(links, room, lambda row: (-(sent(*row) or 0), -row[1].bytes))
+    for each, link in shown:
+        moved = sent(each, link)
+        rate = None if moved is None or span <= 0 else moved / span
+        names = map(_cell, (link.peer, each.id, link.transport))
+        table.add_row(*names, f"{_bytes(rate)}/s", _bytes(link.bytes))
+    _note_rest(table, len(links) - len(shown))
     return table
 
 
@@ -108,10 +146,8 @@ def _legend(requests: list[RecentRequest]) -> Text:
 
 
 def _requests(requests: list[RecentRequest]) -> Table:
-    table = _table("ended", "id", "key", "status")
-    for name in ("prompt", "cached", "output", "TTFT", "time"):
-        table.add_column(name, justify="right")
-    table.add_column("", no_wrap=True)
+    numbers = (">prompt", ">cached", ">output", ">TTFT", ">time")
+    table = _table("ended", "~id", "~key", "status", *numbers, "~")
     longest = max((each.duration_s for each in requests), default=0.0) or 1.0
     for each in requests:
         shares = [
@@ -119,33 +155,56 @@ def _requests(requests: list[RecentRequest]) -> Table:
         ]
         table.add_row(
             datetime.fromtimestamp(each.ended_at).astimezone().strftime("%H:%M:%S"),
-            _text(each.id[:16]),
-            _text(each.key or "-"),
-            _text(each.outcome, "green" if each.outcome == "ok" else "yellow"),
+            _cell(each.id[:16]),
+            _cell(each.key or "-"),
+            _cell(each.outcome, "green" if each.outcome == "ok" else "yellow"),
             *map(_count, (each.prompt_tokens, each.cached_tokens, each.output_tokens)),
             "-" if each.ttft_s is None else seconds(each.ttft_s),
             seconds(each.duration_s),
-            _bar(shares, fill=False),
+            _Bar(shares, fill=False),
         )
     return table
 
 
-def _table(*names: str) -> Table:
+class _Bar:
+    """A bar of `BAR_CELLS` characters, fewer in a narrow terminal.
+
+    Args:
+        shares: of the whole bar, with their styles.
+        fill: draw what is left of it, too.
+    """
+
+    def __init__(self, shares: list[tuple[float, str]], *, fill: bool) -> None:
+        self._shares, self._fill = shares, fill
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, BAR_CELLS)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it; parts end where the rounded sum so far says."""
+        width = min(BAR_CELLS, options.max_width)
+        bar, total, drawn = Text(no_wrap=True, end=""), 0.0, 0
+        for share, style in self._shares:
+            total = min(1.0, total + max(0.0, share))
+            cells = round(total * width) - drawn
+            bar.append("█" * cells, style=style)
+            drawn += cells
+        yield bar.append("░" * (width - drawn), style="dim") if self._fill else bar
+
+
+def _table(*columns: str) -> Table:
+    """Return an empty table. In a narrow terminal the columns with `~` give way; `>`: numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    for name in names:
-        table.add_column(name, no_wrap=True)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
+        # rich narrows first what may be wrapped; each cell is kept on one line all the same.
+        may_yield = column.startswith("~")
+        table.add_column(_cell(column.lstrip("~>")), justify=justify, no_wrap=not may_yield)
     return table
 
 
-def _bar(shares: list[tuple[float, str]], *, fill: bool) -> Text:
-    """Return a bar of `BAR_CELLS` characters; parts end where the rounded sum so far says."""
-    bar, total, drawn = Text(), 0.0, 0
-    for share, style in shares:
-        total = min(1.0, total + max(0.0, share))
-        cells = round(total * BAR_CELLS) - drawn
-        bar.append("█" * cells, style=style)
-        drawn += cells
-    return bar.append("░" * (BAR_CELLS - drawn), style="dim") if fill else bar
+def _cell(value: str, style: str = "") -> Text:
+    return Text(printable(value), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def _text(value: str, style: str = "") -> Text:
