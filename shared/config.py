@@ -27,6 +27,7 @@ from pagewire.shared.common_settings import (
     RESPONSES_BYTES,
     RESPONSES_REDIS_URL,
     REVISION,
+    SERVED_MODEL_NAME,
     SPECIAL_TOKENS,
     TOOL_PARSER,
 )
@@ -141,6 +142,7 @@ class LLMSettings(EngineSettings):
 class WorkerSettings(ClusterSettings, EngineSettings):
     """A prefill or decode service."""
 
+    served_model_name: ModelNames | None = SERVED_MODEL_NAME
     worker_id: ServiceId = described(
         lambda: f"worker-{secrets.token_hex(4)}",
         "Stable name of this worker; a restart under the same name has a new epoch.",
@@ -192,12 +194,7 @@ class RouterSettings(ClusterSettings):
     )
     revision: Revision | None = REVISION
     model_impl: ModelImpl = MODEL_IMPL
-    served_model_name: ModelNames | None = described(
-        None,
-        "The name that clients ask for, or several, separated by commas. The first is that of the "
-        "metrics; an answer has the name that was asked for.",
-        unset="the last part of the model's directory or hub id",
-    )
+    served_model_name: ModelNames | None = SERVED_MODEL_NAME
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
     tool_parser: ToolParserName = TOOL_PARSER

@@ -14,6 +14,7 @@ def decode(
     model: options.Model = None,
     revision: options.Revision = None,
     model_impl: options.ModelImpl = None,
+    served_model_name: options.ServedModelName = None,
     worker_id: options.WorkerId = None,
     device: options.Device = None,
     dtype: options.Dtype = None,

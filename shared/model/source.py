@@ -59,6 +59,16 @@ def default_served_name(name: str) -> str:
     return Path(os.path.expanduser(name)).resolve().name
 
 
+def served_names(names: tuple[str, ...] | None, model: str) -> tuple[str, ...]:
+    """Return a model's names for clients; the first one is that of the metrics.
+
+    Args:
+        names: that it was given; None or empty: its usual one.
+        model: its directory or hub id.
+    """
+    return names or (default_served_name(model),)
+
+
 def _refuse_revision(name: str, revision: str | None) -> None:
     if revision is not None:
         raise ModelLoadError(

@@ -47,7 +47,7 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.metrics.server import MetricsServer
-from pagewire.shared.model.source import default_served_name
+from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.open_files import raise_open_file_limit
 from pagewire.shared.tracing import Tracing, open_tracing
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -171,8 +171,8 @@ class WorkerRuntime:
         self.built = await asyncio.to_thread(self._build, index)
         self.engine = EngineThread(self.built.core, self._on_outputs)
         self._engine_watch = EngineWatch(self.engine)
-        model_name = default_served_name(settings.model)
-        self.metrics_registry.register(EngineCollector(self.engine, model_name))
+        names = served_names(settings.served_model_name, settings.model)
+        self.metrics_registry.register(EngineCollector(self.engine, names[0]))
         await self._open_kv(stack)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)

@@ -38,6 +38,9 @@ def test_a_cluster_with_keys_starts_and_each_service_names_the_request(tmp_path:
             assert http.post("/v1/completions", json=body).status_code == 401
             answer = http.post("/v1/completions", json=body, headers={"x-api-key": KEY})
             assert (answer.status_code, answer.json()["model"]) == (200, "two")
+        of_vllm = [name for name in cluster.metrics() if name.startswith("vllm:")]
+        assert any(name.startswith("vllm:num_preemptions") for name in of_vllm)  # of workers
+        assert all('model_name="one"' in name for name in of_vllm)
         logs = _logs_with(cluster, '"alice"')
         found = {name: list(map(json.loads, log.splitlines())) for name, log in logs.items()}
         named = [line for lines in found.values() for line in lines if "request_id" in line]

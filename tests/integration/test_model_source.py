@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
-from pagewire.shared.model.source import default_served_name, resolve_model
+from pagewire.shared.model.source import default_served_name, resolve_model, served_names
 from pagewire.tests.support.fake_hub import FakeHub, running_hub
 
 REPO = "acme/tiny-llama"
@@ -113,6 +113,8 @@ def test_local_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_default_served_name(name: str, served: str) -> None:
     assert default_served_name(name) == served
+    assert served_names(None, name) == served_names((), name) == (served,)
+    assert served_names(("one", "two"), name) == ("one", "two")
 
 
 @pytest.mark.parametrize(

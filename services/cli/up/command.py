@@ -26,7 +26,6 @@ from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.open_files import raise_open_file_limit
 
 ROUTER_ONLY = (
-    "served_model_name",
     "generation_config",
     "special_tokens_in_messages",
     "tool_parser",
@@ -36,7 +35,7 @@ ROUTER_ONLY = (
     "policy",
     "max_queue",
 )
-BOTH = ("model", "model_impl", "revision", "log_level", "log_format")
+BOTH = ("model", "model_impl", "revision", "served_model_name", "log_level", "log_format")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")

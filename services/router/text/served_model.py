@@ -13,7 +13,7 @@ from pagewire.shared.errors import ConfigError, ModelNotFoundError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import PoolingRules, load_pooling
-from pagewire.shared.model.source import default_served_name, resolve_model
+from pagewire.shared.model.source import resolve_model, served_names
 from pagewire.shared.sampling import SamplingDefaults
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.shown import fit_for
@@ -71,7 +71,7 @@ class ServedModel:
         if tokenizer.table_with(syntax.tokens.values()) is None:
             tokenizer.pieces_with(syntax.tokens.values())
         return cls(
-            names=settings.served_model_name or (default_served_name(settings.model),),
+            names=served_names(settings.served_model_name, settings.model),
             path=path,
             tokenizer=tokenizer,
             vocab_size=config.vocab_size,
