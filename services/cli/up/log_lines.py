@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from pagewire.services.cli.terminal import printable
 from pagewire.shared.logs import json_line
@@ -12,6 +13,9 @@ from pagewire.shared.logs import json_line
 _PREFIXES = re.compile(
     r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ [\w.]+: |\d+:[A-Z] \d+ \w+ \d{4} [\d:.]+ [*#.-] "
 )
+# How a crash begins in C++ and in Python, and the stack of the thread that crashed.
+_CRASH = ("terminate called ", "Fatal Python error: ")
+_CRASHED_THREAD = "Current thread "
 _OF_REQUESTS = "pagewire.services.router.http.server.access_log"
 
 
@@ -39,6 +43,30 @@ def as_json_line(name: str, line: str) -> str:
     except (ValueError, RecursionError):
         is_object = False
     return line if is_object else json_line("info", name, line, name)
+
+
+def what_explains(lines: Sequence[str], count: int) -> list[str]:
+    """Return the lines that explain a process's end: the last ones, unless it crashed.
+
+    A crash in native code writes its reason first, then the stacks of all threads, innermost frames
+    first. Then the reason and the stack of the thread that crashed are returned.
+
+    Args:
+        lines: that the process has written, oldest first.
+        count: of lines to return, at most.
+    """
+    first = _index(lines, 0, _CRASH)
+    if first == len(lines):
+        return list(lines[-count:])
+    reason = lines[first : _index(lines, first, ("Thread ", _CRASHED_THREAD))]
+    stack = lines[_index(lines, first, (_CRASHED_THREAD,)) :]
+    return [*reason[: count - min(len(stack), count // 2)], *stack][:count]
+
+
+def _index(lines: Sequence[str], start: int, beginnings: tuple[str, ...]) -> int:
+    """Return where the first line from a start on begins in one of these ways; else the end."""
+    found = (index for index in range(start, len(lines)) if lines[index].startswith(beginnings))
+    return next(found, len(lines))
 
 
 def is_of_request(line: str) -> bool:

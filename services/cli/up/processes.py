@@ -16,7 +16,7 @@ from pathlib import Path
 from pagewire.services.cli.up import tether
 from pagewire.services.cli.up.log_lines import is_of_request
 
-TAIL_LINES = 40
+TAIL_LINES = 400  # a crash writes the stacks of all threads
 MAX_LINE_BYTES = 64 << 10  # such as a JSON line with a traceback
 MAX_LOG_BYTES = 16 << 20
 CHUNK_BYTES = 64 << 10

@@ -17,8 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pagewire.services.cli.up.log_lines import message_of
-from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, OutputLog
+from pagewire.services.cli.up.log_lines import message_of, what_explains
+from pagewire.services.cli.up.processes import (
+    TAIL_LINES,
+    Child,
+    ChildSpec,
+    ExitStatus,
+    OutputLog,
+)
 from pagewire.shared.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2
@@ -304,7 +310,7 @@ class Supervisor:
 def _report(status: ChildStatus, ended: ExitStatus, lived_s: float) -> str:
     """Return what explains a child's end: its exit code or signal, and what it wrote last."""
     head = f"{status.name} died: {ended}; it had run for {lived_s:.1f} s"
-    if not (lines := status.log.tail(REPORTED_LINES)):
+    if not (lines := what_explains(status.log.tail(TAIL_LINES), REPORTED_LINES)):
         return f"{head} and written nothing ({status.log.path})"
     return "\n".join([f"{head}; its last lines ({status.log.path}):", *[f"  {x}" for x in lines]])
 
