@@ -19,6 +19,7 @@ from pagewire.tests.support.live_router import (
     ANSWER,
     MODEL,
     SECRET,
+    TEXT,
     LiveRouter,
     live_router,
     with_worker,
@@ -146,6 +147,22 @@ def test_metrics_show_requests_and_workers(redis_url):
         assert await router.metric("pagewire_redis_up") == 1
         ready = 'pagewire_workers{state="ready",worker_role="decode"}'
         assert await router.metric(ready) == 1
+
+    with_worker(redis_url, scenario)
+
+
+def test_an_answer_that_ends_at_a_stop_string_has_its_workers_times(redis_url):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.step_s = 0.05  # longer than the times that it reports
+        stop = TEXT[len(TEXT) // 2 :][:3]
+        answer = await router.complete(prompt="Hi", stop=[stop], max_tokens=100)
+        assert answer.json()["choices"][0]["finish_reason"] == "stop"
+        assert answer.json()["usage"]["completion_tokens"] < len(worker.answer)
+        of_model = f'{{model_name="{MODEL}"}}'
+        name = "vllm:request_prefill_time_seconds_sum"
+        assert await router.metric(f"{name}{of_model}") == pytest.approx(0.02)
+        [shown] = router.service.live().requests
+        assert {"queued", "prefill"} <= {part.name for part in shown.parts}
 
     with_worker(redis_url, scenario)
 

@@ -232,13 +232,14 @@ class FakeDecodeWorker:
             await asyncio.sleep(self.step_s)
             await self.hold.wait()
             is_last = position == len(tokens) - 1
+            is_early = request.timed and position == first
             reason = "length" if len(tokens) == request.spec.max_tokens else "stop"
             output = TokenOutput(
                 request_id=request.request_id,
                 token_ids=[tokens[position]],
                 cached_tokens=self.cached_tokens if position == first else None,
                 finish_reason=reason if is_last else None,
-                timings=Timings(queue_s=0.01, prefill_s=0.02) if is_last else None,
+                timings=Timings(queue_s=0.01, prefill_s=0.02) if is_last or is_early else None,
                 logprobs=None if request.spec.logprobs is None else score([tokens[position]]),
             )
             if self.error is not None:

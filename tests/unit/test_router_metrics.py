@@ -62,6 +62,25 @@ def test_ten_requests_of_ten_tokens():
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
 
 
+def test_times_at_a_worker_count_once_whoever_ends_the_answer():
+    metrics = RouterMetrics("m")
+    early = Timings(queue_s=0.5, prefill_s=0.25)
+    meter = metrics.meter(20)  # its router ends it, at a stop string
+    meter.on_output(output(1, timings=early), time.monotonic())
+    meter.on_output(output(1), time.monotonic())
+    meter.end("stop")
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
+    assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 0.25
+    meter = metrics.meter(20)  # it migrates: the last worker's times count
+    meter.on_output(output(1, finish_reason="abort", timings=early), time.monotonic())
+    late = Timings(queue_s=1.5, prefill_s=0.25)
+    meter.on_output(output(1, finish_reason="stop", timings=late), time.monotonic())
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 2
+    assert value(metrics, "vllm:request_queue_time_seconds_sum") == 2.0
+    metrics.meter(20).end("error")  # no worker has reported
+    assert value(metrics, "vllm:request_queue_time_seconds_count") == 2
+
+
 def test_several_tokens_at_once_are_several_gaps():
     metrics = RouterMetrics("m")
     meter = metrics.meter(1)

@@ -305,7 +305,7 @@ class TokenStream:
                     Fork(request_id=fork.request_id, seed=other._seed)
                     for other, fork in zip(others, forks, strict=True)
                 ],
-                timed=self._watch.timed,
+                timed=self._watch.timed or self._watch.may_end_here,
                 trace=self._watch.trace,
             ),
             prompt.missing_blocks(link.worker_id),

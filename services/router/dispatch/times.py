@@ -17,10 +17,13 @@ class Watch(msgspec.Struct, frozen=True):
 
     Attributes:
         timed: its response has timings, for which each step is measured.
+        may_end_here: the router may end the answer before its worker does, at a stop string, so
+            that workers report their times early.
         trace: the router's span; None if the request is not traced.
     """
 
     timed: bool = False
+    may_end_here: bool = False
     trace: Trace | None = None
 
 

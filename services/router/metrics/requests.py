@@ -251,17 +251,9 @@ class RequestMeter:
                 if self.gaps is not None:
                     self.gaps.extend([(now - last) / count] * count)
         if output.timings is not None:
-            self._take_timings(output.timings, output.finish_reason is not None)
+            self.timings = output.timings
         if output.finish_reason is not None and output.finish_reason != "abort":
             self.end(output.finish_reason)
-
-    def _take_timings(self, timings: Timings, is_last: bool) -> None:
-        """Keep what a worker reports; it counts once, with the last token."""
-        self.timings = timings
-        if is_last:
-            self._metrics.queue_time.observe(timings.queue_s)
-            self._metrics.prefill_time.observe(timings.prefill_s)
-            self._metrics.transfer_time.observe(timings.transfer_s)
 
     def end(self, reason: FinishReason) -> None:
         """Count the end. Idempotent: the first one counts."""
@@ -269,6 +261,10 @@ class RequestMeter:
             return
         self._ended = True
         self._metrics.note_end(reason, has_begun=self.num_tokens > 0)
+        if self.timings is not None:
+            self._metrics.queue_time.observe(self.timings.queue_s)
+            self._metrics.prefill_time.observe(self.timings.prefill_s)
+            self._metrics.transfer_time.observe(self.timings.transfer_s)
         is_complete = reason in ("stop", "length")
         if is_complete:
             self._count_complete()

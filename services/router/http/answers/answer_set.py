@@ -82,7 +82,8 @@ class AnswerSet:
             (prompt.token_ids, msgspec.structs.replace(prompt.spec, log_id=request_id), asked.n)
             for prompt in asked.prompts
         )
-        self._sources = dispatcher.open(requests, Watch(asked.timings, trace))
+        watch = Watch(asked.timings, bool(asked.rules.stops), trace)
+        self._sources = dispatcher.open(requests, watch)
         self._answers = [
             AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.rules), asked.generates)
             for prompt in asked.prompts
