@@ -42,6 +42,11 @@ def note(line: str, style: str = "dim") -> None:
     console.print(Text(printable(line), style=style), soft_wrap=not console.is_terminal)
 
 
+def can_redraw(console: Console) -> bool:
+    """Whether the output is a terminal on which lines can be drawn again, unlike TERM=dumb."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
 def print_whole(console: Console, tables: RenderableType) -> None:
     """Print tables as wide as they are: a narrower terminal breaks the lines, nothing is cut."""
     options = console.options.update(max_width=_MAX_COLUMNS)

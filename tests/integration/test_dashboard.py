@@ -165,6 +165,29 @@ def test_top_on_a_terminal_ends_with_ctrl_c(cluster: Cluster) -> None:
     assert b"Traceback" not in rest
 
 
+@pytest.mark.parametrize("command", ["top", "status --watch"])
+def test_a_terminal_that_cannot_be_redrawn_gets_lines(cluster: Cluster, command: str) -> None:
+    words = [*CLI, *command.split(), *(["0.2"] if "watch" in command else [])]
+    line = " ".join(["exec", "env", "TERM=dumb", *words, "--operator-url", cluster.operator_url])
+    with subprocess.Popen(
+        ["script", "-qefc", line, "/dev/null"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        seen = b""
+        while seen.count(b"decode-0") < (4 if "watch" in command else 1):
+            part = process.stdout.read1(1 << 16)
+            assert part, seen
+            seen += part
+        if "watch" in command:
+            process.stdin.write(b"\x03")
+            process.stdin.flush()
+        seen += process.stdout.read()
+        assert process.wait(10) == 0, seen
+    assert b"\x1b" not in seen
+
+
 def test_top_where_nobody_is(cluster: Cluster) -> None:
     done = pagewire("top", "--operator-url", NOWHERE)
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pagewire.services.cli.batch.sender import BatchSender
-from pagewire.services.cli.terminal import note, printable
+from pagewire.services.cli.terminal import can_redraw, note, printable
 from pagewire.shared.aio import end_task, start_task
 
 REFRESH_S = 0.2
@@ -64,7 +64,7 @@ async def run_with_progress(
         every_s: between two lines, where stderr is not a terminal.
     """
     console = Console(stderr=True)
-    if console.is_terminal:
+    if can_redraw(console):
         columns = (BarColumn(), TextColumn("{task.description}", markup=False))
         with Progress(*columns, console=console) as bar:
             shown = bar.add_task("", total=tally.total)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from pagewire.services.cli.bench.runner import BenchRun
 from pagewire.services.cli.bench.stats import PERCENTS
-from pagewire.services.cli.terminal import print_whole, printable
+from pagewire.services.cli.terminal import can_redraw, print_whole, printable
 
 REFRESH_S = 0.2
 LATENCIES = (
@@ -27,7 +27,7 @@ LATENCIES = (
 async def run_with_bar(run: BenchRun, console: Console) -> None:
     """Run a bench to its end, with a bar where there is a terminal."""
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, disable=not can_redraw(console)) as bar:
         shown = bar.add_task("", total=1.0)
         watcher = asyncio.create_task(_watch(run, bar, shown))
         try:

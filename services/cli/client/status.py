@@ -25,7 +25,7 @@ from pagewire.services.cli.client.cluster_status import (
 from pagewire.services.cli.client.endpoint_url import http_client
 from pagewire.services.cli.cluster_view import shrunk_contexts
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
-from pagewire.services.cli.terminal import print_whole
+from pagewire.services.cli.terminal import can_redraw, print_whole
 
 STATE_STYLES = {
     "ready": "green",
@@ -84,7 +84,7 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
             else:
                 print_whole(console, render(found))
             return found.ok
-        if as_json or not console.is_terminal:
+        if as_json or not can_redraw(console):
             await _print_again(client, root, watch, console, as_json)
         else:
             await _watch(client, root, watch, console)

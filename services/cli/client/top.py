@@ -22,7 +22,7 @@ from pagewire.services.cli.client.top_data import (
 )
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.cli.errors import one_line_errors
-from pagewire.services.cli.terminal import print_whole
+from pagewire.services.cli.terminal import can_redraw, print_whole
 
 
 def top(
@@ -54,7 +54,7 @@ async def _show(root: str, interval: float) -> None:
     console = Console()
     async with http_client(root) as client:
         before = await fetch_snapshot(client, root)
-        if console.is_terminal:
+        if can_redraw(console):
             await _watch(client, root, interval, console, before)
         else:
             await asyncio.sleep(interval)

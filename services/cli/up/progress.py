@@ -12,6 +12,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from pagewire.services.cli.terminal import can_redraw
 from pagewire.services.cli.up.log_lines import message_of
 from pagewire.services.cli.up.supervisor import ChildStatus, State
 
@@ -44,7 +45,7 @@ class ProgressDisplay:
         self._live: Live | None = None
 
     def __enter__(self) -> ProgressDisplay:
-        if self._console.is_terminal:
+        if can_redraw(self._console):
             self._live = Live(
                 get_renderable=self.render, console=self._console, refresh_per_second=8
             )
