@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -20,6 +21,7 @@ from pagewire.tests.support.fake_decode_worker import (
     HEARTBEAT_S,
     LEASE_S,
     FakeDecodeWorker,
+    link,
     prefill_record,
 )
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, LiveRouter, live_router
@@ -252,6 +254,38 @@ def test_a_narrow_window_scrolls_tables_and_not_the_page(cluster: Cluster, page:
     page.show(f"{cluster.operator_url}/dashboard", width=360, height=700)
     page.wait_for("document.querySelectorAll('#requests tbody tr').length")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.browser
+def test_many_workers_and_links_leave_requests_in_sight(redis_url: str, page: Browser) -> None:
+    names = [f"prefill-{number}" for number in range(40)]
+    table = "document.getElementById('workers')"
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            links = [link(name) for name in names]
+            decode = FakeDecodeWorker(redis_url, SECRET, answer=ANSWER, links=links)
+            await stack.enter_async_context(decode)
+            for name in names:
+                await stack.enter_async_context(prefill_record(redis_url, SECRET, name))
+            router = await stack.enter_async_context(live_router(redis_url))
+            await router.ready()
+            await eventually(lambda: len(router.service.directory.workers()) == 41)
+            url = f"{router.service.operator_endpoint}/dashboard"
+            await asyncio.to_thread(page.show, url, height=900)
+            rows = "document.querySelectorAll('#workers tbody tr, #links tbody tr').length == 81"
+            await asyncio.to_thread(page.wait_for, rows)
+            assert "41 ready" in await asyncio.to_thread(page.text, "#states")
+            top = "document.getElementById('requests').getBoundingClientRect().top"
+            assert await asyncio.to_thread(page.evaluate, f"{top} < 2 * innerHeight")
+            # Where one has scrolled to stays, with the next document, too.
+            scroll = f"{table}.parentElement.scrollTop"
+            await asyncio.to_thread(page.evaluate, f"{scroll} = 300")
+            await asyncio.to_thread(page.evaluate, f"{table}.rows[1].id = 'old'")
+            await asyncio.to_thread(page.wait_for, "!document.getElementById('old')")
+            assert await asyncio.to_thread(page.evaluate, scroll) == 300
+
+    run_async(main(), 100)
 
 
 @pytest.mark.browser

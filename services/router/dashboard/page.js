@@ -97,8 +97,8 @@ function bar(kind, parts) {
   return node;
 }
 
-function state(text) {
-  const kind = GOOD.includes(text) ? "good" : BAD.includes(text) ? "bad" : "";
+function state(name, text = name) {
+  const kind = GOOD.includes(name) ? "good" : BAD.includes(name) ? "bad" : "";
   return make("span", `state ${kind}`, text);
 }
 
@@ -112,6 +112,9 @@ function kvBar({ load }) {
 function showWorkers(found) {
   const load = (name) => (worker) => count(worker.load?.[name]);
   const used = ({ load }) => percent(load?.total_blocks ? load.used_blocks / load.total_blocks : null);
+  const states = found.services.map((worker) => worker.state), names = [...new Set(states)].sort();
+  place("states").replaceChildren(...names.map((name) => (
+    state(name, `${count(states.filter((each) => each === name).length)} ${name}`))));
   fill("workers", [
     ["worker", "id", (worker) => worker.id],
     ["role", "", (worker) => worker.role],
@@ -178,7 +181,7 @@ function showRequests(found) {
   ], found.requests, "No request has ended since the routers started.");
   const names = new Set(found.requests.flatMap((each) => (each.parts ?? []).map((part) => part.name)));
   const shown = [...PARTS.filter((name) => names.has(name)), ...[...names].filter((name) => !PARTS.includes(name))];
-  place("parts").replaceChildren(...shown.flatMap((name) => [make("i", partClass(name)), name]));
+  place("parts").replaceChildren(...shown.map((name) => make("span", "part", make("i", partClass(name)), name)));
 }
 
 function show(found) {
