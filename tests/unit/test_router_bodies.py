@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.services.router.http.bodies.body_process import read_body
+from pagewire.services.router.http.bodies.protocol import BodyKind
 from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.inputs.generation import read_chat, read_completion
 from pagewire.services.router.http.inputs.schemas import (
@@ -19,6 +21,7 @@ from pagewire.services.router.http.inputs.schemas import (
     CompletionBody,
     parse_body,
 )
+from pagewire.services.router.http.responses.inputs import with_history
 from pagewire.services.router.http.unsupported import refused_fields
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling_types import MAX_STOP_TOKEN_IDS
@@ -164,13 +167,42 @@ def test_a_wrong_field_that_comes_twice_is_refused(last):
     assert caught.value.param == "messages[0].role"
 
 
-@pytest.mark.parametrize("field", ["x", "stop", "prompt"])
-def test_a_body_nested_to_any_depth_is_refused(field):
-    """Also where a wrong field is within the decoder's reach and its value is not."""
-    for depth in range(sys.getrecursionlimit()):
-        raw = f'{{"model": 5, "{field}": {"[" * depth + "]" * depth}}}'
-        with pytest.raises(InvalidRequestError):
-            read_completion(raw.encode(), MODEL, CONTEXT)
+SAID = '"messages": [{"role": "user", "content": "Hi"}]'
+VARIABLES = '"chat_template_kwargs": {"a": DEEP}'
+CALL = '{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{\\"a\\": DEEP}"}'
+USE = '{"type": "tool_use", "id": "a", "name": "f", "input": {"a": DEEP}}'
+TOOL = '{"name": "f", "input_schema": {"properties": DEEP}}'
+NESTED = [
+    ("completion", '"prompt": "Hi", "x": DEEP'),
+    ("completion", '"prompt": "Hi", "stop": DEEP'),
+    ("completion", '"prompt": DEEP'),
+    ("completion", '"model": 5, "prompt": DEEP'),
+    ("chat", f"{SAID}, {VARIABLES}"),
+    ("tokenize", f"{SAID}, {VARIABLES}"),
+    ("embedding", '"input": DEEP'),
+    ("response", f'"input": "Hi", {VARIABLES}'),
+    (
+        "response",
+        '"input": "Hi", "text": {"format": {"type": "json_schema", "schema": {"a": DEEP}}}',
+    ),
+    ("response count", f'"input": [{CALL}]'),
+    ("message", f'"max_tokens": 1, {SAID}, "tools": [{TOOL}], "tool_choice": {{"type": "none"}}'),
+    ("message count", f'"messages": [{{"role": "assistant", "content": [{USE}]}}, {SAID[13:-1]}]'),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), NESTED)
+def test_a_body_nested_to_any_depth_is_read_or_refused(kind: BodyKind, fields: str) -> None:
+    """Also where it is within the reach of the decoder, and not of what comes after that."""
+    limit, refused = sys.getrecursionlimit(), set()
+    for depth in range(limit - 150, limit + 1):
+        raw = f'{{"model": "m", {fields.replace("DEEP", "[" * depth + "]" * depth)}}}'.encode()
+        body = with_history(raw, b"") if kind.startswith("response") else raw
+        try:
+            read_body(kind, body, MODEL, CONTEXT)
+        except InvalidRequestError as exc:
+            refused.add(exc.message)
+    assert any("the body is nested too deeply" in message for message in refused)
 
 
 JSON = st.recursive(

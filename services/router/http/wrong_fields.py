@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -20,6 +21,26 @@ _PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
 _WRONG_TYPE = re.compile(r"^Expected `[^`]+`, got ")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
+
+
+@contextmanager
+def problems_named(kind: type[msgspec.Struct], raw: bytes | bytearray) -> Iterator[None]:
+    """Say what is wrong with a body that is decoded in the block.
+
+    Args:
+        kind: what the body is to be.
+        raw: the body.
+
+    Raises:
+        InvalidRequestError: it is not JSON, or a field is wrong, which it names.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        yield
+    except msgspec.ValidationError as exc:
+        raise describe_wrong_field(kind, raw, exc) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
 
 
 def describe_wrong_field(

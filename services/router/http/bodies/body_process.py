@@ -25,7 +25,12 @@ from pagewire.services.router.http.bodies.protocol import (
     send_message,
 )
 from pagewire.services.router.http.inputs.embeddings import read_embedding
-from pagewire.services.router.http.inputs.generation import InputReader, read_chat, read_completion
+from pagewire.services.router.http.inputs.generation import (
+    GenerationInput,
+    InputReader,
+    read_chat,
+    read_completion,
+)
 from pagewire.services.router.http.inputs.tokens import read_detokenize, read_tokenize
 from pagewire.services.router.http.messages.inputs import read_message, read_message_count
 from pagewire.services.router.http.responses.inputs import read_response, read_response_count
@@ -46,6 +51,22 @@ READERS: dict[BodyKind, InputReader] = {
 }
 
 
+def read_body(
+    kind: BodyKind, raw: bytes | bytearray, model: ServedModel, max_model_len: int
+) -> GenerationInput:
+    """Check and tokenize a body.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    try:
+        return READERS[kind](raw, model, max_model_len)
+    except RecursionError as exc:  # where a part of it is decoded, encoded again or rendered
+        raise InvalidRequestError(
+            "the body is nested too deeply: hundreds of objects and lists within each other"
+        ) from exc
+
+
 def serve(connection: socket.socket) -> None:
     """Read bodies.
 
@@ -58,7 +79,7 @@ def serve(connection: socket.socket) -> None:
         job = receive_message(connection, Job)
         raw = receive_bytes(connection, job.num_bytes)
         try:
-            asked = READERS[job.kind](raw, model, job.max_model_len)
+            asked = read_body(job.kind, raw, model, job.max_model_len)
         except InvalidRequestError as exc:
             send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
             continue

@@ -12,7 +12,7 @@ from threading import Lock
 
 import msgspec
 
-from pagewire.services.router.http.bodies.body_process import READERS
+from pagewire.services.router.http.bodies.body_process import read_body
 from pagewire.services.router.http.bodies.child_process import ChildProcess
 from pagewire.services.router.http.bodies.protocol import (
     BodyKind,
@@ -79,19 +79,19 @@ class BodyReader:
             threads, read = self._processes.threads, self._processes.read
         bodies = [raw]
 
-        def read_body() -> GenerationInput:
+        def read_it() -> GenerationInput:
             return read(kind, bodies.pop(), max_model_len)
 
         try:
             async with asyncio.timeout(WAIT_S):
-                return await asyncio.get_running_loop().run_in_executor(threads, read_body)
+                return await asyncio.get_running_loop().run_in_executor(threads, read_it)
         except TimeoutError as exc:
             raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
         finally:
             bodies.clear()  # what is cancelled stays in line: then without its bytes
 
     def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
-        return READERS[kind](raw, self._model, max_model_len)
+        return read_body(kind, raw, self._model, max_model_len)
 
     def close(self) -> None:
         """End all threads and processes, whatever they read."""

@@ -17,9 +17,9 @@ from msgspec import Meta
 
 from pagewire.services.router.http.inputs.answer_form import FormFields
 from pagewire.services.router.http.unsupported import refuse_unsupported, refused_fields
-from pagewire.services.router.http.wrong_fields import describe_wrong_field
+from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.shared.control.protocol import MAX_FORKS
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import SamplingFields, SamplingParams
 from pagewire.shared.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
@@ -220,14 +220,10 @@ def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
         InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
             is not supported; names the field.
     """
-    try:
+    with problems_named(kind, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         refuse_unsupported(fields, chat=kind is ChatBody)
         body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as exc:
-        raise describe_wrong_field(kind, raw, exc) from exc
-    except UNDECODABLE as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     _check_together(body)
     if isinstance(body, ChatBody):
         _check_chat(body, fields)

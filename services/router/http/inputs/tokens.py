@@ -15,9 +15,9 @@ from pagewire.services.router.http.inputs.generation import (
 )
 from pagewire.services.router.http.inputs.prompts import prompt_ids
 from pagewire.services.router.http.inputs.schemas import MAX_MESSAGES, ChatBody, ChatMessage
-from pagewire.services.router.http.wrong_fields import describe_wrong_field
+from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling_types import TokenId
 from pagewire.shared.text.chat_template import TemplateVariables
 from pagewire.shared.tools.definitions import Tools, check_tools_size
@@ -136,13 +136,9 @@ def parse_plain(kind: type[BodyT], raw: bytes | bytearray, model: ServedModel) -
     Raises:
         InvalidRequestError: it is not JSON, a field is wrong, or the model is another.
     """
-    try:
+    with problems_named(kind, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as exc:
-        raise describe_wrong_field(kind, raw, exc) from exc
-    except UNDECODABLE as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     if "tools" in fields:
         check_tools_size(memoryview(fields["tools"]).nbytes)
     if body.model is not None:

@@ -24,9 +24,9 @@ from pagewire.services.router.http.messages.schemas import (
     NoneChoice,
     ToolChoice,
 )
-from pagewire.services.router.http.wrong_fields import describe_wrong_field
+from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.tools.definitions import (
     Function,
@@ -91,13 +91,9 @@ def read_message_count(
 
 def _parse(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
     """Return the checked body of a request, and how many of its fields are unknown."""
-    try:
+    with problems_named(kind, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(raw, type=kind)
-    except msgspec.ValidationError as exc:
-        raise describe_wrong_field(kind, raw, exc) from exc
-    except UNDECODABLE as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     if body.tools:
         check_tools_size(memoryview(fields["tools"]).nbytes)
     if body.thread is not None:

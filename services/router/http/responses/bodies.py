@@ -23,7 +23,7 @@ from pagewire.services.router.http.inputs.schemas import (
     ServiceTier,
 )
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS
-from pagewire.services.router.http.wrong_fields import describe_wrong_field
+from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.sampling import SamplingFields
 from pagewire.shared.sampling_types import NumTop
@@ -263,13 +263,9 @@ def parse_response_body(
         InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
             is not supported; names the field.
     """
-    try:
+    with problems_named(ResponseBody, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         body = msgspec.json.decode(raw, type=ResponseBody)
-    except msgspec.ValidationError as exc:
-        raise describe_wrong_field(ResponseBody, raw, exc) from exc
-    except UNDECODABLE as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
     if body.background:
         raise InvalidRequestError(
             "background must be false: responses are made while their clients wait", "background"
