@@ -73,6 +73,28 @@ def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: s
     with_worker(redis_url, main)
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"temperature": "hot"}, "invalid_type"),
+        ({"temperature": -1}, "invalid_value"),
+        ({"max_output_tokens": "2"}, "invalid_type"),
+        ({"max_output_tokens": 1 << 40}, "context_length_exceeded"),
+        ({"audio": {}}, "unsupported_parameter"),
+        ({"input": None}, "invalid_type"),
+        ({"tools": [{"type": "function"}]}, "missing_required_parameter"),
+        ({"model": "other"}, "model_not_found"),
+    ],
+)
+def test_refusals_have_openais_codes(redis_url: str, fields: dict[str, Any], code: str) -> None:
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        body = {"model": MODEL, "input": "Hello", **fields}
+        response = await router.http.post("/v1/responses", json=body)
+        assert response.json()["error"]["code"] == code, response.text
+
+    with_worker(redis_url, main)
+
+
 @pytest.mark.parametrize("value", [b'"\xff"', b"1e999"], ids=["no text", "no number"])
 @pytest.mark.parametrize("field", ["input", "text", "tools"])
 def test_all_of_what_is_kept_or_repeated_must_be_json(
