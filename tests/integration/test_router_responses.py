@@ -271,7 +271,9 @@ def test_log_probabilities_are_of_the_text_alone(ask: Ask, step: float) -> None:
             "top_logprobs": 2,
         }
         whole = client.responses.create(**asked)
-        *_, last = client.responses.create(**asked, stream=True)
+        *events, last = client.responses.create(**asked, stream=True)
+        begins = [event.part for event in events if event.type == "response.content_part.added"]
+        assert begins[-1].logprobs == []
         for answer in (whole, last.response):
             part = answer.output[-1].content[0]
             assert part.text == "The café — 東京."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, Literal
 
 from pagewire.services.router.http.responses.logprobs import PendingLogprobs
@@ -109,7 +110,7 @@ class OutputItems:
                 part["logprobs"] = []
         added = self._begin({**item, "status": "in_progress", "content": []})
         self.items[-1]["content"].append(part)
-        shown = dict(part)
+        shown = deepcopy(part)  # as it is before the first delta
         return [
             added,
             self._event("response.content_part.added", content_index=0, part=shown),
