@@ -36,6 +36,11 @@ MISSING = "resp_" + "0" * 32
 ANSWER = "<think>\nA clock.\n</think>\n\n" + written(TOOL_FORMATS["hermes"], [("clock", {})])
 HELLO = [{"role": "user", "content": "Which time?"}]
 FUNCTIONS = [{"type": "function", **each["function"]} for each in TOOLS]
+ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "clock"}],
+}
 MESSAGE_TOOLS = [{"name": "clock", "input_schema": {"type": "object"}}]
 CALLED = [
     {"role": "user", "content": [{"type": "input_text", "text": "Which time?"}]},
@@ -59,6 +64,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"input": CALLED, "tools": FUNCTIONS, "max_output_tokens": 3}),
     ("/v1/responses", {"input": "Hi", "tools": FUNCTIONS, "reasoning": {"effort": "high"}}),
     ("/v1/responses", {"input": "Hi", "timings": True}),
+    ("/v1/responses", {"input": "Hi", "tools": FUNCTIONS, "tool_choice": ALLOWED}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "timings": True}),
     ("/v1/responses", {"input": "Hi", "include": ["message.output_text.logprobs"]}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 64, "tools": MESSAGE_TOOLS}),

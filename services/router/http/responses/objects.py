@@ -13,7 +13,7 @@ from pagewire.services.router.http.answers.objects import (
     UnixTime,
 )
 from pagewire.services.router.http.answers.timing_objects import RequestTimings
-from pagewire.services.router.http.responses.bodies import ChosenFunction
+from pagewire.services.router.http.responses.bodies import AllowedFunctions, ChosenFunction
 from pagewire.services.router.http.responses.input_items import ItemStatus
 
 
@@ -198,7 +198,7 @@ class Response(msgspec.Struct):
     service_tier: str
     temperature: float
     text: dict[str, Any]
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
