@@ -61,6 +61,7 @@ def read_message(raw: bytes | bytearray, model: ServedModel, max_model_len: int)
         top_p=body.top_p,
         top_k=body.top_k,
         stream=body.stream,
+        cache_salt=body.cache_salt,
         timings=body.timings,
     )
     try:
@@ -69,7 +70,7 @@ def read_message(raw: bytes | bytearray, model: ServedModel, max_model_len: int)
         if exc.param != "response_format":
             raise
         message = exc.message.replace("response_format", _FORM_FIELD)
-        raise InvalidRequestError(message, _FORM_FIELD) from exc
+        raise InvalidRequestError(message, _FORM_FIELD, exc.code) from exc
     if found.form_field == "response_format":
         found = msgspec.structs.replace(found, form_field=_FORM_FIELD)
     return found

@@ -13,7 +13,7 @@ from pagewire.services.router.http.inputs.schemas import (
     AtLeastOne,
     StopStrings,
 )
-from pagewire.shared.sampling_types import Temperature, TopP
+from pagewire.shared.sampling_types import CacheSalt, Temperature, TopP
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tools.definitions import MAX_TOOLS, FunctionName
 
@@ -270,6 +270,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
         top_k: keep the k most likely tokens; 0 keeps all.
         stream: send the answer as server-sent events while it is made.
+        cache_salt: cached blocks are shared only with requests of the same salt.
         metadata: changes no answer, nor does service_tier.
         timings: the response says where the time went.
     """
@@ -280,6 +281,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: TopK | None = None
     stream: bool | None = None
+    cache_salt: CacheSalt | None = None
     metadata: MessageMetadata | None = None
     service_tier: str | None = None
     timings: bool | None = None
