@@ -136,6 +136,13 @@ def test_models_as_anthropics_clients_have_them(serve: Serve) -> None:
         assert one == found
         ours = (await router.http.get(f"/v1/models/{MODEL}")).json()
         assert (ours["object"], ours["max_model_len"]) == ("model", found["max_input_tokens"])
+        missing = await router.http.get("/v1/models/other", headers=headers)
+        assert missing.status_code == 404
+        assert missing.json()["type"] == "error"
+        assert missing.json()["error"]["type"] == "not_found_error"
+        assert missing.json()["request_id"] == missing.headers["request-id"]
+        ours = (await router.http.get("/v1/models/other")).json()
+        assert ours["error"]["code"] == "model_not_found"
 
     serve("Noon.", scenario)
 

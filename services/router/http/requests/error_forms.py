@@ -1,4 +1,4 @@
-"""Errors in the form of a route: Anthropic's on the routes of its API, OpenAI's on all others."""
+"""Errors in the form of a route: Anthropic's to clients of its API, OpenAI's to all others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from pagewire.services.router.http.messages.errors import message_error, message
 from pagewire.services.router.http.requests.record import record_of
 
 MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Return the HTTP response to a request."""
     request_id = record_of(scope).request_id
-    if not _is_anthropics(scope):
+    if not is_anthropics(scope):
         return error.response(request_id)
     body, headers = message_error(error, request_id), {**error.headers, "request-id": request_id}
     return Response(body, error.status, headers=headers, media_type="application/json")
@@ -25,11 +27,18 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 def end_with_error(error: ApiError, scope: Scope) -> bytes:
     """Return the events that end a stream in which something went wrong."""
     request_id = record_of(scope).request_id
-    if _is_anthropics(scope):
+    if is_anthropics(scope):
         return message_error_event(error, request_id)
     return error_event(error.body(request_id)) + DONE
 
 
-def _is_anthropics(scope: Scope) -> bool:
+def is_anthropics(scope: Scope) -> bool:
+    """Whether a client uses Anthropic's API. Its header says so on paths that both APIs have."""
     path: str = scope["path"]
-    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+    if _is_at(path, MODELS_PATH):
+        return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return _is_at(path, MESSAGES_PATH)
+
+
+def _is_at(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")

@@ -26,6 +26,7 @@ from pagewire.services.router.http.bodies.reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.errors import describe, outcome_of
 from pagewire.services.router.http.inputs.generation import GenerationInput
 from pagewire.services.router.http.messages.format import model_info, model_list
+from pagewire.services.router.http.requests.error_forms import MODELS_PATH, is_anthropics
 from pagewire.services.router.http.requests.http_io import (
     EventStream,
     cancel_on_disconnect,
@@ -41,25 +42,25 @@ from pagewire.shared.text.answer_text import TextDelta
 router = APIRouter(redirect_slashes=False)
 
 
-@router.get("/v1/models")
+@router.get(MODELS_PATH)
 async def list_models(request: Request) -> Response:
     """List the one model, by each of its names."""
     service = service_of(request)
     records = [
         model_record(service.model, name, service.max_model_len) for name in service.model.names
     ]
-    if _is_anthropics(request):
+    if is_anthropics(request.scope):
         return json_response(model_list(records))
     return json_response({"object": "list", "data": records})
 
 
-@router.get("/v1/models/{model_id:path}")
+@router.get(MODELS_PATH + "/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe the model."""
     service = service_of(request)
     service.model.check_name(model_id)
     record = model_record(service.model, model_id, service.max_model_len)
-    return json_response(model_info(record) if _is_anthropics(request) else record)
+    return json_response(model_info(record) if is_anthropics(request.scope) else record)
 
 
 @router.post("/v1/completions")
@@ -263,11 +264,6 @@ def service_of(request: Request) -> RouterService:
     """Return the router's service."""
     service: RouterService = request.app.state.service
     return service
-
-
-def _is_anthropics(request: Request) -> bool:
-    """Whether the client is Anthropic's, on a path that both APIs have."""
-    return "anthropic-version" in request.headers
 
 
 def json_response(content: object, status: int = 200) -> Response:
