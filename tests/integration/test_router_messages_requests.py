@@ -199,6 +199,11 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("system[0]", {"system": [IMAGE]}),
     ("system[0].type is required", {"system": [{"text": "Be brief."}]}),
     ("stop_sequences[0]", {"stop_sequences": [""]}),
+    (
+        "stop_sequences must be a list of at most 16 strings of 1 to 256 characters",
+        {"stop_sequences": ["a"] * 17},
+    ),
+    ("cache_salt must be a string of 1 to 256 characters", {"cache_salt": ""}),
     ("tools[0].type", {"tools": [{**TOOLS[0], "type": "web_search_20250305"}]}),
     ("tools[0].input_schema is required", {"tools": [{"name": "f"}]}),
     ("tools[0].input_schema", {"tools": [{"name": "f", "input_schema": {"type": "array"}}]}),

@@ -88,8 +88,8 @@ def test_a_list_of_token_ids_is_bounded_by_the_context():
         (
             chat,
             {"stop": 5},
-            "stop must be a string of 1 to 256 characters or a list of at most 16 such strings, "
-            "not 5",
+            "stop must be a string of 1 to 256 characters or a list of at most 16 strings of 1 to "
+            "256 characters, not 5",
         ),
         (chat, {"stop": ["a", ""]}, "stop[1] must be a string of 1 to 256 characters, not ''"),
         (

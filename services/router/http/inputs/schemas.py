@@ -50,7 +50,10 @@ StopString = Annotated[
 ]
 StopStrings = Annotated[
     list[StopString],
-    Meta(max_length=MAX_STOPS, description=f"a list of at most {MAX_STOPS} such strings"),
+    Meta(
+        max_length=MAX_STOPS,
+        description=f"a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters",
+    ),
 ]
 # Larger numbers than any context, and none that is too long to be printed.
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a positive integer below 2**63")]

@@ -171,7 +171,10 @@ ToolChoice = Annotated[
         '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
     ),
 ]
-_Included = Annotated[list[str], Meta(max_length=MAX_INCLUDED)]
+_Included = Annotated[
+    list[str],
+    Meta(max_length=MAX_INCLUDED, description=f"a list of at most {MAX_INCLUDED} strings"),
+]
 ResponseId = Annotated[
     str, Meta(max_length=MAX_ID_CHARS, description="the id of a stored response")
 ]
