@@ -1,8 +1,4 @@
-"""Embeddings of a cluster against those of sentence-transformers, whose model it serves.
-
-pip install -e '.[clients]'
-pytest tests/clients
-"""
+"""Embeddings of a cluster against those of sentence-transformers, whose model it serves."""
 
 from __future__ import annotations
 

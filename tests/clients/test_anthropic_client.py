@@ -7,6 +7,8 @@ from typing import Any
 
 import anthropic
 import pytest
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
 
 from pagewire.tests.support.library_client import CALLS, calls_text, scripted_router
 from pagewire.tests.support.live_router import MODEL
@@ -83,6 +85,19 @@ def test_a_stream(ask: Ask) -> None:
             text = "".join(stream.text_stream)
             check(stream.get_final_message())
         assert text == "Let me see."
+
+    ask(scenario)
+
+
+def test_each_event_is_of_its_type(ask: Ask) -> None:
+    kind: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+    def scenario(client: anthropic.Anthropic) -> None:
+        events = [event.to_dict() for event in client.messages.create(**ASKED, stream=True)]
+        for event in events:  # the client does not check what it reads
+            kind.validate_python(event)
+        assert events[0]["type"] == "message_start"
+        assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
 
     ask(scenario)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
+from openai.types.responses import ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
 
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
@@ -22,6 +23,7 @@ CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
 NAMED = {"type": "function", "name": "clock"}
 QUESTION = "The weather in Łódź, and the time?"
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 STEPS = pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
 
 
@@ -159,6 +161,8 @@ def test_events_come_in_openais_order_and_add_up(ask: Ask, step: float) -> None:
         events = list(
             client.responses.create(model=MODEL, input=QUESTION, tools=TOOLS, stream=True)
         )
+        for event in events:  # the client does not check what it reads
+            EVENT.validate_python(event.to_dict())
         assert [event.sequence_number for event in events] == list(range(len(events)))
         final = events[-1].response
         assert {event.response.id for event in events if hasattr(event, "response")} == {final.id}
