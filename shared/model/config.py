@@ -13,7 +13,11 @@ from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
-from pagewire.shared.model.transformers_model.config import TransformersConfig, parse_config
+from pagewire.shared.model.transformers_model.config import (
+    TransformersConfig,
+    parse_config,
+    why_refused,
+)
 from pagewire.shared.setting_types import ModelImpl
 
 CONFIG_FILE = "config.json"
@@ -119,14 +123,24 @@ def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
             if architecture in ARCHITECTURES:
                 return architecture
     reason = REFUSED.get(named[0])
-    why = f" ({reason})" if reason else ""
     if model_impl == "auto" and _may_be_run_by_transformers(named[0], fields):
+        why = f" ({reason})" if reason else ""
         raise fields.error(
             f"architecture {named[0]} is not supported by Pagewire's own code{why}; "
-            "--model-impl transformers runs it by Hugging Face's, which is slower"
+            f"--model-impl transformers runs it by Hugging Face's, which is slower"
+            f"{_condition(fields)}"
         )
+    reason = reason or why_refused(named[0], fields)
+    why = f": {reason}" if reason else ""
     supported = ", ".join(ARCHITECTURES)
     raise fields.error(f"architecture {named[0]} is not supported{why}; supported are {supported}")
+
+
+def _condition(fields: Fields) -> str:
+    """Return on what that depends, to append; only workers can ask transformers itself."""
+    if not fields.raw.get("auto_map"):
+        return ""
+    return ", if that has this architecture: code that a model brings along is not run"
 
 
 def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:

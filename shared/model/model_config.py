@@ -180,8 +180,11 @@ def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
     name, activation = defaults.activation
     if fields.raw.get(name, activation) != activation:
         raise fields.error(f"{name} {fields.raw[name]!r} is not supported; only {activation!r}")
-    if fields.raw.get("quantization_config") is not None:
-        raise fields.error("quantised checkpoints are not supported; pass an unquantised one")
+    quantised = fields.raw.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        how = f" ({method:.40})" if isinstance(method, str) else ""
+        raise fields.error(f"quantised checkpoints{how} are not supported; pass an unquantised one")
 
 
 def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:

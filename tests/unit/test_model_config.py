@@ -30,7 +30,6 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
-    PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -42,8 +41,8 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
-from pagewire.shared.model.layer_ropes import TwoRopesConfig
 from pagewire.shared.model.rope_config import RopeConfig
+from pagewire.tests.support.hf_configs import assert_same
 
 CONFIG_CLASSES = {
     "LlamaForCausalLM": LlamaConfig,
@@ -85,20 +84,6 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 NEEDED["DeepseekV2ForCausalLM"] = {"num_experts_per_tok": 6}  # without it nothing is computed
 
-# Hugging Face's name of a field, and ours.
-SAME_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "rms_norm_eps": "rms_norm_eps",
-    "max_position_embeddings": "max_position_embeddings",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "bos_token_id": "bos_token_id",
-}
-
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
     "attention_bias": False,
@@ -137,30 +122,11 @@ def _llama(**fields: Any) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], **fields}
 
 
-def _assert_same(path: Path, theirs: PreTrainedConfig) -> None:
-    ours = load_config(path)
-    for name, our_name in SAME_FIELDS.items():
-        if name == "rms_norm_eps" and hasattr(theirs, "layer_norm_eps"):
-            name = "layer_norm_eps"
-        assert getattr(ours, our_name) == getattr(theirs, name), name
-    head_dim = getattr(theirs, "head_dim", None)
-    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    eos = theirs.eos_token_id
-    assert list(ours.eos_token_ids) == (eos if isinstance(eos, list) else [eos] if eos else [])
-    rope = theirs.rope_parameters
-    if isinstance(ours, TwoRopesConfig):
-        assert ours.local_rope.theta == rope["sliding_attention"]["rope_theta"]
-        assert ours.sliding == tuple(kind == "sliding_attention" for kind in theirs.layer_types)
-        rope = rope["full_attention"]
-    assert ours.rope.theta == rope["rope_theta"]
-    assert ours.rope.rope_type == rope["rope_type"]
-
-
 @pytest.mark.parametrize("architecture", CONFIG_CLASSES)
 def test_defaults_are_hugging_faces(tmp_path: Path, architecture: str) -> None:
     _write(tmp_path, {"architectures": [architecture], **NEEDED[architecture]})
     theirs = CONFIG_CLASSES[architecture](**NEEDED[architecture])
-    _assert_same(tmp_path, theirs.get_text_config())
+    assert_same(tmp_path, theirs.get_text_config())
 
 
 def test_every_architecture_is_compared_with_hugging_face() -> None:
@@ -191,7 +157,7 @@ def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: st
         sizes = {"text_config": sizes}
     config = CONFIG_CLASSES[architecture](architectures=[architecture], **sizes)
     config.save_pretrained(tmp_path)
-    _assert_same(tmp_path, config.get_text_config())
+    assert_same(tmp_path, config.get_text_config())
 
 
 def test_old_style_rope_scaling(tmp_path: Path) -> None:

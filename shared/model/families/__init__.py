@@ -104,5 +104,7 @@ ARCHITECTURES = {
 _EXPERTS = "it has a mixture of experts of another kind"
 # Architectures that are often asked for and not served, with the reason.
 REFUSED = {
-    "PhimoeForCausalLM": _EXPERTS,
+    "Phi3SmallForCausalLM": "its attention is sparse by blocks",
+    "PhiMoEForCausalLM": _EXPERTS,
+    "PhimoeForCausalLM": _EXPERTS,  # transformers' name of it
 }

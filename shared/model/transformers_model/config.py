@@ -35,7 +35,6 @@ _LATENT = "it caches latent vectors in place of keys and values"
 # Fields that say, where they are neither null nor false, that a model is of a kind which is not
 # computed exactly.
 _REFUSED: dict[str, str] = {
-    "quantization_config": "quantised checkpoints are not supported; pass an unquantised one",
     "text_config": "it takes more than text",
     "vision_config": "it takes more than text",
     "audio_config": "it takes more than text",
@@ -45,6 +44,7 @@ _REFUSED: dict[str, str] = {
     "use_bidirectional_attention": "its attention is not causal",
     "attn_logit_softcapping": "its scores are capped",
     "attention_chunk_size": "some of its layers attend to chunks",
+    "index_topk": "its attention chooses among the tokens",
     "kv_lora_rank": _LATENT,
     "mamba_d_state": _STATE,
     "ssm_state_size": _STATE,
@@ -52,6 +52,7 @@ _REFUSED: dict[str, str] = {
     "lru_width": _STATE,
     "conv_L_cache": _STATE,
     "linear_conv_kernel_dim": _STATE,
+    "quantization_config": "quantised checkpoints are not supported; pass an unquantised one",
 }
 
 
@@ -75,11 +76,9 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
         ModelLoadError: a field is missing or wrong, or the model is of a kind that cannot be
             computed exactly; one line.
     """
-    if not architecture.endswith(_OUTPUT_HEADS):
-        raise fields.error(f"architecture {architecture} is not supported: it is not a decoder")
-    for name, why in _REFUSED.items():
-        if fields.raw.get(name) not in (None, False):
-            raise fields.error(f"architecture {architecture} is not supported: {why} ({name})")
+    why = why_refused(architecture, fields)
+    if why is not None:
+        raise fields.error(f"architecture {architecture} is not supported: {why}")
     fields = _with_common_names(fields)
     hidden_size = fields.positive_int("hidden_size", most=MAX_WIDTH)
     num_heads = fields.positive_int("num_attention_heads", most=MAX_COUNT)
@@ -108,6 +107,14 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
         eos_token_ids=fields.token_ids("eos_token_id", None),
         bos_token_id=fields.token_id("bos_token_id", None),
     )
+
+
+def why_refused(architecture: str, fields: Fields) -> str | None:
+    """Return what config.json has that nobody's code here computes; None if it has nothing."""
+    for name, why in _REFUSED.items():
+        if fields.raw.get(name) not in (None, False):
+            return f"{why} ({name})"
+    return None if architecture.endswith(_OUTPUT_HEADS) else "it is not a decoder by its name"
 
 
 def require_transformers() -> None:
