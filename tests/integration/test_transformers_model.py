@@ -130,6 +130,13 @@ def test_refusals_when_it_is_loaded(
     assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_transformers_spells_otherwise(tmp_path: Path) -> None:
+    """Phi-3.5-MoE's as it was published."""
+    write_tiny(tmp_path, "PhimoeForCausalLM")
+    change(tmp_path, architectures=["PhiMoEForCausalLM"])
+    assert load(tmp_path).config.architecture == "PhiMoEForCausalLM"
+
+
 def test_weights_that_are_not_the_models(tmp_path: Path) -> None:
     write_tiny(tmp_path, "StableLmForCausalLM")
     change(tmp_path, num_hidden_layers=4)

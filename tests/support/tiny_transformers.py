@@ -48,6 +48,12 @@ SERVED: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "MixtralForCausalLM": {**_EXPERTS, "num_local_experts": 4},
+    "PhimoeForCausalLM": {
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "Qwen3MoeForCausalLM": {**_HEAD, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
     "GPT2LMHeadModel": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": POSITIONS},
 }

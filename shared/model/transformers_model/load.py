@@ -88,7 +88,8 @@ def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
             f"transformers {version} cannot read {path / 'config.json'}: {_first_line(exc)}"
         ) from exc
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
-    if getattr(model_class, "__name__", None) != config.architecture:
+    found = getattr(model_class, "__name__", "")
+    if found.casefold() != config.architecture.casefold():  # PhiMoE, as it was published
         raise ModelLoadError(
             f"transformers {version} has no {config.architecture} of its own; code that a model "
             "brings along is not run"
