@@ -12,7 +12,7 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.safetensors_header import WeightsFile, find_weights
+from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
 from pagewire.shared.model.transformers_model.config import (
     TransformersConfig,
     parse_config,
@@ -39,7 +39,7 @@ def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
             supported; one line.
     """
-    fields = Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
+    fields = _with_dtype(path, Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE)))
     if model_impl == "transformers":
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
@@ -103,6 +103,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} is not a JSON object; download it again")
     return content
+
+
+def _with_dtype(path: Path, fields: Fields) -> Fields:
+    """Return the fields with the dtype of the weights, if they name none and there are weights."""
+    part = fields.raw.get("text_config")
+    for each in (fields.raw, part if isinstance(part, dict) else {}):
+        if each.get("dtype") or each.get("torch_dtype"):
+            return fields
+    dtype = weights_dtype(path)
+    return fields if dtype is None else Fields({**fields.raw, "dtype": dtype}, fields.source)
 
 
 def _named(fields: Fields) -> list[str]:

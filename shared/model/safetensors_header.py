@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 
+# How config.json calls those that models have.
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LENGTH_BYTES = 8
 # What a system can open in the directory itself.
 _FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\0\ud800-\udfff]+")
@@ -84,11 +87,9 @@ def find_weights(path: Path) -> list[WeightsFile]:
     Raises:
         ModelLoadError: none is there, one is missing, truncated or corrupt; one line.
     """
-    index = path / INDEX_FILE
-    if os.path.lexists(index):
-        return [read_header(path / name) for name in _shards(index)]
-    if os.path.lexists(path / SINGLE_FILE):  # also a link that reaches nothing, to say so
-        return [read_header(path / SINGLE_FILE)]
+    # Either may be a link that reaches nothing; then an error says so.
+    if any(os.path.lexists(path / name) for name in (INDEX_FILE, SINGLE_FILE)):
+        return [read_header(path / name) for name in _names(path)]
     names = sorted(file.name for file in path.glob("*"))
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
@@ -107,6 +108,21 @@ def find_weights(path: Path) -> list[WeightsFile]:
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded, "
         f"convert others first, such as .bin files of a hub repository: {_CONVERT.format(path)}"
     )
+
+
+def weights_dtype(path: Path) -> str | None:
+    """Return the dtype that most bytes of a model's first file have; None if it is not there.
+
+    Raises:
+        ModelLoadError: the file is truncated or corrupt; one line.
+    """
+    file = path / _names(path)[0]
+    if not file.is_file():  # a router downloads the index alone
+        return None
+    counts: Counter[str] = Counter()
+    for entry in read_header(file).tensors.values():
+        counts[entry.dtype] += entry.num_bytes
+    return next((_NAMES[name] for name, _ in counts.most_common() if name in _NAMES), None)
 
 
 def read_header(file: Path) -> WeightsFile:
@@ -158,6 +174,12 @@ def _check_places(file: Path, tensors: dict[str, TensorEntry], start: int, size:
         if entry.dtype in ITEM_BYTES and entry.num_bytes != expected:
             raise _corrupt(file, f"tensor {name} has {entry.num_bytes} bytes, not {expected}")
         start = entry.end
+
+
+def _names(path: Path) -> list[str]:
+    """Return the files that the index lists; without an index, the name of the one file."""
+    index = path / INDEX_FILE
+    return _shards(index) if os.path.lexists(index) else [SINGLE_FILE]
 
 
 def _corrupt(file: Path, what: str) -> ModelLoadError:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import (
     Cohere2Config,
     CohereConfig,
@@ -201,6 +203,35 @@ def test_end_tokens_come_from_the_generation_config(
     if generation is not None:
         _write(tmp_path, generation, "generation_config.json")
     assert load_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_file_without_a_dtype_means_that_of_the_weights(
+    tmp_path: Path, dtype: str, shards: int
+) -> None:
+    """As with transformers' `dtype="auto"`. Without weights it is float32."""
+    assert load_config(_write(tmp_path, _llama())).dtype == "float32"
+    tensors = {
+        "model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(2),
+        "model.norm.weight": torch.ones(8, dtype=getattr(torch, dtype)),
+    }
+    if shards == 1:
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        index = {"weight_map": dict.fromkeys(tensors, "a.safetensors")}
+        _write(tmp_path, index, "model.safetensors.index.json")
+        assert load_config(tmp_path).dtype == "float32"  # a router has the index alone
+        save_file(tensors, tmp_path / "a.safetensors")
+    assert load_config(tmp_path).dtype == dtype
+    assert load_config(_write(tmp_path, _llama(torch_dtype="float16"))).dtype == "float16"
+
+
+def test_the_dtype_of_a_part_counts(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(8)}, tmp_path / "model.safetensors")
+    content: dict[str, Any] = {"architectures": ["Gemma3ForConditionalGeneration"]}
+    content["text_config"] = {"torch_dtype": "bfloat16"}
+    assert load_config(_write(tmp_path, content)).dtype == "bfloat16"
 
 
 def test_biases_follow_the_architecture(tmp_path: Path) -> None:
