@@ -48,8 +48,8 @@ class Fields:
             raise self.error(f"{name} must be at most {most}, not {value}")
         return value
 
-    def whole_number(self, name: str, default: int) -> int:
-        """Return an integer that is at least 0.
+    def whole_number(self, name: str, default: int, most: int = _MOST) -> int:
+        """Return an integer from 0 to `most`.
 
         Raises:
             ModelLoadError: it is something else.
@@ -57,6 +57,8 @@ class Fields:
         value = self._given(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
             raise self.error(f"{name} must be an integer from 0 on, not {value!r}")
+        if value > most:
+            raise self.error(f"{name} must be at most {most}, not {value}")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:

@@ -5,12 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+import transformers
 
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.layer_ropes import TwoRopesConfig
 
 SLIDING = "sliding_attention"
+# Transformers' class, where it is not that of the architecture's name.
+_CLASSES = {
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "Gemma3ForConditionalGeneration": "Gemma3Config",
+}
+# What a file must have for our defaults to be Hugging Face's. Most classes' defaults have a window
+# which no layer has.
+_WITHOUT_WINDOW = {"sliding_window": None}
+_NEEDED: dict[str, dict[str, Any]] = {
+    "Olmo3ForCausalLM": {},
+    "Gemma2ForCausalLM": {},
+    "Gemma3ForCausalLM": {},
+    "Gemma3ForConditionalGeneration": {},
+    "GptOssForCausalLM": {},
+    "Cohere2ForCausalLM": {},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},  # without it nothing is computed
+    "GraniteMoeHybridForCausalLM": {
+        "num_local_experts": 0,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "mamba_n_heads": 1,
+    },
+}
 # Hugging Face's name of a field, and ours.
 _SAME_FIELDS = {
     "vocab_size": "vocab_size",
@@ -25,13 +48,36 @@ _SAME_FIELDS = {
     "bos_token_id": "bos_token_id",
 }
 
+_OTHER_NAMES = {
+    "rms_norm_eps": ("layer_norm_eps",),
+    "intermediate_size": ("shared_intermediate_size",),
+}
 
-def assert_same(path: Path, theirs: PreTrainedConfig) -> None:
+
+def config_class(architecture: str) -> type[Any]:
+    """Return transformers' class of an architecture's configuration."""
+    name = _CLASSES.get(architecture, architecture.replace("ForCausalLM", "Config"))
+    found: type[Any] = getattr(transformers, name)
+    return found
+
+
+def needed_fields(architecture: str) -> dict[str, Any]:
+    """Return the fields without which transformers' defaults mean something else, or nothing."""
+    return _NEEDED.get(architecture, _WITHOUT_WINDOW)
+
+
+def default_content(architecture: str) -> dict[str, Any]:
+    """Return a config.json of transformers' defaults, with what these lack."""
+    config = config_class(architecture)(**needed_fields(architecture))
+    content: dict[str, Any] = config.to_dict()
+    return content
+
+
+def assert_same(path: Path, theirs: transformers.PreTrainedConfig) -> None:
     """Check that the fields of a directory's config.json mean the same to transformers."""
     ours = load_config(path)
     for name, our_name in _SAME_FIELDS.items():
-        if name == "rms_norm_eps" and hasattr(theirs, "layer_norm_eps"):
-            name = "layer_norm_eps"
+        name = next((each for each in _OTHER_NAMES.get(name, ()) if hasattr(theirs, each)), name)
         assert getattr(ours, our_name) == getattr(theirs, name), name
     head_dim = getattr(theirs, "head_dim", None)
     assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.tests.support.hf_configs import config_class
 from pagewire.tests.support.tiny_expert_models import EXPERT_FAMILIES
 from pagewire.tests.support.tiny_latent_models import LATENT_FAMILIES
 from pagewire.tests.support.tiny_shapes import BIASES, GRANITE, SWITCHED, YARN, Families, rope
@@ -224,6 +225,18 @@ _FAMILIES: Families = {
             "multipliers-of-1": dict.fromkeys(GRANITE, 1.0) | {"attention_multiplier": 0.3},
         },
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **GRANITE,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 56,
+            "layer_types": ["full_attention"] * 3,
+            "mamba_n_heads": 1,
+            "position_embedding_type": "rope",
+        },
+        {"biases-not-rotated": {**BIASES, "position_embedding_type": None}},
+    ),
     "cohere": (
         "Cohere",
         {"logit_scale": 0.25, "layer_norm_eps": 1e-3},
@@ -282,8 +295,6 @@ ARCHITECTURE_OF = {
     family: kind if "For" in kind else f"{kind}ForCausalLM"
     for family, (kind, _, _) in _FAMILIES.items()
 }
-# Where it is not that of the family's name.
-_CONFIG_OF = {"Gemma3": "Gemma3TextConfig"}
 CASES = {
     f"{family}-{shape}": (family, shape)
     for family, (_, _, own) in _FAMILIES.items()
@@ -293,7 +304,7 @@ CASES = {
 
 def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any:
     """Save a model of a shape, and return it as Hugging Face has it."""
-    kind, always, own = _FAMILIES[family]
+    _, always, own = _FAMILIES[family]
     fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
     if family in LATENT_FAMILIES:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # that of the common shapes
@@ -303,7 +314,7 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
             text_config=fields, vision_config=_VISION, tie_word_embeddings=tied
         )
     else:
-        config = getattr(transformers, _CONFIG_OF.get(kind, f"{kind}Config"))(**fields)
+        config = config_class(ARCHITECTURE_OF[family])(**fields)
     # The one that has caps and sinks: some releases choose another, which ignores them.
     config._attn_implementation = "eager"
     model = getattr(transformers, ARCHITECTURE_OF[family])(config).eval()

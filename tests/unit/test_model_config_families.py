@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
@@ -16,6 +15,7 @@ from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import MAX_LAYERS
 from pagewire.shared.model.rope_config import ROPE_TYPES
+from pagewire.tests.support.hf_configs import default_content
 
 
 def _write(path: Path, content: dict[str, Any]) -> Path:
@@ -178,6 +178,23 @@ REFUSED = {
         {"architectures": ["CohereForCausalLM"], "use_qk_norm": True},
         "use_qk_norm is not supported; --model-impl transformers runs the model",
     ),
+    "granite4-with-experts": (
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 64},
+        "num_local_experts is not 0: Granite 4 is supported without experts",
+    ),
+    "granite4-with-states": (
+        {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "num_local_experts": 0,
+            "num_hidden_layers": 2,
+            "layer_types": ["attention", "mamba"],
+        },
+        "layer_types has 'mamba': layers that keep a state other than keys and values are not",
+    ),
+    "granite4-without-kinds-of-layers": (
+        {"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0},
+        "layer_types must be a list of 32 kinds of layers",
+    ),
     "olmoe-clipped": (
         {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0},
         "clip_qkv is not supported",
@@ -278,17 +295,9 @@ def _read_or_refuse(architecture: str, content: dict[str, Any]) -> None:
         assert "\n" not in str(exc)
 
 
-# Where it is not that of the architecture's name.
-_CONFIG_OF = {
-    "Gemma3ForCausalLM": "Gemma3TextConfig",
-    "Gemma3ForConditionalGeneration": "Gemma3Config",
-}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_any_value_of_any_field_is_read_or_refused(architecture: str) -> None:
-    name = _CONFIG_OF.get(architecture, architecture.replace("ForCausalLM", "Config"))
-    content = getattr(transformers, name)().to_dict()
+    content = default_content(architecture)
     for name in (*content, "rope_scaling", "quantization_config", "layer_types"):
         for value in WRONG_VALUES:
             _read_or_refuse(architecture, {**content, name: value})
@@ -300,6 +309,7 @@ LARGEST = {
     "intermediate_size": MAX_WIDTH,
     "moe_intermediate_size": MAX_WIDTH,
     "shared_expert_intermediate_size": MAX_WIDTH,
+    "shared_intermediate_size": MAX_WIDTH,
     "kv_lora_rank": MAX_WIDTH,
     "qk_rope_head_dim": MAX_WIDTH,
     "num_attention_heads": MAX_COUNT,
@@ -313,11 +323,8 @@ LARGEST = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_sizes_are_bounded(architecture: str) -> None:
     """Before a list or a table of that size is made."""
-    name = _CONFIG_OF.get(architecture, architecture.replace("ForCausalLM", "Config"))
-    content = getattr(transformers, name)().to_dict()
+    content = default_content(architecture)
     part = content.get("text_config", content)
-    if part.get("num_experts_per_tok", 1) is None:  # DeepSeek-V2's class has no default
-        part["num_experts_per_tok"] = 2
     for name, most in LARGEST.items():
         if name in part:
             changed = {**part, name: most + 1}

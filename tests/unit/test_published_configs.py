@@ -34,6 +34,7 @@ PARAMETERS = {
     "gpt-oss-20b": 20_914_757_184,
     "granite-3.1-3b-a800m-instruct": 3_298_793_472,
     "granite-3.3-8b-instruct": 8_170_864_640,
+    "granite-4.0-micro": 3_402_836_480,
     "llama-2-7b-chat": 6_738_415_616,
     "llama-3.1-8b-instruct": 8_030_261_248,
     "llama-3.2-1b-instruct": 1_235_814_400,
@@ -130,8 +131,13 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
         ": it has a mixture of experts of another kind;",
     ),
     "granite-4.0-h-micro": (
-        {"architectures": ["GraniteMoeHybridForCausalLM"], "mamba_d_state": 128, **SIZES},
-        f": {STATE} (mamba_d_state);",
+        {
+            **SIZES,
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 26,
+            "num_local_experts": 0,
+        },
+        "layer_types has 'mamba': layers that keep a state other than keys and values",
     ),
     "Qwen3-Next-80B-A3B-Instruct": (
         {"architectures": ["Qwen3NextForCausalLM"], "linear_conv_kernel_dim": 4, **SIZES},

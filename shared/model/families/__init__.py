@@ -25,6 +25,7 @@ from pagewire.shared.model.families import (
     gpt_oss,
     granite,
     granite_moe,
+    granite_moe_hybrid,
     llama,
     ministral,
     mistral,
@@ -87,6 +88,9 @@ ARCHITECTURES = {
     "GptOssForCausalLM": Architecture(gpt_oss.parse_config, gpt_oss.build),
     "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
     "GraniteMoeForCausalLM": Architecture(granite_moe.parse_config, granite_moe.build),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        granite_moe_hybrid.parse_config, granite_moe_hybrid.build
+    ),
     "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
     "MixtralForCausalLM": Architecture(mixtral.parse_config, mixtral.build),

@@ -113,7 +113,12 @@ def build(config: GraniteConfig, make: LayerFactory) -> DecoderModel:
 
 
 def compose(
-    config: GraniteConfig, make: LayerFactory, make_mlp: Callable[[], Mlp | Experts], name: str
+    config: GraniteConfig,
+    make: LayerFactory,
+    make_mlp: Callable[[], Mlp | Experts],
+    name: str,
+    *,
+    rotates: bool = True,
 ) -> DecoderModel:
     """Compose a Llama with the multipliers, of any feed-forward layers.
 
@@ -122,8 +127,9 @@ def compose(
         make: the factory of layers.
         make_mlp: returns a layer's feed-forward layer.
         name: the checkpoint's name for it.
+        rotates: whether queries and keys are rotated.
     """
-    cos_sin = make.cos_sin(config)
+    cos_sin = make.cos_sin(config) if rotates else None
     layers = [
         make.pre_norm_layer(
             config,

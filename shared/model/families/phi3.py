@@ -66,7 +66,7 @@ def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
         make.pre_norm_layer(
             config,
             make.attention(config, cos_sin, fused=True, window=window),
-            make.mlp(config, fused=True),
+            make.mlp(config, names=("gate_up_proj", "down_proj")),
         )
         for window in config.windows
     ]

@@ -190,7 +190,7 @@ class LayerFactory:
         self,
         config: ModelConfig,
         *,
-        fused: bool = False,
+        names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         inner: int | None = None,
         activation: Activation = "silu",
     ) -> Mlp:
@@ -198,16 +198,17 @@ class LayerFactory:
 
         Args:
             config: sizes and biases.
-            fused: whether the checkpoint has one tensor `gate_up_proj`.
+            names: of the projections in the checkpoint: gate, up and down, or gate and up in one
+                tensor, and down.
             inner: its intermediate size; None: the configuration's.
             activation: of the gate.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
         inner = config.intermediate_size if inner is None else inner
-        parts = {"gate_up_proj": 2 * inner} if fused else {"gate_proj": inner, "up_proj": inner}
+        *first, down = names
         return Mlp(
-            self.linear(hidden, parts, bias),
-            self.linear(inner, {"down_proj": hidden}, bias),
+            self.linear(hidden, dict.fromkeys(first, 2 * inner // len(first)), bias),
+            self.linear(inner, {down: hidden}, bias),
             self._ops,
             activation,
         )

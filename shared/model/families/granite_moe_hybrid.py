@@ -1,0 +1,69 @@
+"""Granite 4 without Mamba layers and experts: a Granite whose feed-forward layer is "shared"."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pagewire.shared.model.families.granite import GraniteConfig, compose, read_granite
+from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
+from pagewire.shared.model.windows import FULL
+
+if TYPE_CHECKING:
+    from pagewire.shared.model.layers.decoder import DecoderModel
+    from pagewire.shared.model.layers.factory import LayerFactory
+
+_SHARED_SIZE = 1024
+_EXPERTS = 8
+_KINDS = ("attention", FULL)  # two names of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class GraniteMoeHybridConfig(GraniteConfig):
+    """A Granite 4.
+
+    Attributes:
+        rotates: whether queries and keys are rotated.
+    """
+
+    rotates: bool
+
+
+def parse_config(fields: Fields) -> GraniteMoeHybridConfig:
+    """Read the config.json of a Granite 4.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    config = read_granite(
+        GraniteMoeHybridConfig,
+        "GraniteMoeHybridForCausalLM",
+        fields,
+        mlp_bias=False,
+        rotates=fields.raw.get("position_embedding_type") == "rope",
+    )
+    if fields.whole_number("num_local_experts", _EXPERTS, MAX_COUNT):
+        raise fields.error("num_local_experts is not 0: Granite 4 is supported without experts")
+    kinds = fields.raw.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
+        raise fields.error(f"layer_types must be a list of {config.num_layers} kinds of layers")
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise fields.error(
+                f"layer_types has {kind!r}: layers that keep a state other than keys and values "
+                "are not supported"
+            )
+    size = fields.positive_int("shared_intermediate_size", _SHARED_SIZE, MAX_WIDTH)
+    return dataclasses.replace(config, intermediate_size=size)
+
+
+def build(config: GraniteMoeHybridConfig, make: LayerFactory) -> DecoderModel:
+    """Compose a Granite of the feed-forward layers that Granite 4's mixtures would share."""
+    return compose(
+        config,
+        make,
+        lambda: make.mlp(config, names=("input_linear", "output_linear")),
+        "shared_mlp",
+        rotates=config.rotates,
+    )
