@@ -15,6 +15,7 @@ SLIDING = "sliding_attention"
 _CLASSES = {
     "Gemma3ForCausalLM": "Gemma3TextConfig",
     "Gemma3ForConditionalGeneration": "Gemma3Config",
+    "Mistral3ForConditionalGeneration": "Mistral3Config",
 }
 # What a file must have for our defaults to be Hugging Face's. Most classes' defaults have a window
 # which no layer has.
@@ -27,6 +28,8 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {},
     "Cohere2ForCausalLM": {},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},  # without it nothing is computed
+    # By default tied, which the published models are not, whose files do not say so.
+    "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
     "GraniteMoeHybridForCausalLM": {
         "num_local_experts": 0,
         "num_hidden_layers": 2,

@@ -90,8 +90,8 @@ _GEMMA3_SHAPES: dict[str, dict[str, Any]] = {
     },
     "windows-that-hide-nothing": {"num_key_value_heads": 2, "sliding_window": POSITIONS},
 }
+_VISIONS = {"gemma3images": "siglip_vision_model", "mistral3": "pixtral"}
 _VISION = {
-    "model_type": "siglip_vision_model",
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -217,6 +217,11 @@ _FAMILIES: Families = {
         _GEMMA3,
         {"linear": _GEMMA3_SHAPES["linear"]},
     ),
+    "mistral3": (
+        "Mistral3ForConditionalGeneration",
+        {"model_type": "mistral", "sliding_window": None},
+        {"own-head-size": {"num_key_value_heads": 2, "head_dim": 16}},
+    ),
     "granite": (
         "Granite",
         GRANITE,
@@ -308,13 +313,11 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
     fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
     if family in LATENT_FAMILIES:
         fields["num_key_value_heads"] = fields["num_attention_heads"]  # that of the common shapes
-    if family == "gemma3images":
+    if family in _VISIONS:
         tied = fields["tie_word_embeddings"]
-        config: Any = transformers.Gemma3Config(
-            text_config=fields, vision_config=_VISION, tie_word_embeddings=tied
-        )
-    else:
-        config = config_class(ARCHITECTURE_OF[family])(**fields)
+        vision = {**_VISION, "model_type": _VISIONS[family]}
+        fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
+    config = config_class(ARCHITECTURE_OF[family])(**fields)
     # The one that has caps and sinks: some releases choose another, which ignores them.
     config._attn_implementation = "eager"
     model = getattr(transformers, ARCHITECTURE_OF[family])(config).eval()

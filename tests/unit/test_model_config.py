@@ -86,8 +86,9 @@ def test_what_hugging_face_writes_is_read_alike(tmp_path: Path, architecture: st
     }
     if architecture.startswith("Deepseek"):  # whose heads share what they cache
         sizes |= {"num_key_value_heads": 6, "head_dim": 64}
-    if architecture == "Gemma3ForConditionalGeneration":
-        sizes = {"text_config": sizes}
+    if architecture.endswith("ForConditionalGeneration"):
+        text = {**sizes, "model_type": "mistral"} if architecture.startswith("Mistral") else sizes
+        sizes = {"text_config": text, **needed_fields(architecture)}
     config = config_class(architecture)(architectures=[architecture], **sizes)
     config.save_pretrained(tmp_path)
     assert_same(tmp_path, config.get_text_config())
@@ -176,8 +177,7 @@ REFUSED = {
     "list-for-an-architecture": ({"architectures": [["a"]]}, "architecture ['a'] is not supported"),
     "other-architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
-        "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, "
-        "MistralForCausalLM, MinistralForCausalLM, Qwen2ForCausalLM",
+        "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral",
     ),
     "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
     "text-for-a-window": (

@@ -6,8 +6,8 @@ CONTRIBUTING.md says how to add one.
 
 Read first: `llama.py` (the simplest), `qwen3.py`, `olmo2.py`.
 
-May import: `experts_config`, `fields`, `latent_config`, `layer_ropes`, `model_config` and `windows`
-of `shared.model`, `kernels.gated_silu` and `kernels.routing`.
+May import: `experts_config`, `fields`, `latent_config`, `layer_ropes`, `model_config`, `text_part`
+and `windows` of `shared.model`, `kernels.gated_silu` and `kernels.routing`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from pagewire.shared.model.families import (
 )
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.text_part import RENAMED_PREFIXES, VISION_PREFIXES
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -71,6 +72,12 @@ ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama.parse_config, llama.build),
     "MistralForCausalLM": Architecture(mistral.parse_config, llama.build),
     "MinistralForCausalLM": Architecture(ministral.parse_config, llama.build),
+    "Mistral3ForConditionalGeneration": Architecture(
+        mistral.parse_conditional_config,
+        llama.build,
+        ignored_prefixes=VISION_PREFIXES,
+        renamed_prefixes=RENAMED_PREFIXES,
+    ),
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
@@ -80,8 +87,8 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": Architecture(
         gemma3.parse_conditional_config,
         gemma3.build,
-        ignored_prefixes=gemma3.VISION_PREFIXES,
-        renamed_prefixes=gemma3.RENAMED_PREFIXES,
+        ignored_prefixes=VISION_PREFIXES,
+        renamed_prefixes=RENAMED_PREFIXES,
     ),
     "CohereForCausalLM": Architecture(cohere.parse_config, cohere.build),
     "Cohere2ForCausalLM": Architecture(cohere.parse_second_config, cohere.build),

@@ -6,7 +6,7 @@ Of the models that see images, the text model is served.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pagewire.shared.model.families.gemma2 import read_cap, refuse_bidirectional
 from pagewire.shared.model.fields import Fields
@@ -17,6 +17,7 @@ from pagewire.shared.model.layer_ropes import (
     with_sliding,
 )
 from pagewire.shared.model.model_config import Defaults, read_config
+from pagewire.shared.model.text_part import text_fields
 
 if TYPE_CHECKING:
     from pagewire.shared.model.layers.decoder import DecoderModel
@@ -39,21 +40,6 @@ _DEFAULTS = Defaults(
 _LOCAL_THETA = 10_000.0
 _WINDOW = 4096
 _PATTERN = 6
-
-# Of a model that sees images: what it calls the parts that are served, and those that are not.
-RENAMED_PREFIXES = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
-VISION_PREFIXES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
-)
-# What such a model's file says outside of the text model's part, where it wins.
-_OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +70,13 @@ def parse_conditional_config(fields: Fields) -> Gemma3Config:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    text = fields.raw.get("text_config") or {}
-    if not isinstance(text, dict):
-        raise fields.error(f"text_config must be an object, not {text!r}")
-    raw: dict[str, Any] = {
-        **text,
-        "tie_word_embeddings": fields.raw.get("tie_word_embeddings"),
-        "final_logit_softcapping": None,  # of these models, Hugging Face's code has none
-    }
-    raw |= {name: fields.raw[name] for name in _OUTER if fields.raw.get(name) is not None}
-    return _parse("Gemma3ForConditionalGeneration", Fields(raw, fields.source))
+    text = text_fields(
+        fields,
+        {},
+        tie_word_embeddings=fields.raw.get("tie_word_embeddings"),
+        final_logit_softcapping=None,  # of these models, Hugging Face's code has none
+    )
+    return _parse("Gemma3ForConditionalGeneration", text)
 
 
 def _parse(architecture: str, fields: Fields) -> Gemma3Config:
