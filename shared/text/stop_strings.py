@@ -38,9 +38,14 @@ class StopMatcher:
         """
         if not self._stops or self.matched:
             return "" if self.matched else text
+        known = len(self._held)  # none that ends in it counts any more
         text = self._held + text
         stops = self._stops if may_stop else ()
-        found = [(at + len(s), at, s) for s in stops if (at := text.find(s)) >= 0]
+        found = [
+            (at + len(s), at, s)
+            for s in stops
+            if (at := text.find(s, max(0, known - len(s) + 1))) >= 0
+        ]
         if found:
             end, at, self.matched_stop = min(found)
             self._held = ""

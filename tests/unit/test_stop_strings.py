@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagewire.shared.text.stop_strings import StopMatcher
@@ -8,9 +8,12 @@ TEXT = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Character by character: what a reader that looks at every prefix of the text would do."""
-    for end in range(1, len(text) + 1):
+def expected(text: str, stops: list[str], first: int = 0) -> tuple[str, bool]:
+    """Character by character: what a reader that looks at every prefix of the text would do.
+
+    A stop string that ends within the `first` characters does not count.
+    """
+    for end in range(first + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return text[: end - max(map(len, found))], True
@@ -33,6 +36,16 @@ def test_text_ends_before_the_first_complete_stop_however_it_is_cut(text, stops,
         parts.append(rest[:size])
         rest = rest[size:]
     assert run(parts, stops) == expected(text, stops)
+
+
+@given(TEXT, STOPS, st.integers(0, 8))
+@example("aba", ["b", "abc"], 2)  # "ab" is held back because "abc" may come of it
+def test_a_stop_that_ends_too_early_does_not_count_later(text, stops, first):
+    matcher = StopMatcher(stops)
+    out = "".join([matcher.push(text[at], at >= first) for at in range(len(text))])
+    assert (out if matcher.matched else out + matcher.flush(), matcher.matched) == expected(
+        text, stops, first
+    )
 
 
 @given(TEXT, STOPS)
