@@ -221,7 +221,7 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
     """Return the token ids of words that must not come, as vLLM has them.
 
     A word may come with a space before it or without. The form with a space is a bad word of its
-    own if it has as many tokens and another first one.
+    own if it has as many tokens and another first one. A word of spaces alone is taken as it is.
 
     Raises:
         InvalidRequestError: the tokenizer is missing, or a word has too many tokens.
@@ -234,9 +234,10 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
         return ()
     found: list[tuple[int, ...]] = []
     for word in words:
-        plain, spaced = (tuple(encode(space + word.lstrip())) for space in ("", " "))
+        bare = word.lstrip() or word
+        plain, spaced = (tuple(encode(space + bare)) for space in ("", " "))
         several = [plain] if plain else []
-        if plain and len(spaced) == len(plain) and spaced[0] != plain[0]:
+        if plain and bare.strip() and len(spaced) == len(plain) and spaced[0] != plain[0]:
             several.append(spaced)
         if len(plain) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(

@@ -39,6 +39,12 @@ def test_bad_words_are_those_with_and_without_a_space():
     assert len(set(spec.bad_words)) == 4
 
 
+def test_bad_words_may_be_spaces_alone():
+    for word in ("\n", " ", "  \n"):
+        spec = completion(bad_words=[word]).prompts[0].spec
+        assert spec.bad_words == (tuple(MODEL.tokenizer.encode_word(word)),)
+
+
 def test_min_tokens_are_no_more_than_max_tokens():
     for call in (completion, chat):
         error = refusal(call, max_tokens=4, min_tokens=5)
