@@ -14,6 +14,7 @@ MAX_ARGUMENTS = 33  # of a call whose schema does not list them
 
 # Spaces as models are trained to write JSON: Python's. Fixed, so that none goes on for ever.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_LENIENT = {"lenient": True, "coerce_one_of": True}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # of rules
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
@@ -37,12 +38,18 @@ class Keywords:
         schema: of the object.
         rules: to add to.
         constants: `True` and `None` are written as Python has them.
+        lenient: see `json_rule`.
     """
 
     def __init__(
-        self, prefix: str, schema: dict[str, Any], rules: dict[str, str], constants: bool
+        self,
+        prefix: str,
+        schema: dict[str, Any],
+        rules: dict[str, str],
+        constants: bool,
+        lenient: bool = False,
     ) -> None:
-        self._prefix, self._schema, self._rules = prefix, schema, rules
+        self._prefix, self._schema, self._rules, self._lenient = prefix, schema, rules, lenient
         self._constants = _PYTHON_CONSTANTS if constants else {}
 
     def add(self) -> str:
@@ -78,7 +85,8 @@ class Keywords:
             key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
         }
         rule = f"{self._prefix}_v{index}"
-        self._rules[rule] = json_rule({**shared, **schema} if isinstance(schema, dict) else {})
+        whole = {**shared, **schema} if isinstance(schema, dict) else {}
+        self._rules[rule] = json_rule(whole, self._lenient)
         return rule
 
     def _add_any(self) -> str:
@@ -99,10 +107,13 @@ class Parameters:
         prefix: of the rules' names.
         schema: of the object.
         rules: to add to.
+        lenient: see `json_rule`.
     """
 
-    def __init__(self, prefix: str, schema: dict[str, Any], rules: dict[str, str]) -> None:
-        self._prefix, self._schema, self._rules = prefix, schema, rules
+    def __init__(
+        self, prefix: str, schema: dict[str, Any], rules: dict[str, str], lenient: bool = False
+    ) -> None:
+        self._prefix, self._schema, self._rules, self._lenient = prefix, schema, rules, lenient
 
     def add(self) -> str:
         """Add the rules; return what reads the elements, perhaps none."""
@@ -130,7 +141,7 @@ class Parameters:
             shared: dict[str, Any] = {
                 key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
             }
-            self._rules[rule] = json_rule({**shared, **schema})
+            self._rules[rule] = json_rule({**shared, **schema}, self._lenient)
             return f"{rule} {_literal(_VALUE_END)}"
         known = schema if kind == "text" and isinstance(schema, dict) else {}
         values = [known["const"]] if "const" in known else known.get("enum")
@@ -178,10 +189,16 @@ def rule_of_arguments(index: int, function: str) -> str:
     return f"arguments_{index}_{_NOT_IN_NAMES.sub('_', function.lower())}"
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    """Return what reads a value of a schema."""
-    options = msgspec.json.encode({**schema, "x-guidance": _JSON_STYLE}).decode()
-    return f"%json {options}"
+def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
+    """Return what reads a value of a schema.
+
+    Args:
+        schema: of the value.
+        lenient: keywords and formats that no grammar can express are ignored, and `oneOf` is
+            `anyOf`.
+    """
+    options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
+    return f"%json {msgspec.json.encode({**schema, 'x-guidance': options}).decode()}"
 
 
 def regex(pattern: str) -> str:

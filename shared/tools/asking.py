@@ -5,11 +5,13 @@ The router and the offline `LLM` share it.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
-from pagewire.shared.tools.grammar import CallsWanted
+from pagewire.shared.tools.grammar import CallsWanted, any_arguments
 from pagewire.shared.tools.syntax import ChatSyntax
 from pagewire.shared.tools.xml_calls import argument_kinds
 
@@ -61,8 +63,9 @@ def tool_grammars(
 ) -> tuple[str | None, ...]:
     """Return the grammars of answers with tools, the best first; None: any answer.
 
-    Of a function that is not strict, a schema that no grammar can express costs the request
-    nothing: its arguments are then any object, or the answer anything if no call is required.
+    Functions that are not strict may have schemas that no grammar can express. Then what can be
+    expressed of them counts. If even that is not possible, arguments are any object, or the answer
+    anything if no call is required.
 
     Raises:
         InvalidRequestError: the tools are too large for a grammar.
@@ -70,8 +73,9 @@ def tool_grammars(
     begins = reading.reasoning or "outside"
     grammars: list[str | None] = [syntax.grammar(wanted, begins)]
     if not any(function.strict for function in wanted.functions):
-        must_call = wanted.must_call
-        grammars.append(syntax.grammar(wanted, begins, loosely=True) if must_call else None)
+        grammars.append(syntax.grammar(replace(wanted, lenient=True), begins))
+        anything = replace(wanted, functions=any_arguments(wanted.functions))
+        grammars.append(syntax.grammar(anything, begins) if wanted.must_call else None)
     fitting = [text for text in grammars if text is None or len(text) <= MAX_GRAMMAR_CHARS]
     if not fitting:
         raise InvalidRequestError(

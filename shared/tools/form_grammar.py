@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 
+from msgspec.structs import replace
+
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
@@ -71,9 +73,9 @@ def form_or_calls(
 ) -> tuple[str, ...]:
     """Return the grammars of an answer that has a form or is calls, the best first.
 
-    The last one may be of the form alone: of a function that is not strict, a schema that no
-    grammar can express costs the request nothing. Answers in channels, and those whose form is the
-    whole answer, are never calls; nor where calls are bare JSON, which grammars cannot
+    Functions that are not strict may have schemas that no grammar can express: then what can be
+    expressed of them counts, or the answer has the form alone. Answers in channels, and those whose
+    form is the whole answer, are never calls; nor where calls are bare JSON, which grammars cannot
     distinguish from JSON of another form.
 
     Args:
@@ -88,13 +90,14 @@ def form_or_calls(
     if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
         return (alone,)
     reasoning = None if begins is None else form
-    lark = tools_grammar(
-        calls, wanted, reasoning, begins or "outside", syntax.tokens.get, f"@{_NAME}"
-    )
-    both = _named(lark, text)
-    if any(each.strict for each in wanted.functions):
-        return (both,)
-    return (both, alone) if len(both) <= MAX_GRAMMAR_CHARS else (alone,)
+    both = []
+    for lenient in (False, True):
+        each, reads = replace(wanted, lenient=lenient), syntax.tokens.get
+        lark = tools_grammar(calls, each, reasoning, begins or "outside", reads, f"@{_NAME}")
+        both.append(_named(lark, text))
+    if any(function.strict for function in wanted.functions):
+        return (both[0],)
+    return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)
 
 
 def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:

@@ -40,12 +40,14 @@ class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
         must_call: nothing but calls; otherwise the model chooses.
         only_one: at most one call.
         is_named: the request names the function.
+        lenient: of a function's schema, what no grammar can express does not count.
     """
 
     functions: tuple[Function, ...]
     must_call: bool
     only_one: bool
     is_named: bool = False
+    lenient: bool = False
 
 
 def tools_grammar(
@@ -234,14 +236,16 @@ class _Grammar:
     def _add_function(self, index: int, function: Function) -> str:
         """Add the rules of a function's arguments; return what reads a call of it."""
         body, form = f"body_{index}", self._form
+        schema, lenient = function.schema, self._wanted.lenient
         if form.kind == "python":
-            keywords = Keywords(body, function.schema, self._rules, form.python_constants)
+            keywords = Keywords(body, schema, self._rules, form.python_constants, lenient)
             arguments, end = keywords.add(), ")"
         elif form.kind == "xml":
-            arguments, end = Parameters(body, function.schema, self._rules).add(), FUNCTION_END
+            parameters = Parameters(body, schema, self._rules, lenient)
+            arguments, end = parameters.add(), FUNCTION_END
         else:
             arguments = rule_of_arguments(index, function.name)
-            self._rules[arguments] = json_rule(function.schema)
+            self._rules[arguments] = json_rule(schema, lenient)
             end = form.tail if form.kind == "object" else ""
         parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
         self._rules[body] = " ".join(part for part in parts if part)

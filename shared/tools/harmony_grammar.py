@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from pagewire.shared.tools.argument_grammar import json_rule, quoted, rule_of_arguments
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import TokenOf
+from pagewire.shared.tools.grammar import CallsWanted
 from pagewire.shared.tools.harmony import (
     CHANNEL,
     CONSTRAIN,
@@ -30,26 +30,25 @@ _SPLIT = re.compile(f"({'|'.join(map(re.escape, _MARKERS))})")
 _TEXT = "/(?s:.*)/"
 
 
-def channels_grammar(
-    functions: Sequence[Function], must_call: bool, begins: Begins, token_of: TokenOf
-) -> str:
+def channels_grammar(wanted: CallsWanted, begins: Begins, token_of: TokenOf) -> str:
     """Return the grammar of an answer that may have calls.
 
     Args:
-        functions: that may be called.
-        must_call: a call, and no answer in `final`.
+        wanted: which calls; if one is required, there is no answer in `final`.
         begins: which message the prompt has opened, if it has.
         token_of: the id of a marker that is a token, None for text.
     """
     rules = _Rules(token_of)
     rules.add_messages("analysis", "commentary")
-    calls = " | ".join(rules.add_call(index, each) for index, each in enumerate(functions))
+    calls = " | ".join(
+        rules.add_call(index, each, wanted.lenient) for index, each in enumerate(wanted.functions)
+    )
     rules.add("call", calls)
     rules.add("TEXT", _TEXT)
     # What goes on with an answer is the answer, unless a call is required.
     final = "TEXT" if begins == "answer" else f"messages ({rules.final()} TEXT | call)"
-    start = "messages call" if must_call else final
-    is_in_message = begins == "inside" or (begins == "answer" and must_call)
+    start = "messages call" if wanted.must_call else final
+    is_in_message = begins == "inside" or (begins == "answer" and wanted.must_call)
     return rules.text(f"rest {start}" if is_in_message else start)
 
 
@@ -109,10 +108,10 @@ class _Rules:
         """Return what reads the header of the answer."""
         return f"{self.literal(f'{CHANNEL}final')} {self._data_type()}"
 
-    def add_call(self, index: int, function: Function) -> str:
+    def add_call(self, index: int, function: Function, lenient: bool) -> str:
         """Add the rule of a function's arguments; return what reads a call of it."""
         arguments = rule_of_arguments(index, function.name)
-        self.add(arguments, json_rule(function.schema))
+        self.add(arguments, json_rule(function.schema, lenient))
         recipient = f" {RECIPIENT}{function.name}"
         # The recipient comes after the role or after the channel.
         heads = [f"{CHANNEL}commentary{recipient}", f"{recipient}{CHANNEL}commentary"]

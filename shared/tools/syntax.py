@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.tools.definitions import AllowedTools, Choice, NamedTool, Tool, chosen_names
 from pagewire.shared.tools.formats import TOOL_FORMATS, TokenOf, ToolFormat, recognise_tools
-from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
 from pagewire.shared.tools.harmony_grammar import channels_grammar
 from pagewire.shared.tools.reasoning import (
     REASONING_FORMATS,
@@ -113,25 +113,18 @@ class ChatSyntax:
             is_named=is_named,
         )
 
-    def grammar(self, wanted: CallsWanted, begins: Begins, loosely: bool = False) -> str:
+    def grammar(self, wanted: CallsWanted, begins: Begins) -> str:
         """Return the grammar of the answers to a request.
 
         Args:
             wanted: the calls that they may have, as `wanted` has returned them.
             begins: where they begin.
-            loosely: arguments are any object: for schemas that a grammar cannot express.
 
         Raises:
             InvalidRequestError: the format of this model's calls is not known.
         """
         if self.tools is None:
             raise InvalidRequestError("the format of this model's calls is not known", "tools")
-        if loosely:
-            wanted = CallsWanted(
-                functions=any_arguments(wanted.functions),
-                must_call=wanted.must_call,
-                only_one=wanted.only_one,
-            )
         if self.has_channels:
-            return channels_grammar(wanted.functions, wanted.must_call, begins, self.tokens.get)
+            return channels_grammar(wanted, begins, self.tokens.get)
         return tools_grammar(self.tools, wanted, self.reasoning, begins, self.tokens.get)

@@ -363,10 +363,11 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
     ask: Ask,
 ) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    odder = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)"}}}
 
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
-        def create(choice: str, **function: Any) -> None:
-            function = {"name": "clock", "parameters": odd, **function}
+        def create(choice: str, parameters: dict[str, Any] = odd, **function: Any) -> None:
+            function = {"name": "clock", "parameters": parameters, **function}
             client.chat.completions.create(
                 model=MODEL,
                 messages=QUESTION,
@@ -374,11 +375,14 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
                 tool_choice=choice,
             )
 
-        create("auto")
-        create("required")
-        auto, required = [each.spec.grammar for each in worker.generated]
-        assert auto is None
-        assert required is not None and "uniqueItems" not in required
+        for parameters in (odd, odder):
+            create("auto", parameters)
+            create("required", parameters)
+        auto, required, any_auto, any_required = [e.spec.grammar for e in worker.generated]
+        assert auto is not None and required is not None  # but for what is odd
+        assert '"a"' in auto and '"a"' in required
+        assert any_auto is None
+        assert any_required is not None and "pattern" not in any_required
         with pytest.raises(openai.BadRequestError) as caught:
             create("auto", strict=True, name="Clock-2")
         assert caught.value.param == "tools"

@@ -79,9 +79,12 @@ class Allowed:
         reasoning: tuple[str | None, Begins] = (None, "outside"),
         tokens: str = "text",
         functions: tuple[Function, ...] = FUNCTIONS,
+        lenient: bool = False,
     ) -> None:
         self.tokenizer, ids = VOCABULARIES[tokens]
-        wanted = CallsWanted(functions=functions, must_call=must_call, only_one=only_one)
+        wanted = CallsWanted(
+            functions=functions, must_call=must_call, only_one=only_one, lenient=lenient
+        )
         thinks = REASONING_FORMATS[reasoning[0]] if reasoning[0] else None
         self.text = tools_grammar(TOOL_FORMATS[form], wanted, thinks, reasoning[1], ids.get)
 
@@ -211,6 +214,26 @@ def test_a_function_without_declared_properties_takes_any() -> None:
         call = calls_in(form, [("clock", {"zone": "UTC", "n": [1, 2]})])
         assert Allowed(form, functions=functions).allows(call)
         assert not Allowed(form).allows(call)
+
+
+def test_what_no_grammar_can_express_may_be_left_out() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "ids": {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True},
+            "path": {"type": ["string", "null"], "format": "uri-reference"},
+            "size": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        },
+        "required": ["ids"],
+    }
+    functions = (Function("move", parameters=schema),)
+    for form in FORMATS:
+        kept = Allowed(form, functions=functions, lenient=True)
+        assert kept.allows(calls_in(form, [("move", {"ids": [1, 2], "size": 1.5})]))
+        assert not kept.allows(calls_in(form, [("move", {"ids": [3]})]))
+        assert not kept.allows(calls_in(form, [("move", {"ids": [1], "more": 1})]))
+        exact = LLMatcher(kept.tokenizer, Allowed(form, functions=functions).text, log_level=0)
+        assert "uniqueItems" in exact.get_error()
 
 
 def test_references_and_nested_objects() -> None:
