@@ -79,7 +79,8 @@ class Keywords:
 
     def _value(self, schema: Any, index: int) -> str:
         kind = schema.get("type") if isinstance(schema, dict) else None
-        if isinstance(kind, str) and kind in self._constants and "enum" not in schema:
+        is_free = isinstance(schema, dict) and schema.keys().isdisjoint(("enum", "const"))
+        if isinstance(kind, str) and kind in self._constants and is_free:
             return f"({self._constants[kind]})"
         shared: dict[str, Any] = {
             key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema

@@ -236,6 +236,17 @@ def test_what_no_grammar_can_express_may_be_left_out() -> None:
         assert "uniqueItems" in exact.get_error()
 
 
+def test_constants_are_followed() -> None:
+    properties = {"on": {"type": "boolean", "const": True}, "off": {"enum": [False, None]}}
+    schema = {"type": "object", "properties": properties, "required": [*properties]}
+    functions = (Function("switch", parameters=schema),)
+    for form in FORMATS:
+        allowed = Allowed(form, functions=functions)
+        for on, off in product((True, False), (False, None, True)):
+            call = written(TOOL_FORMATS[form], [("switch", {"on": on, "off": off})], json.dumps)
+            assert allowed.allows(call) == (on is True and off is not True), (form, call)
+
+
 def test_references_and_nested_objects() -> None:
     schema = {
         "type": "object",
