@@ -15,6 +15,9 @@ JSON_WHITE_SPACE = r"[ \n]?"
 
 MAX_EXACT = 2**53  # float64 has all integers up to this
 
+_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}  # objects, by any names
+_OF_VALUES = {"const", "enum", "default", "examples"}
+
 
 def json_grammar(schema: JsonText, options: dict[str, Any] | None = None) -> str:
     """Return the grammar text of a JSON schema.
@@ -34,10 +37,39 @@ def json_grammar(schema: JsonText, options: dict[str, Any] | None = None) -> str
     if not text.lstrip().startswith("{"):
         msgspec.json.decode(text)
         raise ValueError("a schema must be an object or true")
-    check_numbers(msgspec.json.decode(text))
+    decoded = msgspec.json.decode(text)
+    check_numbers(decoded)
+    if (kept := without_idle_keywords(decoded)) != decoded:
+        text = msgspec.json.encode(kept).decode()
     return LLMatcher.grammar_from_json_schema(
         text, overrides=cast(Any, options or {"whitespace_pattern": JSON_WHITE_SPACE})
     )
+
+
+def without_idle_keywords(schema: Any) -> Any:
+    """Return a schema without keywords that say nothing, which llguidance refuses all the same.
+
+    Libraries write `"uniqueItems": false` and, of records, `"propertyNames": {"type": "string"}`.
+    """
+    match schema:
+        case dict():
+            kept = {key: value for key, value in schema.items() if not _is_idle(key, value)}
+            return {key: _inner_without_idle(key, value) for key, value in kept.items()}
+        case list():
+            return [without_idle_keywords(each) for each in schema]
+    return schema
+
+
+def _inner_without_idle(key: str, value: Any) -> Any:
+    if key in _OF_SCHEMAS and isinstance(value, dict):
+        return {name: without_idle_keywords(each) for name, each in value.items()}
+    return value if key in _OF_VALUES else without_idle_keywords(value)
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    if key == "propertyNames":
+        return value is True or value in ({}, {"type": "string"})
+    return key == "uniqueItems" and value is False
 
 
 def check_numbers(schema: Any) -> None:
@@ -77,4 +109,4 @@ def schema_rule(schema: dict[str, Any]) -> str:
     """
     check_numbers(schema)
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
-    return f"%json {msgspec.json.encode(schema | options).decode()}"
+    return f"%json {msgspec.json.encode(without_idle_keywords(schema) | options).decode()}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# How llguidance says that a grammar exceeds a limit, and what a client reads in its place.
-_EXCEEDED = (
+# How llguidance says that a grammar exceeds a limit or a schema cannot be expressed, and what a
+# client reads in its place.
+_IN_PLAIN_WORDS = (
     (
         r"Current row has (\d+) items; max is (\d+)",
         "at one place an answer has {} ways to go on, of which {} are possible: each alternative "
@@ -23,6 +24,11 @@ _EXCEEDED = (
         "recursion limit exceeded",
         "it is nested too deeply: a schema may have about 120 objects and lists in one another",
     ),
+    (r"Unimplemented keys: \[(.*)\]", "grammars cannot express these keywords of its schema: {}"),
+    (
+        "oneOf constraints are not supported",
+        "in its schema one value may fit several schemas of oneOf: use anyOf",
+    ),
 )
 # A rule with a JSON schema: the line of the grammar, the reason, and an extract of the grammar,
 # which the client has not written if it is of tools.
@@ -33,15 +39,15 @@ _SCHEMA_RULE = re.compile(
 
 
 def plain_reason(error: str) -> str:
-    """Return an error of llguidance's in one line; a limit in plain words."""
+    """Return an error of llguidance's in one line, most in plain words."""
     error = error.partition("<backtrace>")[0]  # of a panic
     rule = ""
     if (found := _SCHEMA_RULE.match(error)) is not None:
         named = re.search(rf"^ +{found['line']} \| (\w+)", error, re.MULTILINE)
         rule = "" if named is None else f"{named[1]}: "
         error = found["reason"]
-    for pattern, words in _EXCEEDED:
-        if (exceeded := re.search(pattern, error)) is not None:
-            return rule + words.format(*exceeded.groups())
+    for pattern, words in _IN_PLAIN_WORDS:
+        if (said := re.search(pattern, error)) is not None:
+            return rule + words.format(*said.groups())
     lines = [line.strip() for line in error.splitlines()]
     return rule + " ".join(line for line in lines if line and line != "<non-verbose/>")

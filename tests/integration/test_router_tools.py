@@ -388,8 +388,8 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
         assert caught.value.param == "tools"
         assert isinstance(caught.value.body, dict)
         assert caught.value.body["message"] == (
-            "tools: the grammar cannot be followed: arguments_0_clock_2: Unimplemented keys: "
-            '["uniqueItems"]'
+            "tools: the grammar cannot be followed: arguments_0_clock_2: grammars cannot express "
+            'these keywords of its schema: "uniqueItems"'
         )
 
     ask("Now.", scenario)

@@ -186,6 +186,14 @@ REFUSED: dict[str, tuple[StructuredOutputs, str]] = {
         StructuredOutputs(regex=REGEXES["counted"]),
         "its regular expressions are too large: counts such as {1000} make them so",
     ),
+    "keywords": (
+        StructuredOutputs(json={"type": "array", "uniqueItems": True, "contains": {}}),
+        'grammars cannot express these keywords of its schema: "contains", "uniqueItems"',
+    ),
+    "one of several": (
+        StructuredOutputs(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        "in its schema one value may fit several schemas of oneOf: use anyOf",
+    ),
     "deep": (
         StructuredOutputs(json='{"items":' * 200 + "{}" + "}" * 200),
         "structured_outputs: json cannot be read: it is nested too deeply: a schema may have about "

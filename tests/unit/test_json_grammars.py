@@ -1,0 +1,87 @@
+"""JSON schemas as libraries write them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLTokenizer
+
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.grammar.compiler import check_grammar
+from pagewire.shared.grammar.matcher import Matcher
+from pagewire.shared.grammar.structures import grammar_text
+from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.structured_outputs import StructuredOutputs
+
+VOCAB, EOS = 2048, (1, 5)
+RECORD: dict[str, Any] = {
+    "type": "object",
+    "propertyNames": {"type": "string"},
+    "additionalProperties": {"type": "integer"},
+}
+LIST: dict[str, Any] = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False}
+# Names of properties and values that look like keywords.
+NAMED: dict[str, Any] = {
+    "type": "object",
+    "properties": {"uniqueItems": False, "propertyNames": {"type": "string"}},
+    "required": ["propertyNames"],
+    "additionalProperties": False,
+}
+CONST: dict[str, Any] = {"const": {"uniqueItems": False}}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    return load_vocabulary(demo_model_path(), VOCAB, EOS)
+
+
+def tagged(schema: dict[str, Any]) -> StructuredOutputs:
+    content = {"type": "json_schema", "json_schema": schema}
+    return StructuredOutputs(structural_tag={"format": content})
+
+
+@pytest.mark.parametrize("asked", [
+    lambda schema: StructuredOutputs(json=schema),
+    lambda schema: StructuredOutputs(json=json.dumps(schema)),
+    tagged,
+])  # fmt: skip
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (RECORD, ['{"a": 1}', "{}"], ['{"a": "b"}']),
+        ({"items": RECORD, "$defs": {"x": RECORD}}, ['[{"a": 1}]'], ['[{"a": "b"}]']),
+        (LIST, ["[1,1]"], ['["a"]']),
+        ({"properties": {"of": LIST}, "type": "object"}, ['{"of": [1, 1]}'], ['{"of": ["a"]}']),
+        (NAMED, ['{"propertyNames": "x"}'], ["{}", '{"propertyNames": "x", "uniqueItems": 1}']),
+        (CONST, ['{"uniqueItems": false}'], ["{}"]),
+        ({"enum": [LIST]}, [json.dumps(LIST)], ["{}"]),
+    ],
+)
+def test_keywords_that_say_nothing_are_left_out(
+    asked: Any, schema: dict[str, Any], right: list[str], wrong: list[str], vocabulary: LLTokenizer
+) -> None:
+    compiled = check_grammar(grammar_text(asked(schema)) or "", vocabulary)
+    for texts, expected in ((right, True), (wrong, False)):
+        for text in texts:
+            matcher = Matcher(compiled)
+            matcher.follow(vocabulary.tokenize_str(text))
+            assert (matcher.problem is None and matcher.is_accepting) is expected, text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "object", "propertyNames": False},
+        {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}},
+    ],
+)
+def test_those_that_say_something_are_refused(
+    schema: dict[str, Any], vocabulary: LLTokenizer
+) -> None:
+    with pytest.raises(InvalidRequestError, match="cannot express these keywords"):
+        check_grammar(grammar_text(StructuredOutputs(json=schema)) or "", vocabulary)
