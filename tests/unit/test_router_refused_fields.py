@@ -171,6 +171,9 @@ def test_a_wrong_item_is_named_by_its_index():
     [
         ("best_of", 2),
         ("suffix", "end"),
+        ("stop_regex", "[.]"),
+        ("truncation_side", "right"),
+        ("no_stop_trim", True),
         ("kv_transfer_params", {"remote": "10.0.0.1"}),
     ],
     ids=lambda value: str(value)[:30],
@@ -185,6 +188,7 @@ def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
     [
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
+        ("thinking_token_budget", 100),
         ("chat_template", "{{ x }}"),
         ("echo", True),
     ],

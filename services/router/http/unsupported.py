@@ -19,14 +19,22 @@ MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the othe
 
 # The values that each field may have because they ask for nothing.
 _COMMON: dict[str, tuple[Any, ...]] = {
+    "custom_logit_processor": (None,),
     "ebnf": (None,),
     "guided_whitespace_pattern": (None,),
     "json_schema": (None,),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
+    "logprob_token_ids": (None, []),
+    "no_stop_trim": _OFF,
     "regex": (None,),
+    "repetition_detection": (None,),
+    "return_hidden_states": _OFF,
+    "stop_regex": (None, "", []),
     "structural_tag": (None,),
+    "thinking_token_budget": (None,),
+    "truncation_side": (None, "left"),
     "use_beam_search": _OFF,
 }
 REFUSED_IN_COMPLETIONS = _COMMON | {
