@@ -47,6 +47,7 @@ from pagewire.shared.sampling_types import (
     Temperature,
     TokenId,
     TopP,
+    last_tokens,
 )
 from pagewire.shared.structured_outputs import StructuredOutputs
 
@@ -275,7 +276,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
             that is sampled from: after masks, penalties, temperature and limits. "raw": before.
         include_stop_str_in_output: the stop string that ends an answer is part of its text.
         skip_special_tokens: the text has no special tokens; so it is if unset.
-        truncate_prompt_tokens: keep no more than the prompt's last tokens.
+        truncate_prompt_tokens: keep this many last tokens of the prompt; -1: as many as fit with
+            `max_tokens` after them, or with 16.
         cache_salt: cached blocks are shared only with requests of the same salt.
     """
 
@@ -333,10 +335,13 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         """The stop strings, one or several."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def truncate(self, prompt_ids: list[int]) -> list[int]:
-        """Return as many of a prompt's last tokens as are to be kept."""
-        kept = self.truncate_prompt_tokens
-        return prompt_ids if kept is None else prompt_ids[-kept:]
+    def truncate(self, prompt_ids: list[int], longest: int) -> list[int]:
+        """Return as many of a prompt's last tokens as are to be kept; at most `longest` fit.
+
+        Raises:
+            InvalidRequestError: none are.
+        """
+        return last_tokens(prompt_ids, self.truncate_prompt_tokens, longest)
 
     def resolve(
         self, defaults: SamplingDefaults, max_tokens: int, encode: Encode | None = None

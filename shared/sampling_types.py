@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.logprobs import MAX_TOP
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 
@@ -95,4 +96,26 @@ BadString = Annotated[
 BAD_STRINGS = Meta(
     max_length=MAX_BAD_STRINGS, description=f"a list of at most {MAX_BAD_STRINGS} strings"
 )
-PromptLength = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
+PromptLength = Annotated[
+    int, Meta(ge=-1, lt=2**31, description="an integer from 1 to 2**31 - 1, or -1 for what fits")
+]
+
+
+def last_tokens(token_ids: list[int], kept: int | None, longest: int) -> list[int]:
+    """Return what `truncate_prompt_tokens` leaves of a prompt.
+
+    Args:
+        token_ids: the prompt.
+        kept: the value of the field, a `PromptLength`; None keeps all.
+        longest: what -1 means.
+
+    Raises:
+        InvalidRequestError: it is 0.
+    """
+    if kept == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be an integer from 1 to 2**31 - 1, or -1 for what fits, "
+            "not 0",
+            "truncate_prompt_tokens",
+        )
+    return token_ids if kept is None else token_ids[-(max(1, longest) if kept < 0 else kept) :]

@@ -37,6 +37,7 @@ def test_inputs_are_texts_or_tokens_one_or_several() -> None:
     assert ids_of(input=[[5, 6], [7]]) == [[5, 6], [7]]
     assert ids_of(input="a text", add_special_tokens=False) == [text[len(BOS) :]]
     assert ids_of(input=["a text", [5]][:1], truncate_prompt_tokens=2) == [text[-2:]]
+    assert ids_of(input=[5] * CONTEXT, truncate_prompt_tokens=-1) == [[5] * (CONTEXT - 1)]
     assert len(ids_of(input=["a"] * MAX_INPUTS)) == MAX_INPUTS
 
 

@@ -105,7 +105,7 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         ("include_stop_str_in_output", 1),
         ("skip_special_tokens", "no"),
         ("truncate_prompt_tokens", 0),
-        ("truncate_prompt_tokens", -1),
+        ("truncate_prompt_tokens", -2),
         ("cache_salt", ""),
         ("cache_salt", "x" * 257),
         ("cache_salt", 5),

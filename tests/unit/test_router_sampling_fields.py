@@ -62,6 +62,14 @@ def test_a_prompt_is_cut_to_its_last_tokens():
     # A prompt that would not fit does then.
     long = completion(prompt=[5] * (CONTEXT + 9), truncate_prompt_tokens=20).prompts[0]
     assert len(long.token_ids) == 20
+    for max_tokens, count in ((None, CONTEXT - 16), (9, CONTEXT - 9)):
+        fitting = {"prompt": [5] * (CONTEXT + 9), "max_tokens": max_tokens}
+        fitted = completion(**fitting, truncate_prompt_tokens=-1).prompts[0]
+        assert len(fitted.token_ids) == count
+    assert completion(prompt=ids, truncate_prompt_tokens=-1).prompts[0].token_ids == ids
+    assert chat(truncate_prompt_tokens=-1).prompts[0].token_ids == whole
+    error = refusal(completion, max_tokens=CONTEXT, truncate_prompt_tokens=-1)
+    assert "maximum context length" in error.message
     echoed = completion(prompt="one two three", truncate_prompt_tokens=1, echo=True).prompts[0]
     assert echoed.echo == MODEL.tokenizer.decode(echoed.token_ids) != "one two three"
 

@@ -248,7 +248,8 @@ class LLM:
     ) -> tuple[RequestSpec, list[int]]:
         """Return what a request asks for, and its prompt's tokens, cut as it says."""
         check_fields(asked)
-        prompt_ids = asked.truncate(prompt_ids)
+        longest = self.engine.max_model_len - (asked.max_tokens or DEFAULT_TOKENS)
+        prompt_ids = asked.truncate(prompt_ids, longest)
         room = max(1, self.engine.max_model_len - len(prompt_ids))
         length = self._defaults.answer_length(room, default_tokens)
         encode = None if self.tokenizer is None else self.tokenizer.encode_word

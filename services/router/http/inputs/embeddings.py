@@ -14,7 +14,7 @@ from pagewire.services.router.http.inputs.schemas import AtLeastOne, Label, Prom
 from pagewire.services.router.http.inputs.tokens import PlainBody, parse_plain
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling_types import PromptLength
+from pagewire.shared.sampling_types import PromptLength, last_tokens
 
 MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000  # of one request, unless one input of the model's context has more
@@ -29,7 +29,7 @@ class EmbeddingBody(PlainBody, frozen=True, kw_only=True):
         encoding_format: numbers, or base64 of little-endian 32-bit ones; numbers by default.
         input: text, several texts, token ids, or several lists of token ids.
         dimensions: numbers of each embedding; by default all that the model computes.
-        truncate_prompt_tokens: keep only this many last tokens of an input.
+        truncate_prompt_tokens: keep only this many last tokens of an input; -1: as many as fit.
         add_special_tokens: add the tokenizer's special tokens to texts; true by default.
         normalize: scale embeddings to the length 1; by default as the model's files say.
         user: changes nothing.
@@ -81,7 +81,7 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
     for each in split_prompts(body.input, "input", MAX_INPUTS):
         number = len(found)
         ids = prompt_ids(each, model, max_model_len, adds_special, "input")
-        ids = ids if kept is None else ids[-kept:]
+        ids = last_tokens(ids, kept, longest)
         if not ids:
             raise InvalidRequestError(f"input {number} has no tokens", "input")
         if len(ids) > longest:

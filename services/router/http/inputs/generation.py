@@ -41,7 +41,7 @@ from pagewire.shared.tools.form_grammar import form_or_calls, reasoning_before
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
-DEFAULT_COMPLETION_TOKENS = 16
+DEFAULT_TOKENS = 16  # of a completion
 MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
 
@@ -138,9 +138,10 @@ def read_completion(
     sampling = sampling_of(body, body.logprobs)
     adds_special = body.add_special_tokens is not False
     for prompt in split_prompts(body.prompt, "prompt", MAX_PROMPTS):
-        ids = sampling.truncate(prompt_ids(prompt, model, max_model_len, adds_special))
+        ids = prompt_ids(prompt, model, max_model_len, adds_special)
+        ids = sampling.truncate(ids, max_model_len - (body.max_tokens or DEFAULT_TOKENS))
         room = _room(ids, max_model_len, body.max_tokens, "prompt")
-        max_tokens = model.defaults.answer_length(room, DEFAULT_COMPLETION_TOKENS)
+        max_tokens = model.defaults.answer_length(room, DEFAULT_TOKENS)
         if body.max_tokens is not None:
             # Without an answer the first token, which comes with the prompt, is dropped.
             max_tokens = max(1, body.max_tokens)
@@ -198,8 +199,9 @@ def chat_input(
     """
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    ids = sampling.truncate(chat_ids(body, options, model, max_model_len))
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    ids = chat_ids(body, options, model, max_model_len)
+    ids = sampling.truncate(ids, max_model_len - (asked or DEFAULT_TOKENS))
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
