@@ -39,7 +39,7 @@ class TransferPart(msgspec.Struct):
 
     Attributes:
         ms: from the first segment to the last block.
-        after_first_token_ms: the part of it after the first token.
+        after_first_token_ms: from the first token to the last block; about 0 if that came before.
         bytes: all that were sent, with checksums.
     """
 
