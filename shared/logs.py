@@ -27,7 +27,7 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 
 
 def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
-    """Write this project's log lines from a level on to stderr, and warnings of the libraries.
+    """Write this project's log lines from a level on to stderr, and warnings of all others.
 
     A crash in native code also writes Python's stack there. No caller waits for a line.
 
@@ -40,6 +40,7 @@ def configure_logging(level: str, form: LogForm = "text", service: str = "") -> 
     handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("pagewire").setLevel(level.upper())
+    logging.captureWarnings(True)
     try:
         faulthandler.enable(sys.stderr)
     except (UnsupportedOperation, AttributeError):  # stderr is not a file
@@ -58,7 +59,10 @@ def request_of(record: logging.LogRecord) -> str | None:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level and logger, then the message, its `fields` and the request's id in brackets."""
+    """Time, level and logger, then the message, its `fields` and the request's id in brackets.
+
+    A traceback follows in lines of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -71,6 +75,11 @@ class TextFormatter(logging.Formatter):
         line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
         request_id = request_of(record)
         return line if request_id is None else f"{line} [{request_id}]"
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        """Return a traceback whose lines are indented, so that none looks like another record."""
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"  {_printable(line)}" for line in lines)
 
 
 class JsonFormatter(logging.Formatter):

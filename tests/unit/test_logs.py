@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from typing import Any
 
@@ -49,6 +50,35 @@ def test_json_has_one_object_a_line() -> None:
         failed = record("failed")
         failed.exc_info = sys.exc_info()
     assert "ValueError: bad" in json.loads(formatter.format(failed))["exception"]
+
+
+def test_a_traceback_begins_no_line_that_could_be_another() -> None:
+    failed = record("failed")
+    try:
+        raise ValueError("bad\n2026-11-24 INFO forged\x1b[2J")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    first, *rest = TextFormatter().format(failed).splitlines()
+    assert first.endswith(": failed")
+    assert r"  2026-11-24 INFO forged\x1b[2J" in rest
+    assert all(line.startswith("  ") for line in rest)
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_pythons_warnings_are_lines_like_others(form: str) -> None:
+    code = (
+        f"from pagewire.shared.logs import configure_logging; configure_logging('info', {form!r});"
+        "import warnings; warnings.warn('of\\ntwo lines')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    [line] = done.stderr.splitlines()
+    if form == "json":
+        found = json.loads(line)
+        assert found["level"] == "warning"
+        line = found["message"]
+    assert "UserWarning: of" in line
 
 
 def test_a_line_without_logging_looks_the_same() -> None:

@@ -78,7 +78,8 @@ def _note_rest(table: Table, num_hidden: int) -> None:
 
 
 def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
-    yield _text(f"{found.model}  {len(found.routers)} routers")
+    count = len(found.routers)
+    yield _text(f"{found.model}  {count} router{'' if count == 1 else 's'}")
     if not found.ok:
         yield _text(f"not ready: {found.problem}", "red")
     if found.redis == "down":
