@@ -316,9 +316,8 @@ class RouterService:
 
     def targets(self) -> list[dict[str, Any]]:
         """Return the body of `/sd`: where all routers and workers show their metrics."""
-        return describe_targets(
-            [self.routers.own(), *self.routers.others()], self.directory.workers()
-        )
+        routers = [self.routers.own(), *self.routers.others()]
+        return describe_targets(routers, self.directory.workers(), self.directory.others)
 
 
 def _policy(settings: RouterSettings) -> Policy:

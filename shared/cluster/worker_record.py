@@ -92,13 +92,15 @@ class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         protocol: a number in all releases so far; 0 if the record is older than the field.
-        epoch, role: so far as in `WorkerRecord` in every release; a later one may change them.
+        epoch, role, metrics_endpoint: so far as in `WorkerRecord` in every release; a later one may
+            change them.
     """
 
     worker_id: Annotated[str, Meta(min_length=1, max_length=512)]
     protocol: int | Annotated[str, Meta(max_length=64)] = 0
     epoch: msgspec.Raw = msgspec.Raw()
     role: msgspec.Raw = msgspec.Raw()
+    metrics_endpoint: msgspec.Raw = msgspec.Raw()
 
     @property
     def known_epoch(self) -> int | None:
@@ -110,6 +112,11 @@ class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
         """The role's name, if it has one."""
         return _decode_known(self.role, _name_decoder)
 
+    @property
+    def known_metrics_endpoint(self) -> str | None:
+        """Where its metrics are, if that is a text."""
+        return _decode_known(self.metrics_endpoint, _endpoint_decoder)
+
 
 class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker of another release: what is known of it."""
@@ -118,12 +125,14 @@ class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int | str
     epoch: int | None
     role: str | None
+    metrics_endpoint: str | None
 
 
 _head_decoder = msgspec.msgpack.Decoder(RecordHead)
 _record_decoder = msgspec.msgpack.Decoder(WorkerRecord)
 _epoch_decoder: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(Epoch)
 _name_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Name)
+_endpoint_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Endpoint)
 
 
 def decode_head(raw: bytes) -> RecordHead:
@@ -150,6 +159,7 @@ def decode_record(raw: bytes, worker_id: str) -> WorkerRecord | OtherVersion:
             protocol=head.protocol,
             epoch=head.known_epoch,
             role=head.known_role,
+            metrics_endpoint=head.known_metrics_endpoint,
         )
     return _decode(raw, _record_decoder)
 

@@ -123,6 +123,9 @@ def test_health_names_workers_of_another_release(redis_url):
             assert prefill["state"] == "ready"
             assert (decode["id"], decode["role"], decode["epoch"]) == ("decode-0", "decode", 7)
             assert (decode["state"], decode["protocol"]) == ("another version", later)
+            # Prometheus finds it, too, so that its release shows.
+            names = [each["labels"]["instance"] for each in await router.targets()]
+            assert names[:2] == ["decode-0", "prefill-0"]
             assert (await router.complete(prompt="Hi")).status_code == 503
             shown = await fetch_status(router.http, router.service.operator_endpoint)
             assert not shown.ok

@@ -14,6 +14,7 @@ from pagewire.services.router.metrics.state import used_share
 from pagewire.services.router.metrics.targets import describe_targets
 from pagewire.shared.cluster.registry import WorkerLoad, WorkerRecord
 from pagewire.shared.cluster.routers import RouterRecord
+from pagewire.shared.cluster.worker_record import OtherVersion
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Timings, TokenOutput
 from pagewire.shared.errors import ProtocolError
 from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
@@ -240,10 +241,23 @@ def test_targets_have_a_name_that_outlives_their_ports():
             ("r4", "https://h"),
         )
     ]
-    assert describe_targets(routers, [record("decode-0")]) == [
+    others = [
+        OtherVersion(worker_id=name, protocol=1, epoch=1, role=role, metrics_endpoint=endpoint)
+        for name, role, endpoint in (
+            ("old-0", "prefill", "http://10.0.0.2:9"),
+            ("old-1", None, "http://10.0.0.3:9"),
+            ("old-2", "decode", None),
+            ("old-3", "decode", "nonsense"),
+        )
+    ]
+    assert describe_targets(routers, [record("decode-0")], others) == [
         {
             "targets": ["127.0.0.1:1"],
             "labels": {"role": "decode", "worker": "decode-0", "instance": "decode-0"},
+        },
+        {
+            "targets": ["10.0.0.2:9"],
+            "labels": {"role": "prefill", "worker": "old-0", "instance": "old-0"},
         },
         {
             "targets": ["[::1]:9100"],
@@ -252,6 +266,10 @@ def test_targets_have_a_name_that_outlives_their_ports():
         {
             "targets": ["10.0.0.1:9"],
             "labels": {"role": "router", "router": "r1", "instance": "r1"},
+        },
+        {
+            "targets": ["10.0.0.3:9"],
+            "labels": {"role": "unknown", "worker": "old-1", "instance": "old-1"},
         },
     ]
 

@@ -11,19 +11,22 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pagewire.shared.cluster.routers import RouterRecord
-from pagewire.shared.cluster.worker_record import WorkerRecord
+from pagewire.shared.cluster.worker_record import OtherVersion, WorkerRecord
 
 
 def describe_targets(
-    routers: Sequence[RouterRecord], workers: Sequence[WorkerRecord]
+    routers: Sequence[RouterRecord],
+    workers: Sequence[WorkerRecord],
+    others: Sequence[OtherVersion] = (),
 ) -> list[dict[str, Any]]:
     """Return an object for each process whose metrics have an address, in order of their names.
 
     Args:
         routers: all that are alive.
         workers: likewise.
+        others: workers of another protocol version, whose metrics show their release.
     """
-    found = [*_routers(routers), *_workers(workers)]
+    found = [*_routers(routers), *_workers([*workers, *others])]
     return sorted(found, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
 
 
@@ -35,11 +38,11 @@ def _routers(records: Sequence[RouterRecord]) -> Iterator[dict[str, Any]]:
             yield {"targets": [address], "labels": labels}
 
 
-def _workers(records: Sequence[WorkerRecord]) -> Iterator[dict[str, Any]]:
+def _workers(records: Sequence[WorkerRecord | OtherVersion]) -> Iterator[dict[str, Any]]:
     for record in records:
-        if address := _address(record.metrics_endpoint):
+        if address := _address(record.metrics_endpoint or ""):
             name = record.worker_id
-            labels = {"role": record.role, "worker": name, "instance": name}
+            labels = {"role": record.role or "unknown", "worker": name, "instance": name}
             yield {"targets": [address], "labels": labels}
 
 
