@@ -185,6 +185,11 @@ def test_padded_steps_take_their_masks_when_they_are_supplied() -> None:
     assert run_supplied_steps(padded) == launched
 
 
+def test_rows_that_are_all_held_go_on_in_a_later_step() -> None:
+    launched = run_supplied_steps(make_llm(max_num_seqs=8).engine.runner)
+    assert run_supplied_steps(make_llm(max_num_seqs=8).engine.runner, holds=True) == launched
+
+
 def test_padding_rows_never_run_out_of_positions() -> None:
     llm = make_llm(max_model_len=32)
     runner = llm.engine.runner

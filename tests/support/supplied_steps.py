@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.step import (
+    DecodeInput,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
@@ -23,8 +24,13 @@ def mask_of(token: int, vocab_size: int) -> bytes:
     return bytes(mask)
 
 
-def run_supplied_steps(runner: ModelRunner) -> list[list[int]]:
-    """Return the tokens of three steps of two or three rows; the second one is supplied."""
+def run_supplied_steps(runner: ModelRunner, holds: bool = False) -> list[list[int]]:
+    """Return the tokens of three steps of two or three rows; the second one is supplied.
+
+    Args:
+        runner: without sequences.
+        holds: before the third one, run one in which both rows are held.
+    """
     specs = [RequestSpec(temperature=0.7 if slot else 0.0, seed=slot) for slot in range(3)]
     chunks = [PrefillChunk(slot, 0, PROMPTS[slot], samples=True) for slot in range(3)]
     first = StepPlan(
@@ -40,5 +46,12 @@ def run_supplied_steps(runner: ModelRunner) -> list[list[int]]:
     masks = {index: mask_of(token, runner.vocab_size) for index, token in ALLOWED.items()}
     runner.supply(Supply(number=2, masks=masks))
     results.append(awaiting.wait().tokens)
-    results.append(runner.execute(StepPlan(number=3, decodes=[0, 1, 2])).wait().tokens)
+    last = StepPlan(number=3, decodes=[0, 1, 2])
+    if holds:
+        held = runner.execute(StepPlan(number=3, decodes=[0, 1], awaits_supply=True))
+        runner.supply(Supply(number=3, held=[0, 1]))
+        held.wait()
+        inputs = [DecodeInput(slot, results[1][slot], len(PROMPTS[slot]) + 1) for slot in (0, 1)]
+        last = StepPlan(number=4, decodes=[0, 1, 2], inputs=inputs)
+    results.append(runner.execute(last).wait().tokens)
     return results

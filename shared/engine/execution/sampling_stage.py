@@ -118,24 +118,26 @@ class SamplingStage:
         """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
 
         Rows without a mask may have any token; `held` ones sample nothing. Nothing waits: masks and
-        rows are copied from pinned memory, once for all rows.
+        rows are put into pinned memory, and copied from there once for all rows.
         """
         if not masks and not held:
             return
         words = self._masks.shape[1]
-        packed = np.zeros((len(masks), words * 4), np.uint8)
-        for row, mask in enumerate(masks.values()):
-            packed[row, : len(mask)] = np.frombuffer(mask, np.uint8)[: words * 4]
-        rows = np.full(self.num_rows, _UNMASKED, np.int64)
-        rows[list(masks)] = np.arange(len(masks))
-        rows[list(held)] = _HELD
-        self._masks[: len(masks)].copy_(self._pinned(packed.view(np.int32)), non_blocking=True)
-        self._mask_of_row.copy_(self._pinned(rows), non_blocking=True)
+        packed = self._on_host(len(masks) * words, torch.int32)
+        with memoryview(packed.numpy().view(np.uint8)) as view:  # each mask is copied once
+            for row, mask in enumerate(masks.values()):
+                view[row * words * 4 : row * words * 4 + len(mask)] = mask
+        rows = self._on_host(self.num_rows, torch.int64)
+        mask_of_row = rows.numpy()
+        mask_of_row.fill(_UNMASKED)
+        mask_of_row[list(masks)] = np.arange(len(masks))
+        mask_of_row[list(held)] = _HELD
+        self._masks[: len(masks)].copy_(packed.view(len(masks), words), non_blocking=True)
+        self._mask_of_row.copy_(rows, non_blocking=True)
         self._has_masks = True
 
-    def _pinned(self, array: np.ndarray) -> torch.Tensor:
-        host = torch.from_numpy(array)
-        return host.pin_memory() if self.state.device.type == "cuda" else host
+    def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=self.state.device.type == "cuda")
 
     def sample(self, rows: Forwarded, *, shaped: bool, first_row: int = 0) -> Sampled:
         """Draw a token a row, and leave it in its device slot.
