@@ -125,8 +125,11 @@ class RemoteJobs(JobCallbacks):
 
     def _on_done(self, job: _Job, done: PrefillDone) -> None:
         request, job.done_s = job.request, self._receiver.clock()
+        # The prefill worker does not know how long a job waits to be read, between its steps, nor
+        # that others have failed before.
+        asked_s = request.arrived_s + request.timings.wait_s
         request.time(
-            queue_s=done.queue_s,
+            queue_s=max(done.queue_s, job.done_s - asked_s - done.prefill_s),
             prefill_s=done.prefill_s,
             chunks=done.chunks,
             prefill_worker=job.link.peer,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable
 
@@ -76,6 +78,31 @@ def test_a_request_that_is_given_up_frees_all_on_both_sides(
             async with router_of(d) as router:
                 router.generate(prompt=LONG)
                 await router.answer()
+
+    run_async(scenario())
+
+
+def test_a_job_that_waits_to_be_read_is_queued() -> None:
+    """A prefill worker reads jobs between two steps, and one may be long."""
+    waits_s = 0.2
+
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            step = threading.Event()
+            p.engine.submit(lambda _core: step.wait(20))
+            began = time.monotonic()
+            router.generate(prompt=LONG)
+            await eventually(lambda: d.used_blocks)  # reserved, and the job is sent
+            await asyncio.sleep(waits_s)
+            step.set()
+            await router.answer()
+            took = time.monotonic() - began
+        found = router.outputs["r"][-1].timings
+        assert found is not None
+        assert found.prefill_worker == "prefill-0"
+        assert found.queue_s >= waits_s
+        assert found.wait_s + found.queue_s + found.prefill_s <= took
 
     run_async(scenario())
 
