@@ -289,8 +289,11 @@ class DecodeService:
     def _token_output(self, request: DecodeRequest, output: StepOutput) -> TokenOutput:
         cached_tokens, is_early = output.cached_tokens, False
         if cached_tokens is not None and request.first_token is None:
+            # The engine takes requests between its steps, and one may have failed elsewhere before.
+            waited_s = time.monotonic() - request.arrived_s - output.prefill_s
             request.time(
-                queue_s=output.queue_s,
+                wait_s=0.0,
+                queue_s=max(output.queue_s, waited_s),
                 prefill_s=output.prefill_s,
                 chunks=output.chunks,
                 cached_tokens=cached_tokens,

@@ -146,8 +146,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         wait_s: in the decode worker's queue, where another worker computes the prompt.
-        queue_s: in the queue of the worker that computes the prompt; of another worker than the
-            decode worker, all of the job's time but its computation.
+        queue_s: in the queue of the worker that computes the prompt: all the time until the first
+            token, except for `wait_s` and the computation.
         prefill_s: from there to the first token.
         transfer_s: from the first token to the arrival of the last KV block.
         chunks: steps that computed the prompt.

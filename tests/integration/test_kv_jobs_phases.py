@@ -107,6 +107,29 @@ def test_a_job_that_waits_to_be_read_is_queued() -> None:
     run_async(scenario())
 
 
+def test_a_request_that_waits_to_be_read_by_the_engine_is_queued() -> None:
+    waits_s = 0.2
+
+    async def scenario() -> None:
+        async with decode_worker() as d, router_of(d) as router:
+            step = threading.Event()
+            d.engine.submit(lambda _core: step.wait(20))
+            began = time.monotonic()
+            router.generate(prompt=LONG, workers=())
+            await eventually(lambda: d.service.num_active)
+            await asyncio.sleep(waits_s)
+            step.set()
+            await router.answer()
+            took = time.monotonic() - began
+        found = router.outputs["r"][-1].timings
+        assert found is not None
+        assert (found.prefill_worker, found.wait_s) == (None, 0.0)
+        assert found.queue_s >= waits_s
+        assert found.queue_s + found.prefill_s <= took
+
+    run_async(scenario())
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Hold up the event loop until other threads have made a condition true."""
     deadline = time.monotonic() + 5
