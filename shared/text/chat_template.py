@@ -194,7 +194,7 @@ class ChatTemplate:
                     )
         except RENDER_ERRORS as exc:
             raise InvalidRequestError(
-                f"the chat template refuses these messages: {exc}", param="messages"
+                f"the chat template refuses the messages: {exc}", param="messages"
             ) from exc
         return "".join(parts)
 
