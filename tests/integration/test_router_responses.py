@@ -197,6 +197,8 @@ def test_a_form_is_parsed(ask: Ask) -> None:
         client.responses.create(
             model=MODEL, input="How large?", text={"format": {"type": "json_object"}}
         )
+        vllms: dict[str, Any] = {"structured_outputs": {"json_object": True}}
+        client.responses.create(model=MODEL, input="How large?", extra_body=vllms)
         client.chat.completions.create(
             model=MODEL,
             messages=[{"role": "user", "content": "How large?"}],
@@ -204,7 +206,7 @@ def test_a_form_is_parsed(ask: Ask) -> None:
         )
         grammars = [each.spec.grammar for each in worker.generated]
         assert "size" in (grammars[0] or "") and grammars[0] == grammars[1]
-        assert grammars[2] == grammars[3]
+        assert grammars[2] == grammars[3] == grammars[4]
 
     ask('{"size": 12}', scenario, None)
 

@@ -54,6 +54,13 @@ TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"model": "other"}, "model"),
         ({"audio": {}}, "audio"),
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"return_token_ids": True}, "return_token_ids"),
+        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
+         "structured_outputs"),
+        ({"guided_regex": "("}, "guided_regex"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"priority": 1.5}, "priority"),
         ({"service_tier": "gold"}, "service_tier"),
@@ -67,7 +74,7 @@ def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: s
         assert response.status_code == (404 if param == "model" else 400), response.text
         error = response.json()["error"]
         assert error["param"].startswith(param), error
-        assert "messages" not in error["message"]
+        assert not {"messages", "response_format"} & {*error["message"].split()[1:]}, error
         assert not worker.generated
 
     with_worker(redis_url, main)
@@ -81,6 +88,7 @@ def test_what_is_wrong_is_named(redis_url: str, fields: dict[str, Any], param: s
         ({"max_output_tokens": "2"}, "invalid_type"),
         ({"max_output_tokens": 1 << 40}, "context_length_exceeded"),
         ({"audio": {}}, "unsupported_parameter"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "unsupported_parameter"),
         ({"input": None}, "invalid_type"),
         ({"tools": [{"type": "function"}]}, "missing_required_parameter"),
         ({"model": "other"}, "model_not_found"),

@@ -9,12 +9,15 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from pagewire.services.router.http.inputs.schemas import CompletionBody
+from pagewire.services.router.http.inputs.schemas import ChatBody, CompletionBody
 from pagewire.services.router.http.openapi.document import openapi_document
 from pagewire.services.router.http.openapi.operations import OPERATIONS, Operation
 from pagewire.services.router.http.responses.bodies import AS_IN_CHATS, ResponseBody
 from pagewire.services.router.http.server.app import ROUTERS
-from pagewire.services.router.http.unsupported import REFUSED_IN_COMPLETIONS
+from pagewire.services.router.http.unsupported import (
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_RESPONSES,
+)
 from pagewire.tests.support.api_document import document
 
 API = document(needs_key=True)
@@ -56,7 +59,9 @@ def test_fields_are_those_that_the_body_is_decoded_into(operation: Operation) ->
     schema = SCHEMAS[kind.__name__]
     others = schema["properties"].keys() - set(kind.__struct_fields__)
     if kind is ResponseBody:
-        assert others == AS_IN_CHATS - set(kind.__struct_fields__)
+        known = {*AS_IN_CHATS, *REFUSED_IN_RESPONSES}
+        assert others == known - set(kind.__struct_fields__)
+        assert {*ChatBody.__struct_fields__} <= schema["properties"].keys()
     elif kind is CompletionBody:
         assert others == REFUSED_IN_COMPLETIONS.keys() - set(kind.__struct_fields__)
     else:

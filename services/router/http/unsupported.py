@@ -1,12 +1,14 @@
 """Fields of other servers' APIs that would change the answer and are not supported here.
 
 Ignoring one of them would give a client something else than it asked for, so each is refused
-unless it has a value that asks for nothing. Fields unknown to us altogether are ignored. A field
-that `SamplingFields` has is supported, whatever is said here.
+unless it has a value that asks for nothing. Fields unknown to us altogether are ignored. In chats
+and completions, a field that `SamplingFields` has is supported, whatever is said here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -55,27 +57,59 @@ REFUSED_IN_CHATS = _COMMON | {
 }
 
 
+# Fields of chats that responses have by another name, or have no place for.
+REFUSED_IN_RESPONSES = REFUSED_IN_CHATS | {
+    "add_generation_prompt": (None, True),
+    "continue_final_message": _OFF,
+    "logprobs": _OFF,
+    "max_completion_tokens": (None,),
+    "max_tokens": (None,),
+    "messages": (None,),
+    "n": (None, 1),
+    "prompt_logprobs": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None,),
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+}
+NAMES_IN_RESPONSES = {
+    "logprobs": "include",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
+
+@cache
 def refused_fields(chat: bool) -> dict[str, tuple[Any, ...]]:
     """Return the fields of a chat or completion request, each with the values that it may have."""
-    return REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS
+    named = REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS
+    return {name: named[name] for name in named.keys() - {*SamplingFields.__struct_fields__}}
 
 
-def refuse_unsupported(fields: dict[str, msgspec.Raw], chat: bool) -> None:
+def refuse_unsupported(
+    fields: Mapping[str, msgspec.Raw],
+    refused: Mapping[str, tuple[Any, ...]],
+    names: Mapping[str, str] | None = None,
+) -> None:
     """Check a request's body.
 
     Args:
         fields: of the body, encoded.
-        chat: whether it is a chat's.
+        refused: unsupported fields, each with the values that it may have.
+        names: the fields to use in place of some of these.
 
     Raises:
         InvalidRequestError: it asks for something that is not supported, naming the field.
     """
-    for name, neutral in refused_fields(chat).items():
-        if name in SamplingFields.__struct_fields__:
-            continue
+    for name, neutral in refused.items():
         if name in fields and not _is_neutral(fields[name], neutral):
-            code = "unsupported_parameter"
-            raise InvalidRequestError(f"{name} is not supported", name, code)
+            problem = f"{name} is not supported"
+            if names is not None and name in names:
+                problem += f" here: use {names[name]}"
+            raise InvalidRequestError(problem, name, "unsupported_parameter")
 
 
 def _is_neutral(encoded: msgspec.Raw, neutral: tuple[Any, ...]) -> bool:

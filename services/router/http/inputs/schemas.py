@@ -225,7 +225,7 @@ def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
     """
     with problems_named(kind, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        refuse_unsupported(fields, chat=kind is ChatBody)
+        refuse_unsupported(fields, refused_fields(chat=kind is ChatBody))
         body = msgspec.json.decode(raw, type=kind)
     _check_together(body)
     if isinstance(body, ChatBody):

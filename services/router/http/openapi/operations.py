@@ -46,14 +46,17 @@ from pagewire.services.router.http.responses.objects import (
     ResponseEvent,
 )
 from pagewire.services.router.http.routes.responses import ResponseQuery
-from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
+from pagewire.services.router.http.unsupported import (
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
+    REFUSED_IN_RESPONSES,
+)
 
 Struct = type[msgspec.Struct]
 
 _READ = (400, 408, 413, 429)  # of routes that read a body
 _GENERATE = (*_READ, 404, 503)
 _STORED = (404, 503)
-_CHAT_FIELDS = set(ChatBody.__struct_fields__)
 _HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -151,8 +154,8 @@ OPERATIONS = (
         ResponseBody,
         ResponseEvent,
         _GENERATE,
-        as_in_chats=sorted(AS_IN_CHATS & _CHAT_FIELDS),
-        refused={name: REFUSED_IN_CHATS[name] for name in AS_IN_CHATS & REFUSED_IN_CHATS.keys()},
+        as_in_chats=sorted(AS_IN_CHATS),
+        refused=REFUSED_IN_RESPONSES,
         example={"input": "Hello"},
     ),
     Operation(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pagewire.services.router.http.inputs.answer_form import FormFields
 from pagewire.services.router.http.inputs.schemas import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -22,10 +23,13 @@ from pagewire.services.router.http.inputs.schemas import (
     ReasoningEffort,
     ServiceTier,
 )
-from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS
+from pagewire.services.router.http.unsupported import (
+    NAMES_IN_RESPONSES,
+    REFUSED_IN_RESPONSES,
+    refuse_unsupported,
+)
 from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.sampling import SamplingFields
 from pagewire.shared.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tools.definitions import FunctionName
@@ -33,12 +37,15 @@ from pagewire.shared.tools.definitions import FunctionName
 MAX_INCLUDED = 32
 MAX_ID_CHARS = 64
 
-# `prompt_logprobs` has no place in a response.
-AS_IN_CHATS = ({*SamplingFields.__struct_fields__, *REFUSED_IN_CHATS} - {"prompt_logprobs"}) | {
-    "stop",
+AS_IN_CHATS = {*FormFields.__struct_fields__} - REFUSED_IN_RESPONSES.keys() | {
+    "add_special_tokens",
     "chat_template_kwargs",
+    "include_reasoning",
     "parallel_tool_calls",
+    "request_id",
+    "stop",
     "timings",
+    "verbosity",
 }
 
 _PARTS_RULE = (
@@ -268,6 +275,7 @@ def parse_response_body(
     """
     with problems_named(ResponseBody, raw):
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        refuse_unsupported(fields, REFUSED_IN_RESPONSES, NAMES_IN_RESPONSES)
         body = msgspec.json.decode(raw, type=ResponseBody)
     if body.background:
         raise InvalidRequestError(
@@ -277,7 +285,8 @@ def parse_response_body(
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true", "stream_options"
         )
-    unknown = fields.keys() - {*ResponseBody.__struct_fields__, *AS_IN_CHATS}
+    known = {*ResponseBody.__struct_fields__, *AS_IN_CHATS, *REFUSED_IN_RESPONSES}
+    unknown = fields.keys() - known
     return body, fields, len(unknown)
 
 

@@ -239,7 +239,8 @@ def _in_fields_of_client(error: InvalidRequestError, places: list[str]) -> Inval
     if error.param is None:
         return error
     name = _name_in_body(error.param, places)
-    return type(error)(error.message.replace(error.param, name), name, error.code)
+    message = error.message.replace(error.param, name).replace("response_format", "text.format")
+    return type(error)(message, name, error.code)
 
 
 def _name_in_body(field: str, places: list[str]) -> str:
