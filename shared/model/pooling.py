@@ -16,7 +16,7 @@ import msgspec
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.errors import ConfigError
 
-_CONFIG, _MODULES = "config.json", "modules.json"
+_CONFIG, _MODULES, _TEXTS = "config.json", "modules.json", "sentence_bert_config.json"
 _MODE = "pooling_mode"
 # The mode is named by a value or, in releases of sentence-transformers before 6, by a switch.
 _MODES: dict[str, PoolingMode] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
@@ -55,7 +55,7 @@ def load_pooling(model_path: Path) -> PoolingRules:
         kind = str(module.get("type", "")) if isinstance(module, dict) else ""
         match kind.rpartition(".")[2]:
             case "Transformer":
-                pass
+                _refuse_lower_case(model_path)
             case "Pooling":
                 mode = _mode(model_path, posixpath.join(str(module.get("path", "")), _CONFIG))
             case "Normalize":
@@ -76,6 +76,12 @@ def _refuse_later_tokens(model_path: Path) -> None:
                 f"{_CONFIG}: {field} {json.dumps(value)} is not supported: tokens would attend to "
                 "later ones"
             )
+
+
+def _refuse_lower_case(model_path: Path) -> None:
+    """Refuse a model whose texts are to be in lower case, whatever its tokenizer does."""
+    if (model_path / _TEXTS).exists() and _read(model_path, _TEXTS, dict).get("do_lower_case"):
+        raise ConfigError(f"{_TEXTS}: do_lower_case true is not supported")
 
 
 def _matryoshka(model_path: Path) -> tuple[bool, tuple[int, ...] | None]:
