@@ -39,7 +39,10 @@ class Matcher:
     def follow(self, tokens: Sequence[int]) -> None:
         """Go on by these tokens of the answer, those after the ones that were followed."""
         if tokens and self.problem is None:
-            self._matcher.consume_tokens(list(tokens))
+            if self.has_ended:  # then `consume_tokens` takes not even the end (llguidance 1.9)
+                all(map(self._matcher.consume_token, tokens))
+            else:
+                self._matcher.consume_tokens(list(tokens))
             self.num_followed += len(tokens)
             self._check()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from itertools import product
 from threading import Event
 from typing import Any
 
@@ -76,6 +77,27 @@ def test_end_is_allowed_where_the_grammar_may_end_and_nothing_else_where_it_must
     matcher.follow([b])
     assert set(allowed_tokens(matcher.fill_mask(WORDS) or b"")) == set(EOS)
     assert matcher.has_ended
+
+
+@pytest.mark.parametrize("regex", ["ab", "ab?"])
+def test_ends_after_the_end_are_the_same_in_whatever_parts_they_come(
+    vocabulary: LLTokenizer, regex: str
+) -> None:
+    """As with `ignore_eos`: nothing but ends may follow."""
+    compiled, executor = check_grammar(regex_grammar(regex), vocabulary), LLExecutor(1)
+    tokens = [*vocabulary.tokenize_str("ab"), EOS[0], EOS[1], EOS[0]]
+    masks = []
+    for cuts in product((True, False), repeat=len(tokens) - 1):
+        matcher, parts = Matcher(compiled), [tokens[:1]]
+        for token, cut in zip(tokens[1:], cuts, strict=True):
+            parts = [*parts, [token]] if cut else [*parts[:-1], [*parts[-1], token]]
+        together = Matcher(compiled)
+        for part in parts:
+            matcher.follow(part)
+            masks += [matcher.fill_mask(WORDS), *fill_masks(executor, [(together, part)], WORDS)]
+            assert masks[-1] == masks[-2], (parts, part, matcher.problem, together.problem)
+        assert matcher.num_followed == len(tokens)
+    assert set(allowed_tokens(masks[-1] or b"")) == set(EOS)
 
 
 def test_token_that_is_not_allowed_is_a_problem(vocabulary: LLTokenizer) -> None:
