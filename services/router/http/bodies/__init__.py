@@ -7,5 +7,5 @@ in a process (`body_process.py`), which it exchanges the messages of `protocol.p
 
 Read first: `reader.py`, `grammar_checker.py`.
 
-May import: `inputs`, `messages`, `responses`.
+May import: `inputs`, `messages`, `responses`; `text` of the router.
 """

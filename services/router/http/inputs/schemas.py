@@ -175,6 +175,16 @@ class ChatMessage(SaidMessage, frozen=True, kw_only=True):
         return "".join(part.text for part in content) if isinstance(content, list) else content
 
 
+Messages = Annotated[
+    list[ChatMessage],
+    Meta(
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        description=f"a list of 1 to {MAX_MESSAGES} messages",
+    ),
+]
+
+
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
     """Body of `POST /v1/chat/completions`.
 
@@ -194,14 +204,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         verbosity: changes nothing.
     """
 
-    messages: Annotated[
-        list[ChatMessage],
-        Meta(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description=f"a list of 1 to {MAX_MESSAGES} messages",
-        ),
-    ]
+    messages: Messages
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None

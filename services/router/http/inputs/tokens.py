@@ -14,7 +14,7 @@ from pagewire.services.router.http.inputs.generation import (
     counted_input,
 )
 from pagewire.services.router.http.inputs.prompts import prompt_ids
-from pagewire.services.router.http.inputs.schemas import MAX_MESSAGES, ChatBody, ChatMessage
+from pagewire.services.router.http.inputs.schemas import ChatBody, Messages
 from pagewire.services.router.http.wrong_fields import problems_named
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import InvalidRequestError
@@ -23,15 +23,6 @@ from pagewire.shared.text.chat_template import TemplateVariables
 from pagewire.shared.tools.definitions import Tools, check_tools_size
 
 MAX_TOKENS = 1 << 20  # of a text that is put together
-
-_Messages = Annotated[
-    list[ChatMessage],
-    Meta(
-        min_length=1,
-        max_length=MAX_MESSAGES,
-        description=f"a list of 1 to {MAX_MESSAGES} messages",
-    ),
-]
 
 
 class PlainBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +50,7 @@ class TokenizeBody(PlainBody, frozen=True, kw_only=True):
     """
 
     prompt: str | None = None
-    messages: _Messages | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

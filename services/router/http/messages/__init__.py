@@ -6,5 +6,5 @@ written, for the OpenAPI document.
 
 Read first: `inputs.py`, `format.py`.
 
-May import: `inputs` and `answers`.
+May import: `inputs` and `answers`; `text` of the router.
 """

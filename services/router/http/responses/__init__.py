@@ -8,5 +8,5 @@ when.
 
 Read first: `inputs.py`, `format.py`.
 
-May import: `inputs` and `answers`.
+May import: `inputs` and `answers`; `text` of the router.
 """
