@@ -187,64 +187,65 @@ def test_fields_that_this_release_does_not_know_are_passed_over(any_redis_url: s
 LATER = PROTOCOL_VERSION + 1
 HEAD = ("worker_id", "protocol", "epoch", "role", "metrics_endpoint")
 AT = {"metrics_endpoint": record().metrics_endpoint}
+_RECORDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "further fields",
+        raw_record("w", protocol=LATER, zone="eu"),
+        {"epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "an unknown role",
+        raw_record("w", protocol=LATER, role="encode"),
+        {"epoch": 1, "role": "encode"} | AT,
+    ),
+    (
+        "an unknown state",
+        raw_record("w", protocol=LATER, state="asleep"),
+        {"epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "another layout",
+        raw_record("w", protocol=LATER, layout=[1, [2]]),
+        {"epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "larger lists",
+        raw_record("w", protocol=LATER, kv_transports=["t"] * 50_000),
+        {"epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "other types",
+        raw_record("w", protocol=LATER, epoch="7-b", role=["decode"], load=3, links={}),
+        AT,
+    ),
+    (
+        "another address",
+        raw_record("w", protocol=LATER, metrics_endpoint=7, epoch=[], role=1),
+        {},
+    ),
+    ("almost nothing", {}, {}),
+    (
+        "a named version",
+        raw_record("w", protocol="6.1"),
+        {"protocol": "6.1", "epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "a version of two lines",
+        raw_record("w", protocol="6\nERROR: all is lost"),
+        {"protocol": "6\nERROR: all is lost", "epoch": 1, "role": "decode"} | AT,
+    ),
+    (
+        "an old release",
+        raw_record("w", protocol=0, epoch=9),
+        {"protocol": 0, "epoch": 9, "role": "decode"} | AT,
+    ),
+]
 OTHER_RELEASES: dict[str, tuple[dict[str, Any], OtherVersion]] = {
     name: (
         {"worker_id": "w", "protocol": LATER} | fields,
         OtherVersion(**(dict.fromkeys(HEAD) | {"worker_id": "w", "protocol": LATER} | seen)),
     )
-    for name, fields, seen in [
-        (
-            "further fields",
-            raw_record("w", protocol=LATER, zone="eu"),
-            {"epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "an unknown role",
-            raw_record("w", protocol=LATER, role="encode"),
-            {"epoch": 1, "role": "encode"} | AT,
-        ),
-        (
-            "an unknown state",
-            raw_record("w", protocol=LATER, state="asleep"),
-            {"epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "another layout",
-            raw_record("w", protocol=LATER, layout=[1, [2]]),
-            {"epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "larger lists",
-            raw_record("w", protocol=LATER, kv_transports=["t"] * 50_000),
-            {"epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "other types",
-            raw_record("w", protocol=LATER, epoch="7-b", role=["decode"], load=3, links={}),
-            AT,
-        ),
-        (
-            "another address",
-            raw_record("w", protocol=LATER, metrics_endpoint=7, epoch=[], role=1),
-            {},
-        ),
-        ("almost nothing", {}, {}),
-        (
-            "a named version",
-            raw_record("w", protocol="6.1"),
-            {"protocol": "6.1", "epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "a version of two lines",
-            raw_record("w", protocol="6\nERROR: all is lost"),
-            {"protocol": "6\nERROR: all is lost", "epoch": 1, "role": "decode"} | AT,
-        ),
-        (
-            "an old release",
-            raw_record("w", protocol=0, epoch=9),
-            {"protocol": 0, "epoch": 9, "role": "decode"} | AT,
-        ),
-    ]
+    for name, fields, seen in _RECORDS
 }
 
 

@@ -124,7 +124,7 @@ class SamplingStage:
             return
         words = self._masks.shape[1]
         packed = self._on_host(len(masks) * words, torch.int32)
-        with memoryview(packed.numpy().view(np.uint8)) as view:  # each mask is copied once
+        with packed.numpy().view(np.uint8).data as view:  # each mask is copied once
             for row, mask in enumerate(masks.values()):
                 view[row * words * 4 : row * words * 4 + len(mask)] = mask
         rows = self._on_host(self.num_rows, torch.int64)
