@@ -10,16 +10,21 @@ queue; spans that do not fit are dropped.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.installing import install_command
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace import Span as SdkSpan
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+logger = logging.getLogger(__name__)
 
 MAX_QUEUED_SPANS = 2048
 EXPORT_TIMEOUT_S = 5.0
@@ -71,11 +76,14 @@ class Tracing:
 
     Args:
         provider: of the SDK.
+        exporter: that the provider sends spans with.
         is_server: its spans begin at a client's request; else at a message of a service.
     """
 
-    def __init__(self, provider: TracerProvider, is_server: bool) -> None:
-        self._provider, self._is_server = provider, is_server
+    def __init__(
+        self, provider: TracerProvider, exporter: _ReportingExporter, is_server: bool
+    ) -> None:
+        self._provider, self._exporter, self._is_server = provider, exporter, is_server
         self._tracer = provider.get_tracer("pagewire")
 
     def start(
@@ -106,6 +114,49 @@ class Tracing:
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(FLUSH_S)
+        self._exporter.shutdown()
+
+
+class _ReportingExporter:
+    """Exports spans, and reports when that begins to fail and when it works again.
+
+    The SDK's lines about each further failure are left out: there would be one a second.
+
+    Args:
+        exporter: of the SDK.
+        endpoint: that it sends to, for the log.
+    """
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter, self._endpoint = exporter, endpoint
+        self._is_failing = self._is_closed = False
+        self._sdk_logger = logging.getLogger(type(exporter).__module__)
+        self._sdk_logger.addFilter(self._is_news)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Send spans, or drop them after the end."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        if self._is_closed:
+            return SpanExportResult.FAILURE
+        result = self._exporter.export(spans)
+        failed = result is not SpanExportResult.SUCCESS
+        if failed and not self._is_failing:
+            logger.warning("spans do not reach %s; they are dropped until they do", self._endpoint)
+        elif self._is_failing and not failed:
+            logger.info("spans are exported again")
+        self._is_failing = failed
+        return result
+
+    def shutdown(self) -> None:
+        """End, whatever an export waits for between two tries. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._sdk_logger.removeFilter(self._is_news)
+            self._exporter.shutdown()
+
+    def _is_news(self, _record: logging.LogRecord) -> bool:
+        return not self._is_failing
 
 
 def open_tracing(
@@ -134,12 +185,18 @@ def open_tracing(
             "otlp_endpoint (or OTEL_EXPORTER_OTLP_ENDPOINT) is set, and OpenTelemetry's packages "
             f"are missing, the extra `otel`: {install_command('otel')}"
         ) from exc
+    # It warns of what clients send.
+    logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     named = {"service.name": f"pagewire-{service}", "service.instance.id": instance}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
-    exporter = OTLPSpanExporter(
-        endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S
+    exporter = _ReportingExporter(
+        OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_TIMEOUT_S),
+        endpoint,
     )
-    provider.add_span_processor(
-        BatchSpanProcessor(exporter, max_queue_size=MAX_QUEUED_SPANS, max_export_batch_size=512)
+    processor = BatchSpanProcessor(
+        cast("SpanExporter", exporter),  # the SDK is imported too late to inherit from it
+        max_queue_size=MAX_QUEUED_SPANS,
+        max_export_batch_size=512,
     )
-    return Tracing(provider, is_server)
+    provider.add_span_processor(processor)
+    return Tracing(provider, exporter, is_server)

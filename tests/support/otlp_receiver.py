@@ -21,11 +21,14 @@ class Received:
     Attributes:
         url: of the collector.
         spans: pairs of a service's name and a span.
+        status: of its answers; spans that come with another than 200 are not kept.
+        num_requests: that have come.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.spans: list[tuple[str, Any]] = []
+        self.status, self.num_requests = 200, 0
 
     def named(self, service: str, name: str) -> list[Any]:
         """Return a service's spans of a name."""
@@ -42,6 +45,10 @@ def otlp_receiver() -> Iterator[Received]:
             if self.headers.get("content-encoding") == "gzip":
                 raw = gzip.decompress(raw)
             assert self.path == "/v1/traces"
+            received.num_requests += 1
+            if received.status != 200:
+                self.send_error(received.status)
+                return
             for of_service in ExportTraceServiceRequest.FromString(raw).resource_spans:
                 names = {a.key: a.value.string_value for a in of_service.resource.attributes}
                 for scope in of_service.scope_spans:
