@@ -22,6 +22,7 @@ from pagewire.shared.text.tokenizer_files import (
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
     can_convert,
+    no_tokenizer,
     read_optional_json,
 )
 
@@ -41,10 +42,7 @@ def convert_tokenizer(path: Path) -> Path:
     if file.is_file():
         return file
     if not can_convert(path):
-        raise ModelLoadError(
-            f"{path} has neither {SENTENCEPIECE_FILE} nor {' and '.join(BPE_FILES)}, of which a "
-            f"{TOKENIZER_FILE} could be made"
-        )
+        raise ModelLoadError(no_tokenizer(path))
     if (path / SENTENCEPIECE_FILE).is_file():
         backend = _of_sentencepiece(path)
     else:

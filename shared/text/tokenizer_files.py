@@ -11,6 +11,8 @@ from pagewire.shared.errors import ModelLoadError
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 BPE_FILES = ("vocab.json", "merges.txt")
+# Forms that are not converted: Mistral's own, and that of models which bring their own code.
+OTHER_FILES = ("tekken.json", "tiktoken.model")
 COMMAND = "pagewire convert"
 
 
@@ -25,7 +27,16 @@ def no_tokenizer(path: Path) -> str:
     missing = f"{path / TOKENIZER_FILE} is missing"
     if can_convert(path):
         return f"{missing}; `{COMMAND} {path}` makes it of the tokenizer that is there"
-    return f"{missing}: a model directory needs the fast tokenizer's tokenizer.json"
+    other = next((name for name in OTHER_FILES if (path / name).is_file()), None)
+    if other is not None:
+        return (
+            f"{missing}, and {other} is not converted: copy {TOKENIZER_FILE} and "
+            "tokenizer_config.json from a model that has the same vocabulary in this form"
+        )
+    return (
+        f"{missing}, and there is neither {SENTENCEPIECE_FILE} nor {' and '.join(BPE_FILES)}, of "
+        f"which `{COMMAND}` could make it"
+    )
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:

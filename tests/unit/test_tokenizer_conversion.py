@@ -92,4 +92,14 @@ def test_nothing_to_convert_is_one_line(tmp_path: Path) -> None:
     done = run("convert", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "has neither tokenizer.model nor vocab.json and merges.txt" in done.stderr
+    assert "there is neither tokenizer.model nor vocab.json and merges.txt" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["tekken.json", "tiktoken.model"])
+def test_forms_that_are_not_converted_are_named(tmp_path: Path, name: str) -> None:
+    """Those of Mistral's later models and of Moonlight."""
+    (tmp_path / name).write_text("{}")
+    message = rf"tokenizer\.json is missing, and {name} is not converted: copy tokenizer\.json and"
+    for read in (Tokenizer.from_dir, convert_tokenizer):
+        with pytest.raises(ModelLoadError, match=message):
+            read(tmp_path)
