@@ -278,6 +278,8 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
             path / "additional_chat_templates" / "tool_use.jinja"
         )
     template = config.get("chat_template")
+    if template is None:  # a model that also takes images may have it in its processor's file
+        template = read_optional_json(path / "chat_template.json").get("chat_template")
     named: dict[Any, Any] = {"default": template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

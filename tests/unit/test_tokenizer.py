@@ -206,6 +206,14 @@ class TestFromDir:
         edit(model_dir / "tokenizer_config.json", chat_template=template)
         assert Tokenizer.from_dir(model_dir).render_chat([]) == "<|bos|>!"
 
+    def test_template_of_a_model_that_also_takes_images(self, model_dir: Path) -> None:
+        """Its processor's file, if the tokenizer has none."""
+        (model_dir / "chat_template.jinja").unlink()
+        (model_dir / "chat_template.json").write_text('{"chat_template": "{{ bos_token }}!"}')
+        assert Tokenizer.from_dir(model_dir).render_chat([]) == "<|bos|>!"
+        edit(model_dir / "tokenizer_config.json", chat_template="the tokenizer's")
+        assert Tokenizer.from_dir(model_dir).render_chat([]) == "the tokenizer's"
+
     @pytest.mark.parametrize("is_file", [True, False])
     def test_a_template_of_its_own_for_chats_with_tools(
         self, model_dir: Path, is_file: bool
