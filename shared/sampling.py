@@ -203,6 +203,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
     def answer_length(self, room: int, otherwise: int) -> int:

@@ -39,12 +39,10 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
-    "min_p": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "penalty_alpha": (0,),
     "renormalize_logits": (False,),
-    "repetition_penalty": (1,),
     "sequence_bias": ({}, []),
     "stop_strings": ([],),
     "suppress_tokens": ([],),
@@ -78,7 +76,6 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
     ignored = [
         f"{name}={reprlib.repr(fields.raw[name])}"
         for name, neutral in _NOT_APPLIED.items()
-        if name not in _APPLIED
         if fields.raw.get(name) is not None and fields.raw[name] not in neutral
         if not (name == "do_sample" and is_greedy)
     ]

@@ -22,7 +22,7 @@ def write(directory: Path, content: Any) -> Path:
 
 
 def test_a_models_own_values_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # As Qwen2.5-Instruct has it, without its repetition penalty.
+    # As Qwen2.5-Instruct has it, and a bit more.
     content = {
         "bos_token_id": 151643,
         "do_sample": True,
@@ -30,13 +30,14 @@ def test_a_models_own_values_hold(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         "temperature": 0.7,
         "top_p": 0.8,
         "top_k": 20,
+        "min_p": 0.1,
         "max_new_tokens": 2048,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": 1.05,
         "transformers_version": "4.45.0",
         "some_field_of_the_future": {"a": [1]},
     }
     assert load_sampling_defaults(write(tmp_path, content), "auto") == SamplingDefaults(
-        temperature=0.7, top_p=0.8, top_k=20, max_tokens=2048
+        temperature=0.7, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.05, max_tokens=2048
     )
     assert load_sampling_defaults(tmp_path, "none") == SamplingDefaults()
     assert not caplog.records
@@ -50,6 +51,7 @@ def test_a_models_own_values_hold(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         ({"temperature": 1}, SamplingDefaults(temperature=1.0)),
         ({"temperature": 0}, SamplingDefaults(temperature=0.0)),
         ({"top_k": -1}, SamplingDefaults(top_k=0)),
+        ({"min_p": 0, "repetition_penalty": 1}, SamplingDefaults()),
         ({"temperature": 0, "do_sample": False}, SamplingDefaults(temperature=0.0)),
     ],
 )
@@ -76,6 +78,8 @@ BAD = [
     ("top_p", "1.5"),
     ("top_k", "-2"),
     ("top_k", "2.5"),
+    ("min_p", "1.5"),
+    ("repetition_penalty", "0"),
     ("max_new_tokens", "0"),
     ("max_new_tokens", '"many"'),
 ]
@@ -97,8 +101,6 @@ def test_what_is_not_applied_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     content = {
-        "repetition_penalty": 1.05,
-        "min_p": 0.1,
         "num_beams": 4,
         "no_repeat_ngram_size": 3,
         "do_sample": False,
@@ -110,6 +112,6 @@ def test_what_is_not_applied_is_logged_once(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"{tmp_path}/generation_config.json: not applied: do_sample=False, min_p=0.1, "
-        "no_repeat_ngram_size=3, num_beams=4, repetition_penalty=1.05"
+        f"{tmp_path}/generation_config.json: not applied: do_sample=False, "
+        "no_repeat_ngram_size=3, num_beams=4"
     )
