@@ -25,6 +25,7 @@ SHAPES = {
     "gemma3": "linear",
     "gemma3images": "groups-of-2-odd-vocabulary",
     "granitemoe": "multipliers-of-1",
+    "granitemoehybrid": "biases-not-rotated",
     "mixtral": "window",
     "olmo2": "groups-of-2-odd-vocabulary",
     "olmo3": "yarn",
