@@ -169,22 +169,10 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
     def _generate(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
-        given = Fitted(messages, options.tools, {})
-        if self.fit is not None:
-            given = self.fit(given)
-        variables = {
-            **self._special_tokens,
-            **given.variables,
-            **options.variables,
-            "messages": given.messages,
-            "tools": given.tools,
-            "documents": None,
-            "add_generation_prompt": options.add_generation_prompt,
-        }
         parts: list[str] = []
         missing = MAX_RENDERED_CHARS
         try:
-            for part in self._template.generate(variables):
+            for part in self._template.generate(self._variables(messages, options)):
                 parts.append(part)
                 missing -= len(part)
                 if missing < 0:
@@ -197,6 +185,20 @@ class ChatTemplate:
                 f"the chat template refuses the messages: {exc}", param="messages"
             ) from exc
         return "".join(parts)
+
+    def _variables(self, messages: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
+        given = Fitted(messages, options.tools, {})
+        if self.fit is not None:
+            given = self.fit(given)
+        return {
+            **self._special_tokens,
+            **given.variables,
+            **options.variables,
+            "messages": given.messages,
+            "tools": given.tools,
+            "documents": None,
+            "add_generation_prompt": options.add_generation_prompt,
+        }
 
 
 class Generation(jinja2.ext.Extension):

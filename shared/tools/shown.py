@@ -25,6 +25,10 @@ _PLAN = "message.tool_plan"  # Command R7B and A, which leave out the content be
 # Templates that fail if a function has no parameters.
 _PARAMETERS = re.compile(r"parameters(?:\.properties|['\"]\] *\| *tojson)")
 _ONE_CALL = "message.tool_calls[0]"  # gpt-oss
+# Templates that write types as Python has them: of the type null they do so without end (Command R,
+# Hermes 2 and 3). Some fail if a parameter has no description.
+_PYTHON_TYPES = "json_to_python_type"
+_DESCRIPTION = re.compile(r"\+ *\w+\.description *\}\}")
 
 
 def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
@@ -47,6 +51,9 @@ def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
         steps.append(_planned)
     if _PARAMETERS.search(source):
         steps.append(partial(_described, parameters={"type": "object", "properties": {}}))
+    if _PYTHON_TYPES in source:
+        missing = {"description": ""} if _DESCRIPTION.search(source) else {}
+        steps.append(partial(_with_types, missing))
     if form is not None and form.name == "harmony":
         steps.append(_for_harmony if _ONE_CALL in source else _described)
     elif form is not None and "tool_calls" not in source:
@@ -110,6 +117,36 @@ def _described(given: Fitted, **others: Any) -> Fitted:
     if not tools:
         return given
     return given._replace(tools=tools)
+
+
+def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
+    """Leave out the type null, and add what parameters lack."""
+    tools = []
+    for tool in given.tools or []:
+        function = dict(tool.get("function") or {})
+        parameters = _without_null(function.get("parameters"))
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            parameters["properties"] = {
+                name: {**missing, **each} if isinstance(each, dict) else missing
+                for name, each in parameters["properties"].items()
+            }
+        tools.append(tool | {"function": function | {"parameters": parameters}})
+    return given._replace(tools=tools) if tools else given
+
+
+def _without_null(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_null(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _without_null(value) for key, value in schema.items()}
+    kinds = found.get("type")
+    if kinds == "null":
+        del found["type"]
+    elif isinstance(kinds, list) and "null" in kinds:
+        others = [kind for kind in kinds if kind != "null"]
+        found["type"] = others[0] if len(others) == 1 else others
+    return found
 
 
 def _for_harmony(given: Fitted) -> Fitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,51 @@ def test_a_function_without_parameters_has_none_for_templates_that_need_them(sou
     for tool in (CLOCK, {"type": "function", "function": null}):
         text = template.render(read_conversation(CHAT[:1]), ChatOptions([tool]))
         assert text in ("[]", '{"type": "object", "properties": {}}')
+
+
+PYTHON_TYPES = """
+{%- macro json_to_python_type(spec) -%}
+    {%- if spec.type == 'string' -%} str
+    {%- elif spec.type == 'array' -%} list[{{ json_to_python_type(spec['items']) }}]
+    {%- elif spec.type is iterable -%}
+        {%- for t in spec.type %}{{ json_to_python_type({'type': t}) }}{% endfor -%}
+    {%- endif -%}
+{%- endmacro -%}
+{%- for name, field in tools[0].function.parameters.properties | items -%}
+    {{- name + ':' + json_to_python_type(field) + ' ' + field.description }};
+{%- endfor -%}
+"""
+
+
+def test_templates_that_write_types_as_pythons_have_no_null_and_all_descriptions() -> None:
+    """They never end with the type null, and fail without a parameter's description."""
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": ["string", "null"], "description": "B"},
+        "c": {"type": "null"},
+        "d": {"type": "array", "items": {"type": ["null", "string"]}},
+        "type": {"type": "string", "enum": ["null"]},
+        "e": True,
+    }
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    template = ChatTemplate(PYTHON_TYPES, {})
+    template.fit = fit_for(PYTHON_TYPES, TOOL_FORMATS["command_r"])
+    tools = [{"type": "function", "function": tool}, CLOCK]
+    text = template.render(read_conversation(CHAT[:1]), ChatOptions(tools))
+    assert text == "a:str ;b:str B;c: ;d:list[str] ;type:str ;e: ;"
+    assert "null" in json.dumps(tools)
+
+
+@pytest.mark.parametrize("source", [PYTHON_TYPES, "{{ message['tools'] }}"])
+def test_tools_nested_too_deeply_are_refused(source: str) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(sys.getrecursionlimit()):
+        schema = {"items": schema}
+    template = ChatTemplate(source, {})
+    template.fit = fit_for(source, TOOL_FORMATS["hermes"])
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(InvalidRequestError, match="recursion"):
+        template.render(read_conversation(CHAT[:1]), ChatOptions([tool]))
 
 
 def test_cohere_has_what_came_before_calls_as_their_plan() -> None:
