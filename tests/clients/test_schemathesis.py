@@ -16,6 +16,8 @@ import pytest
 from pagewire.tests.support.api_document import document
 from pagewire.tests.support.client_cluster import Cluster, client_cluster
 
+pytestmark = pytest.mark.timeout(240)
+
 PROGRAM = Path(sys.executable).with_name("st")
 KEY = "key-of-alice"
 MODEL = "MODEL"  # as in the document's examples
@@ -60,7 +62,7 @@ def test_responses_conform_to_the_document(cluster: Cluster, tmp_path: Path) -> 
     command += ["--header", f"Authorization: Bearer {KEY}", "--no-color"]
     command += ["--phases", "examples,coverage,fuzzing,stateful", "--max-examples", "8"]
     done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5000:]
     cases = re.search(r"(\d+) generated, \1 passed", done.stdout)
