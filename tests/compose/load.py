@@ -122,8 +122,6 @@ class Load:
                 await asyncio.sleep(1)
             finally:
                 over.set()
-        # A stream that failed leaves generators to the garbage collector; they end a bit later.
-        await asyncio.sleep(0.1)
         return outcome
 
     def _client(self) -> openai.AsyncOpenAI:
