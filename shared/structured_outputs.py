@@ -87,6 +87,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             it, or {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; as an object or
             as text.
         disable_any_whitespace: JSON without white space between its parts.
+        disable_additional_properties: objects of a JSON schema have declared properties alone,
+            unless their own schema sets `additionalProperties`.
         whitespace_pattern: a regular expression for that white space.
     """
 
@@ -97,4 +99,5 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
     whitespace_pattern: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
@@ -19,12 +20,15 @@ _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}  # obj
 _OF_VALUES = {"const", "enum", "default", "examples"}
 
 
-def json_grammar(schema: JsonText, options: dict[str, Any] | None = None) -> str:
+def json_grammar(
+    schema: JsonText, options: dict[str, Any] | None = None, closed: bool = False
+) -> str:
     """Return the grammar text of a JSON schema.
 
     Args:
         schema: as an object or as text.
         options: of llguidance's JSON compiler; by default white space is free within a bound.
+        closed: objects have no properties that are not declared, unless their schema says more.
 
     Raises:
         ValueError: the text is not JSON, not of a schema, or has a number that is too large.
@@ -39,31 +43,42 @@ def json_grammar(schema: JsonText, options: dict[str, Any] | None = None) -> str
         raise ValueError("a schema must be an object or true")
     decoded = msgspec.json.decode(text)
     check_numbers(decoded)
-    if (kept := without_idle_keywords(decoded)) != decoded:
+    kept = _changed(decoded, _without_idle_keywords)
+    kept = _changed(kept, _closed) if closed else kept
+    if kept != decoded:
         text = msgspec.json.encode(kept).decode()
     return LLMatcher.grammar_from_json_schema(
         text, overrides=cast(Any, options or {"whitespace_pattern": JSON_WHITE_SPACE})
     )
 
 
-def without_idle_keywords(schema: Any) -> Any:
+def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a schema in which each one, that in it first, has been changed."""
+    match schema:
+        case dict():
+            return change({key: _changed_in(key, each, change) for key, each in schema.items()})
+        case list():
+            return [_changed(each, change) for each in schema]
+    return schema
+
+
+def _changed_in(key: str, value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    if key in _OF_SCHEMAS and isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    return value if key in _OF_VALUES else _changed(value, change)
+
+
+def _without_idle_keywords(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema without keywords that say nothing, which llguidance refuses all the same.
 
     Libraries write `"uniqueItems": false` and, of records, `"propertyNames": {"type": "string"}`.
     """
-    match schema:
-        case dict():
-            kept = {key: value for key, value in schema.items() if not _is_idle(key, value)}
-            return {key: _inner_without_idle(key, value) for key, value in kept.items()}
-        case list():
-            return [without_idle_keywords(each) for each in schema]
-    return schema
+    return {key: value for key, value in schema.items() if not _is_idle(key, value)}
 
 
-def _inner_without_idle(key: str, value: Any) -> Any:
-    if key in _OF_SCHEMAS and isinstance(value, dict):
-        return {name: without_idle_keywords(each) for name, each in value.items()}
-    return value if key in _OF_VALUES else without_idle_keywords(value)
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    is_listed = "properties" in schema or "patternProperties" in schema
+    return {"additionalProperties": False, **schema} if is_listed else schema
 
 
 def _is_idle(key: str, value: Any) -> bool:
@@ -109,4 +124,6 @@ def schema_rule(schema: dict[str, Any]) -> str:
     """
     check_numbers(schema)
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
-    return f"%json {msgspec.json.encode(without_idle_keywords(schema) | options).decode()}"
+    return (
+        f"%json {msgspec.json.encode(_changed(schema, _without_idle_keywords) | options).decode()}"
+    )

@@ -117,7 +117,9 @@ def _of_tag(asked: StructuredOutputs, markers: Markers) -> str:
 
 
 _MAKERS: dict[str, Callable[[StructuredOutputs, Markers], str]] = {
-    "json": lambda asked, _: json_grammar(cast(JsonText, asked.json), _json_options(asked)),
+    "json": lambda asked, _: json_grammar(
+        cast(JsonText, asked.json), _json_options(asked), asked.disable_additional_properties
+    ),
     "regex": lambda asked, _: regex_grammar(cast(str, asked.regex)),
     "choice": lambda asked, _: choice_grammar(cast(list[str], asked.choice)),
     "grammar": lambda asked, _: lark_text(cast(str, asked.grammar)),

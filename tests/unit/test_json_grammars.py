@@ -71,6 +71,23 @@ def test_keywords_that_say_nothing_are_left_out(
             assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
+def test_objects_may_be_closed(vocabulary: LLTokenizer) -> None:
+    inner = {"type": "object", "properties": {"properties": {"type": "integer"}}}
+    open_one = {**inner, "additionalProperties": True}
+    schema = {"type": "object", "properties": {"a": inner, "b": open_one, "c": {"type": "object"}}}
+    for closes in (False, True):
+        asked = StructuredOutputs(json=schema, disable_additional_properties=closes)
+        compiled = check_grammar(grammar_text(asked) or "", vocabulary)
+        for text, is_right in [
+            ('{"a": {"properties": 1}, "b": {"x": 1}, "c": {"x": 1}}', True),
+            ('{"a": {"x": 1}}', not closes),
+            ('{"x": 1}', not closes),
+        ]:
+            matcher = Matcher(compiled)
+            matcher.follow(vocabulary.tokenize_str(text))
+            assert (matcher.problem is None and matcher.is_accepting) is is_right, text
+
+
 @pytest.mark.parametrize(
     "schema",
     [
