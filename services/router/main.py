@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 DRAIN_REPORT_S = 5.0
 CUT_S = 5.0  # for the clients of requests that are cut to take the error; then they are dropped
 BACKLOG = 2048
+YOUNG_OBJECTS = 5_000  # more than the outputs of one step of 2,048 streams
+YOUNG_PASSES, MIDDLE_PASSES = 5, 100  # after which objects that are older are looked at, too
 
 
 def run(settings: RouterSettings) -> int:
@@ -102,16 +105,16 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the service, then accept."""
-        if self._shared is None:
-            return await super().startup(sockets)
-        await super().startup(sockets=[])
-        acceptor = Acceptor(
-            self._shared,
-            self.config.backlog,
-            self._make_protocol,
-            lambda: self._service.connections.is_full,
-        )
-        self.servers = [acceptor]  # type: ignore[list-item]  # it only closes them
+        await super().startup(sockets if self._shared is None else [])
+        if self._shared is not None:
+            acceptor = Acceptor(
+                self._shared,
+                self.config.backlog,
+                self._make_protocol,
+                lambda: self._service.connections.is_full,
+            )
+            self.servers = [acceptor]  # type: ignore[list-item]  # it only closes them
+        collect_rarely()
 
     def _make_protocol(self) -> asyncio.Protocol:
         return self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -154,6 +157,18 @@ class _Server(uvicorn.Server):
         await asyncio.sleep(CUT_S)
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # its client takes nothing: closed, it would wait for it
+
+
+def collect_rarely() -> None:
+    """Have Python's garbage collector look at less, and less often: it stops all streams meanwhile.
+
+    By default it looks at everything now and then, 0.1 s long. Nearly all that there is now stays
+    for as long as the process, and requests leave no cycles; so it is there for what libraries
+    leave. It begins when there are `YOUNG_OBJECTS` more than before, which takes it a millisecond.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNG_PASSES, MIDDLE_PASSES)
 
 
 def _listener(settings: RouterSettings) -> socket.socket:

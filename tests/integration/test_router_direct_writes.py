@@ -30,7 +30,8 @@ class Source:
     """One answer's tokens, from the test."""
 
     def __init__(self) -> None:
-        self.sink: Callable[[TokenOutput], None]
+        self.sink: Callable[[int, TokenOutput], None]
+        self.index: int
         self.closed: list[str] = []
         self._done = asyncio.Event()
 
@@ -43,7 +44,7 @@ class Source:
 
     def push(self, token_ids: list[int], finish_reason: str | None = None) -> None:
         output = TokenOutput(request_id="r", token_ids=token_ids, finish_reason=finish_reason)
-        self.sink(output)
+        self.sink(self.index, output)
 
 
 class Served:

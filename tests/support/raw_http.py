@@ -39,6 +39,11 @@ class RawClient:
             body = await self._reader.readexactly(int(headers["content-length"]))
         return int(head[0].split()[1]), headers, body
 
+    async def until(self, end: bytes) -> bytes:
+        """Read up to these bytes."""
+        async with asyncio.timeout(CALL_S):
+            return await self._reader.readuntil(end)
+
     async def error(self) -> tuple[int, dict[str, Any]]:
         """Read a response with an error object, after which the connection is closed."""
         status, headers, body = await self.response()

@@ -111,6 +111,7 @@ class Attempt:
     def end(self, cancel: bool) -> None:
         """Stop listening, and make the worker stop if it has not."""
         self._end_with(None)
+        self._on_output = _ignore  # which may lead back here: a cycle would be garbage
         self.link.forget(self.request_id)
         self._unload()
         if cancel and not self.link.lost.is_set():
@@ -130,3 +131,7 @@ class Attempt:
         if self._load is not None and not prefill_only:
             self._in_flight.remove(self._load)
             self._load = None
+
+
+def _ignore(_output: TokenOutput, _now: float) -> None:
+    """Take what comes for an attempt that has ended."""

@@ -51,10 +51,12 @@ NO_WATCH = Watch()
 class TokenStream:
     """One sequence's tokens, whichever workers they come from.
 
-    Set `sink`, `run` it, and `close` it in any case.
+    Set `sink` and `index`, `run` it, and `close` it in any case.
 
     Attributes:
-        sink: gets the tokens when they arrive, until a finish reason; what it raises ends `run`.
+        sink: gets the index and the tokens when they arrive, until a finish reason; what it raises
+            ends `run`.
+        index: of the answer among the request's.
         workers: ids of those that have worked on it, except the present attempt's.
     """
 
@@ -67,7 +69,8 @@ class TokenStream:
         answers: AnswerLengths,
         watch: Watch,
     ) -> None:
-        self.sink: Callable[[TokenOutput], None]
+        self.sink: Callable[[int, TokenOutput], None]
+        self.index: int
         # With a seed any worker is able to go on with the same tokens.
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
         self._dispatcher, self._place = dispatcher, place
@@ -150,7 +153,7 @@ class TokenStream:
             news = output.prompt_logprobs.since(self._scored_until)
             self._scored_until = max(self._scored_until, news.end)
             if news.tokens:
-                self.sink(msgspec.structs.replace(output, prompt_logprobs=news))
+                self.sink(self.index, msgspec.structs.replace(output, prompt_logprobs=news))
             return
         reason = output.finish_reason
         if output.token_ids and not self._output_ids:
@@ -159,12 +162,12 @@ class TokenStream:
             self._attempt.on_lost("the worker aborted the request")
             return
         self._output_ids += output.token_ids
-        if reason is not None:
-            self._ended = True
-            self._place.leave()
-        self.sink(output)
-        if reason is not None:
-            self._end_attempt()
+        if reason is None:
+            return self.sink(self.index, output)
+        self._ended = True
+        self._place.leave()
+        self.sink(self.index, output)
+        self._end_attempt()
 
     def _end_attempt(self, cancel: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
@@ -211,7 +214,7 @@ class TokenStream:
         )
         if len(self._output_ids) >= self._spec.max_tokens:
             self.close("length")
-            self.sink(TokenOutput(request_id="-", finish_reason="length"))
+            self.sink(self.index, TokenOutput(request_id="-", finish_reason="length"))
             return
         if self._migrations > MAX_MIGRATIONS:
             raise RequestFailedError(f"the request lost its worker {self._migrations} times")

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -89,8 +88,9 @@ class AnswerSet:
             for prompt in asked.prompts
             for _ in range(asked.n)
         ]
+        on_output = self._on_output
         for index, source in enumerate(self._sources):
-            source.sink = partial(self._on_output, index)
+            source.sink, source.index = on_output, index
         self._push: Push | None = None
         self._is_idle = False  # the reader waits, and has taken all there was
         self._backlog = Backlog()
@@ -189,6 +189,7 @@ class AnswerSet:
         """Stop what still runs. Idempotent."""
         for source in self._sources:
             source.close()
+            source.sink = _ignore  # which leads back here: a cycle would be garbage
 
     def _on_output(self, index: int, output: TokenOutput) -> None:
         delta = self._answers[index].push(output)
@@ -220,3 +221,7 @@ class AnswerSet:
     def _wake(self) -> None:
         self._is_idle = False
         self._arrived.set()
+
+
+def _ignore(_index: int, _output: TokenOutput) -> None:
+    """Take what comes for a request that has ended."""

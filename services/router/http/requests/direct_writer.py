@@ -6,41 +6,83 @@ through it all the same, so that uvicorn does what it does with any response.
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.types import Scope
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from pagewire.services.router.http.answers.formats import Format
 from pagewire.shared.http.protocol import BoundedHttpProtocol
+from pagewire.shared.text.answer_text import TextDelta
 
 _EXTENSION = "pagewire.direct_writer"
 
 
 class DirectWriter:
-    """Writes to the body of one response between two calls of its `send`."""
+    """Writes events to the body of one response, between two calls of its `send`."""
 
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+    __slots__ = ("_flow", "_form", "_has_begun", "_is_ready", "_transport")
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the body has begun, in chunks, and the client takes what is written."""
-        cycle = self._cycle
-        return cycle.chunked_encoding is True and not (
-            cycle.flow.write_paused or cycle.disconnected or cycle.response_complete
-        )
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+        self._form: Format
+        self._has_begun = self._is_ready = False
 
-    def write(self, part: bytes) -> None:
-        """Write a part of the body, not empty; only if `is_ready`."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    def begin(self, form: Format) -> None:
+        """Write events of a form from here on. The head has been sent, for a body in chunks."""
+        self._form, self._has_begun = form, True
+        self.update()
+
+    def update(self) -> None:
+        """Note that the client has begun or ceased to take what is written."""
+        self._is_ready = self._has_begun and not self._flow.write_paused
+
+    def end(self) -> None:
+        """Write nothing from here on: the client has left."""
+        self._has_begun = self._is_ready = False
+
+    def push(self, index: int, delta: TextDelta) -> bool:
+        """Write the event of a delta, unless the client has yet to take what was written before.
+
+        Returns:
+            Whether it is written.
+        """
+        if not self._is_ready:
+            return False
+        if event := self._form.stream_chunk(index, delta):
+            self._transport.write(b"%x\r\n%b\r\n" % (len(event), event))
+        return True
 
 
 class DirectWritesProtocol(BoundedHttpProtocol):
     """Gives each request's scope a `DirectWriter`."""
 
-    def on_headers_complete(self) -> None:
-        """Start the request."""
-        super().on_headers_complete()
-        if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {_EXTENSION: {"writer": DirectWriter(self.cycle)}}
+    _writer: DirectWriter | None = None  # of the request that is served, or was served last
+
+    def pause_writing(self) -> None:
+        """Wait for the client to take what is sent."""
+        super().pause_writing()
+        if self._writer is not None:
+            self._writer.update()
+
+    def resume_writing(self) -> None:
+        """Go on: the client has taken most."""
+        super().resume_writing()
+        if self._writer is not None:
+            self._writer.update()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection; its requests learn of it."""
+        if self._writer is not None:
+            self._writer.end()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._writer = DirectWriter(self.transport, self.flow)
+        cycle.scope["extensions"] = {_EXTENSION: {"writer": self._writer}}
+        super()._start_asgi_task(cycle, app)
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:

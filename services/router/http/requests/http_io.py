@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -21,7 +20,7 @@ from pagewire.services.router.http.errors import (
     ClientGoneError,
     describe,
 )
-from pagewire.services.router.http.requests.direct_writer import DirectWriter, direct_writer
+from pagewire.services.router.http.requests.direct_writer import direct_writer
 from pagewire.services.router.http.requests.error_forms import end_with_error
 from pagewire.services.router.http.requests.record import record_of
 from pagewire.shared.aio import end_task, start_task
@@ -171,14 +170,15 @@ class EventStream(Response):
             self._answers.close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        if (writer := direct_writer(scope)) is not None:
-            self._answers.push_to(partial(self._write, writer))
         start: Message = {
             "type": "http.response.start",
             "status": self.status_code,
             "headers": self.raw_headers,
         }
         await send(start)
+        if (writer := direct_writer(scope)) is not None:
+            writer.begin(self._form)
+            self._answers.push_to(writer.push)
         try:
             async with aclosing(self._rest) as rest:
                 await self._send_chunk(send, self._form.begin(self._answers.usage))
@@ -193,14 +193,6 @@ class EventStream(Response):
             error, record = describe(exc), record_of(scope)
             record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")
             await self._send_chunk(send, end_with_error(error, scope), last=True)
-
-    def _write(self, writer: DirectWriter, index: int, delta: TextDelta) -> bool:
-        """Write the event of a delta at once, if the client has taken what was written before."""
-        if not writer.is_ready:
-            return False
-        if chunk := self._form.stream_chunk(index, delta):
-            writer.write(chunk)
-        return True
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
         if chunk or last:

@@ -49,6 +49,7 @@ class AccessLog:
             raise
         finally:
             self._report(record)
+            del scope[RECORD]  # which has the scope: a cycle would be garbage
 
     def _report(self, record: RequestRecord) -> None:
         """Count the request for its key, show it to operators, and write its line."""
