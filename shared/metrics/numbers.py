@@ -6,6 +6,7 @@ several microseconds a token.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -59,11 +60,14 @@ class PlainHistogram:
         self.bounds = tuple(buckets)
         self.counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
+        self._last, self._bucket = math.nan, 0
         registry.register(self)
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, perhaps several times."""
-        self.counts[bisect_left(self.bounds, value)] += times
+        if value != self._last:  # the streams of one step have one gap
+            self._last, self._bucket = value, bisect_left(self.bounds, value)
+        self.counts[self._bucket] += times
         self._sum += value * times
 
     def show_also_as(self, name: str, registry: CollectorRegistry) -> None:

@@ -106,6 +106,8 @@ class TextAssembler:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
     """
 
+    __slots__ = ("_detokenizer", "_has_stops", "_hidden", "_matcher", "_min_tokens", "num_tokens")
+
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], rules: TextRules | Sequence[str]
     ) -> None:

@@ -69,6 +69,8 @@ class TableDetokenizer:
         context: the last tokens of the prompt.
     """
 
+    __slots__ = ("_bytes_of", "_is_prompts", "_rest", "_table")
+
     def __init__(self, table: list[bytes], context: Sequence[int]) -> None:
         self._table, self._bytes_of = table, table.__getitem__
         self._rest = b""  # of a character that has begun

@@ -226,6 +226,19 @@ class RequestMeter:
         timings: what a worker has last reported.
     """
 
+    __slots__ = (
+        "_answers",
+        "_ended",
+        "_metrics",
+        "_num_prompt_tokens",
+        "first",
+        "gaps",
+        "last",
+        "num_tokens",
+        "start",
+        "timings",
+    )
+
     def __init__(
         self, metrics: RouterMetrics, num_prompt_tokens: int, answers: AnswerLengths
     ) -> None:

@@ -20,6 +20,8 @@ class AnswerStream:
         first_at: when that came, on the monotonic clock.
     """
 
+    __slots__ = ("_assembler", "_generates", "cached_tokens", "first_at")
+
     def __init__(self, assembler: TextAssembler, generates: bool = True) -> None:
         self.cached_tokens: int | None = None
         self.first_at: float | None = None
@@ -43,10 +45,10 @@ class AnswerStream:
             self.cached_tokens = output.cached_tokens
             self.first_at = self.first_at or time.monotonic()
         reason = output.finish_reason
+        if reason is None or reason == "stop" or reason == "length":
+            if not self._generates:
+                return TextDelta("", "length")
+            return self._assembler.push(output.token_ids, reason, output.logprobs)
         if reason == "error" and output.param is not None:
             raise InvalidRequestError(output.error or "the request cannot be done", output.param)
-        if reason == "error" or reason == "abort":
-            raise RequestFailedError(f"a worker ended the request: {output.error or reason}")
-        if not self._generates:
-            return TextDelta("", "length")
-        return self._assembler.push(output.token_ids, reason, output.logprobs)
+        raise RequestFailedError(f"a worker ended the request: {output.error or reason}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -60,7 +61,7 @@ class WorkerLink:
         self.client: ControlClient
         self.lost = asyncio.Event()
         self._listeners: dict[str, RequestListener] = {}
-        self._arrived: dict[str, TokenOutput] = {}
+        self._arrived: list[list[TokenOutput]] = []
         self._arrived_since = 0.0
 
     def post(self, message: ControlMessage) -> None:
@@ -93,26 +94,21 @@ class WorkerLink:
                 logger.warning("%s sent a %s here", self.worker_id, type(message).__name__)
 
     def _collect(self, outputs: list[TokenOutput]) -> None:
-        arrived, now = self._arrived, time.monotonic()
-        if not arrived:
+        now = time.monotonic()
+        if not self._arrived:
             self._arrived_since = now
             asyncio.get_running_loop().call_soon(self._hand_on)
-        for output in outputs:
-            if output.prompt_logprobs is not None:
-                self._pass_on([output], now)  # by itself, and before any tokens
-                continue
-            before = arrived.get(output.request_id)
-            arrived[output.request_id] = output if before is None else joined(before, output)
+        self._arrived.append(outputs)
         if now - self._arrived_since > MAX_JOIN_S:
             self._hand_on()
 
     def _hand_on(self) -> None:
-        arrived, self._arrived = self._arrived, {}
-        self._pass_on(arrived.values(), time.monotonic())
-
-    def _pass_on(self, outputs: Iterable[TokenOutput], now: float) -> None:
-        for output in outputs:
-            if (listener := self._listeners.get(output.request_id)) is not None:
+        arrived, self._arrived = self._arrived, []
+        if not arrived:
+            return
+        now, listeners = time.monotonic(), self._listeners
+        for output in arrived[0] if len(arrived) == 1 else joined_steps(arrived):
+            if (listener := listeners.get(output.request_id)) is not None:
                 listener.on_output(output, now)
 
     def lose(self, reason: str) -> None:
@@ -125,6 +121,23 @@ class WorkerLink:
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.on_lost(reason)
+
+
+def joined_steps(steps: Iterable[list[TokenOutput]]) -> Iterable[TokenOutput]:
+    """Return what several steps gave, as one output for each request.
+
+    Log probabilities of a prompt stay by themselves, and come before any tokens.
+    """
+    of_prompts: list[TokenOutput] = []
+    found: dict[str, TokenOutput] = {}
+    for output in chain.from_iterable(steps):
+        if output.prompt_logprobs is not None:
+            of_prompts.append(output)
+        elif (before := found.get(output.request_id)) is None:
+            found[output.request_id] = output
+        else:
+            found[output.request_id] = joined(before, output)
+    return chain(of_prompts, found.values())
 
 
 def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:

@@ -65,6 +65,22 @@ class AnswerSet:
         OverloadedError: from the constructor, the queue is full.
     """
 
+    __slots__ = (
+        "_admitted_at",
+        "_answers",
+        "_arrived",
+        "_asked",
+        "_backlog",
+        "_ended_at",
+        "_failure",
+        "_is_idle",
+        "_push",
+        "_sources",
+        "_start",
+        "_unended",
+        "finish_reasons",
+    )
+
     def __init__(
         self,
         dispatcher: Dispatcher,

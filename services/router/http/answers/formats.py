@@ -91,6 +91,8 @@ class _PlainEvents:
         extras: what all chunks carry, nothing that changes.
     """
 
+    __slots__ = ("_around", "_choice", "_empty", "_extras", "_head")
+
     def __init__(
         self, head: dict[str, Any], choice: dict[str, Any], empty: bytes, extras: Extras
     ) -> None:
@@ -132,6 +134,8 @@ class Format(Protocol):
 class _OpenAIFormat:
     """Streams of OpenAI's form begin with the first delta."""
 
+    __slots__ = ()
+
     def begin(self, usage: Usage) -> bytes:
         """Return no events."""
         return b""
@@ -144,6 +148,8 @@ class CompletionFormat(_OpenAIFormat):
         echoes: text in front of each answer.
         logprobs: of each answer; empty if they are not asked for.
     """
+
+    __slots__ = ("_echoes", "_extras", "_head", "_logprobs", "_may_be_plain", "_plain", "_unbegun")
 
     def __init__(
         self,
@@ -207,6 +213,16 @@ class CompletionFormat(_OpenAIFormat):
 
 class ChatFormat(_OpenAIFormat):
     """Responses of `/v1/chat/completions`."""
+
+    __slots__ = (
+        "_chunk_head",
+        "_extras",
+        "_head",
+        "_is_first",
+        "_may_be_plain",
+        "_plain",
+        "_unbegun",
+    )
 
     def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
         self._extras = extras
