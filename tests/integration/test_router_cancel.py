@@ -117,7 +117,9 @@ def test_clients_that_come_and_go_leave_nothing(redis_url):
 
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         await asyncio.gather(*[visit(router, number) for number in range(60)])
-        await eventually(lambda: worker.active == 0, timeout=2)
+        await eventually(lambda: worker.active == 0)
+        admission = router.service.dispatcher.admission
+        await eventually(lambda: (admission.num_running, admission.num_waiting) == (0, 0))
         label = f'{{model_name="{MODEL}"}}'
         assert await router.metric(f"vllm:num_requests_running{label}") == 0
         assert await router.metric(f"vllm:num_requests_waiting{label}") == 0
