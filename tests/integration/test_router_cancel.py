@@ -33,7 +33,7 @@ def scenario_of(
             await router.ready()
             await scenario(router, worker)
             dispatcher = router.service.dispatcher
-            await eventually(lambda: worker.active == 0, timeout=1)
+            await eventually(lambda: worker.active == 0)
             await eventually(lambda: dispatcher.admission.num_sequences == 0)
             assert dispatcher.in_flight.load("decode-0", LoadReport(0, 0, 0), False) == 0
             worker.hold.set()
@@ -54,7 +54,7 @@ def test_leaving_in_mid_stream_cancels(redis_url):
         ) as response:
             await anext(response.aiter_lines())
             assert worker.active == 1
-        await eventually(lambda: len(worker.cancelled) == 1, timeout=1)
+        await eventually(lambda: len(worker.cancelled) == 1)
         assert worker.cancelled == [worker.generated[0].request_id]
 
     scenario_of(redis_url, scenario)
@@ -66,7 +66,7 @@ def test_leaving_before_the_first_token_cancels(redis_url, stream):
         worker.hold.clear()
         with pytest.raises(httpx.ReadTimeout):
             await router.http.post("/v1/completions", json=body(stream=stream), timeout=0.3)
-        await eventually(lambda: len(worker.cancelled) == 1, timeout=1)
+        await eventually(lambda: len(worker.cancelled) == 1)
 
     scenario_of(redis_url, scenario)
 
@@ -75,7 +75,7 @@ def test_leaving_while_a_whole_answer_grows_cancels(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         with pytest.raises(httpx.ReadTimeout):
             await router.http.post("/v1/completions", json=body(), timeout=0.3)
-        await eventually(lambda: len(worker.cancelled) == 1, timeout=1)
+        await eventually(lambda: len(worker.cancelled) == 1)
 
     scenario_of(redis_url, scenario)
 
@@ -87,7 +87,7 @@ def test_leaving_cancels_all_prompts_and_choices(redis_url, stream):
         visit = asyncio.create_task(router.http.post("/v1/completions", json=asked))
         await eventually(lambda: worker.active == 12)
         visit.cancel()
-        await eventually(lambda: len(worker.cancelled) == 12, timeout=1)
+        await eventually(lambda: len(worker.cancelled) == 12)
         await asyncio.wait([visit])
 
     scenario_of(redis_url, scenario)
@@ -234,7 +234,7 @@ def test_leaving_in_line_for_a_process_takes_the_request_out(redis_url):
         async with stopped_body_processes(router, PROCESSES) as held:
             with pytest.raises(httpx.ReadTimeout):
                 await router.http.post("/v1/completions", json=body(prompt=large), timeout=0.5)
-            await eventually(lambda: dispatcher.admission.num_reading == PROCESSES, timeout=1)
+            await eventually(lambda: dispatcher.admission.num_reading == PROCESSES)
             assert await router.metric('pagewire_request_errors_total{status="499"}') == 1
         assert {response.status_code for response in await held()} == {400}
         assert worker.generated == []
@@ -263,6 +263,6 @@ def test_a_silent_worker_fails_the_request_in_time(redis_url):
         for stream in (False, True):
             response = await router.complete(prompt="Hi", stream=stream)
             assert response.status_code == 500
-        await eventually(lambda: len(worker.cancelled) == 2, timeout=1)
+        await eventually(lambda: len(worker.cancelled) == 2)
 
     scenario_of(redis_url, scenario, request_timeout_s=0.3)

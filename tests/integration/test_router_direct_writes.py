@@ -218,7 +218,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_its_request_cancelled():
         await asyncio.sleep(0.05)
         for step in range(6000):
             source.push([WORDS[step % len(WORDS)]])
-        await eventually(lambda: source.closed == ["abort"], timeout=3)
+        await eventually(lambda: source.closed == ["abort"])
 
     serve(scenario, send_timeout_s=0.2)
 
@@ -227,7 +227,7 @@ def test_a_client_that_leaves_ends_the_stream():
     async def scenario(served: Served, client: socket.socket) -> None:
         source = await ask(served, client)
         client.close()
-        await eventually(lambda: source.closed == ["abort"], timeout=1)
+        await eventually(lambda: source.closed == ["abort"])
 
     serve(scenario)
 
