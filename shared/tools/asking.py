@@ -59,7 +59,7 @@ def answer_reading(
 
 
 def tool_grammars(
-    syntax: ChatSyntax, wanted: CallsWanted, reading: AnswerReading
+    syntax: ChatSyntax, wanted: CallsWanted, reading: AnswerReading, *, may_reason: bool
 ) -> tuple[str | None, ...]:
     """Return the grammars of answers with tools, the best first; None: any answer.
 
@@ -67,9 +67,18 @@ def tool_grammars(
     expressed of them counts. If even that is not possible, arguments are any object, or the answer
     anything if no call is required.
 
+    Args:
+        syntax: the model's.
+        wanted: the calls that the answers may have.
+        reading: of the answers.
+        may_reason: whether reasoning may come first, see `reasoning_before`. If not, a required
+            call begins at once.
+
     Raises:
         InvalidRequestError: the tools are too large for a grammar.
     """
+    if wanted.must_call and not may_reason and not syntax.has_channels:
+        syntax = ChatSyntax(syntax.tools, None, syntax.tokens)
     begins = reading.reasoning or "outside"
     grammars: list[str | None] = [syntax.grammar(wanted, begins)]
     if not any(function.strict for function in wanted.functions):

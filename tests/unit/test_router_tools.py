@@ -112,7 +112,7 @@ def test_the_choice_decides_what_is_read_and_allowed(chat: Chat, choice: Any) ->
     assert asked.form_field == "tools"
     assert prompt.spec.grammar is not None
     must_call = choice in ("required", NAMED)
-    assert (asked.other_grammars == (None,)) == (not must_call)
+    assert (asked.other_grammars[-1] is None) == (not must_call)
     assert reading.only_one == (choice == NAMED)
     assert ("get_weather" in prompt.spec.grammar) == (choice != NAMED)
 
@@ -137,7 +137,7 @@ def test_a_form_is_for_answers_that_are_not_calls(chat: Chat) -> None:
     assert both.form_field == "response_format"
     assert both.reading is not None and both.reading.names == NAMES
     only_form = chat(tools=TOOLS, tool_choice="none", **form)
-    assert both.other_grammars == (only_form.prompts[0].spec.grammar,)
+    assert both.other_grammars[-1] == only_form.prompts[0].spec.grammar
 
 
 def test_the_prompt_has_the_tools_as_the_client_wrote_them(chat: Chat, model: ServedModel) -> None:
@@ -217,6 +217,20 @@ def test_one_call_at_once(chat: Chat) -> None:
     assert one.reading is not None and one.reading.only_one
     assert "{0,31}" in str(several.prompts[0].spec.grammar)
     assert "{0,31}" not in str(one.prompts[0].spec.grammar)
+
+
+def test_a_required_call_has_no_reasoning_before_it_where_the_prompt_has_ended_it(
+    chat: Chat,
+) -> None:
+    closed: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}}
+    for choice in ("required", NAMED):
+        free, without = (
+            chat(tools=TOOLS, tool_choice=choice, **more).prompts[0].spec.grammar or ""
+            for more in ({}, closed)
+        )
+        assert "reasoning" in free
+        assert without
+        assert "reasoning" not in without
 
 
 def test_variables_reach_the_template(chat: Chat, model: ServedModel) -> None:

@@ -123,8 +123,10 @@ def read_chats(
         ids = tokenizer.encode_chat(messages, options, bool(asked.add_special_tokens))
         continued = messages[-1]["content"] if options.continue_final_message else None
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
-        grammars = () if wanted is None else tool_grammars(syntax, wanted, reading)
         begins = reasoning_before(syntax, tokenizer, ids, reading, continued)
+        grammars: tuple[str | None, ...] = ()
+        if wanted is not None:
+            grammars = tool_grammars(syntax, wanted, reading, may_reason=begins is not None)
         found.append(ChatPrompt(text, ids, syntax, reading, wanted, grammars, begins))
     return found
 

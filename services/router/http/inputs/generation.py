@@ -210,13 +210,14 @@ def chat_input(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
     found = _input(body, [prompt], unknown_fields, model)
+    begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
     if found.form_field is not None and not (wanted is not None and wanted.must_call):
-        begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
         text = found.prompts[0].spec.grammar or ""
-        grammars = form_or_calls(text, model.syntax, wanted, begins)
-        found = found.with_grammars(grammars, found.form_field)
+        forms = form_or_calls(text, model.syntax, wanted, begins)
+        found = found.with_grammars(forms, found.form_field)
     elif wanted is not None and reading is not None:
-        found = found.with_grammars(tool_grammars(model.syntax, wanted, reading), "tools")
+        grammars = tool_grammars(model.syntax, wanted, reading, may_reason=begins is not None)
+        found = found.with_grammars(grammars, "tools")
     if reading is not None:
         rules = msgspec.structs.replace(found.rules, shown=reading.shown)
         found = msgspec.structs.replace(found, reading=reading, rules=rules)
