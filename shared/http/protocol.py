@@ -27,6 +27,8 @@ from pagewire.shared.http.refusals import (
     Refusal,
 )
 
+MAX_PIPELINED = 32  # requests that wait for the answer to an earlier one; each takes some KiB
+
 _NO_PROXY = ProxyHeader(0, None)
 
 
@@ -65,7 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._all = connections
         self._proxy_bytes = b"" if trust_proxy else None  # None once no header is to come
         self._served: RequestResponseCycle | None = None  # self.cycle may be a later request's
-        self._is_ending = self._is_stopping = False
+        self._is_ending = self._is_stopping = self._is_last = False
         self._in_header = self._in_body = False
         self._wants_keep_alive = False
         self._header_bytes = self._header_fields = 0
@@ -93,14 +95,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Parse what has come, within bounds."""
         if self._proxy_bytes is not None:
             data = self._after_proxy_header(self._proxy_bytes + data)
-        if self._is_ending or not data:
+        if self._is_ending or self._is_last or not data:
             return
         self._unset_keepalive_if_required()
         self._unparsed += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError:
-            self._end(self._refusal)
+            if not self._is_last:
+                self._end(self._refusal)
             return
         if self._unparsed > MAX_HEADER_BYTES:
             self._end(LARGE_HEADER)
@@ -113,7 +116,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def on_message_begin(self) -> None:
-        """Begin a header."""
+        """Begin a header, unless too many requests wait: then the last of them ends the connection.
+
+        Raises:
+            ProtocolError: too many wait; what follows is dropped, and the client sends it again.
+        """
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._is_last = True
+            self.cycle.keep_alive = False
+            self.cycle.transport = _LingeringTransport(self)
+            raise ProtocolError(f"more than {MAX_PIPELINED} requests wait")
         super().on_message_begin()
         self._in_header = True
         self._header_bytes = self._header_fields = 0

@@ -7,6 +7,7 @@ import pytest
 
 from pagewire.services.router.http.requests import http_io
 from pagewire.shared.http import connections
+from pagewire.shared.http.protocol import MAX_PIPELINED
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import TEXT, LiveRouter, with_worker
@@ -208,6 +209,29 @@ def test_a_client_that_leaves_takes_its_pipelined_requests_with_it(redis_url):
             await eventually(lambda: worker.active == 1)
         await eventually(lambda: worker.active == 0)
         worker.hold.set()
+        await answers(router)
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize("offer", ["", "Connection: Upgrade\r\nUpgrade: h2c\r\n"])
+def test_of_many_pipelined_requests_the_first_are_answered(redis_url, offer):
+    """The last answer says that the connection ends, so that a client sends the rest again."""
+
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        asked = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{offer}\r\n".encode()
+        async with RawClient(router.url) as client:
+            await client.send(asked * 1000)
+            for number in range(1 + MAX_PIPELINED):
+                status, headers, _ = await client.response()
+                ends = "close" if number == MAX_PIPELINED else None
+                assert (status, headers.get("connection")) == (200, ends), number
+            assert await client.ends()
+        async with RawClient(router.url) as client:
+            for _ in range(2):
+                await client.send(asked * MAX_PIPELINED)
+                for _ in range(MAX_PIPELINED):
+                    assert (await client.response())[1].get("connection") is None
         await answers(router)
 
     with_worker(redis_url, scenario)
