@@ -1,6 +1,8 @@
 """What the router answers to good and bad requests, besides the wording of their bodies."""
 
 import asyncio
+import gzip
+import json
 from functools import partial
 from typing import Any
 
@@ -154,6 +156,23 @@ def test_bad_bodies_are_refused_and_the_next_request_answers(redis_url):
                 assert response.json()["error"]["type"] == "invalid_request_error"
         assert worker.generated == []
         assert (await router.chat()).status_code == 200
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/embeddings"])
+def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(redis_url, path):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        raw = json.dumps({"model": MODEL, "prompt": "Hi"}).encode()
+        for encoding, body in (("gzip", gzip.compress(raw)), ("br", b"\x8b")):
+            headers = {"Content-Encoding": encoding}
+            response = await router.http.post(path, content=body, headers=headers)
+            assert response.status_code == 415
+            assert f"Content-Encoding {encoding}" in response.json()["error"]["message"]
+        assert worker.generated == []
+        plain = {"Content-Encoding": "identity"}
+        response = await router.http.post("/v1/completions", content=raw, headers=plain)
+        assert response.status_code == 200
 
     with_worker(redis_url, scenario)
 

@@ -42,6 +42,10 @@ class BodyTooLargeError(InvalidRequestError):
     """The request's body has more bytes than the router reads."""
 
 
+class BodyEncodingError(InvalidRequestError):
+    """The request's body is compressed."""
+
+
 class BodyTimeoutError(InvalidRequestError):
     """The request's body did not arrive in time."""
 
@@ -118,6 +122,9 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(400, exc.message, _INVALID, exc.param, "context_length_exceeded")
         case BodyTooLargeError():
             return ApiError(413, exc.message, _INVALID, exc.param, "request_too_large")
+        case BodyEncodingError():
+            code = "unsupported_content_encoding"
+            return ApiError(415, exc.message, _INVALID, exc.param, code)
         case BodyTimeoutError():
             return ApiError(408, exc.message, _INVALID, exc.param, "request_timeout")
         case InvalidRequestError():

@@ -54,7 +54,7 @@ from pagewire.services.router.http.unsupported import (
 
 Struct = type[msgspec.Struct]
 
-_READ = (400, 408, 413, 429)  # of routes that read a body
+_READ = (400, 408, 413, 415, 429)  # of routes that read a body
 _GENERATE = (*_READ, 404, 503)
 _STORED = (404, 503)
 _HELLO = [{"role": "user", "content": "Hello"}]

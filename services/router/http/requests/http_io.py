@@ -15,6 +15,7 @@ from pagewire.services.router.http.answers.answer_set import AnswerSet
 from pagewire.services.router.http.answers.formats import Format
 from pagewire.services.router.http.errors import (
     SERVER_ERROR,
+    BodyEncodingError,
     BodyTimeoutError,
     BodyTooLargeError,
     ClientGoneError,
@@ -69,6 +70,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     """Yield a request's body; its memory counts until the block ends.
 
     Raises:
+        BodyEncodingError: it is compressed.
         BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
         OverloadedError: the bodies of all requests are too many.
         BodyTimeoutError: it did not arrive in time.
@@ -83,6 +85,10 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
 
 
 async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        problem = f"Content-Encoding {encoding[:50]} is not supported: send the body uncompressed"
+        raise BodyEncodingError(problem)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
