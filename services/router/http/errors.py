@@ -123,8 +123,8 @@ def describe(exc: Exception) -> ApiError:
         case BodyTooLargeError():
             return ApiError(413, exc.message, _INVALID, exc.param, "request_too_large")
         case BodyEncodingError():
-            code = "unsupported_content_encoding"
-            return ApiError(415, exc.message, _INVALID, exc.param, code)
+            unsupported = "unsupported_content_encoding"
+            return ApiError(415, exc.message, _INVALID, exc.param, unsupported)
         case BodyTimeoutError():
             return ApiError(408, exc.message, _INVALID, exc.param, "request_timeout")
         case InvalidRequestError():
