@@ -240,7 +240,7 @@ TORCH_FREE = [
     "config",
     "control.channel",
     "control.protocol",
-    "engine.status",
+    "engine.scheduling.status",
     "errors",
     "index.prefix_index",
     "kv.block_hash",

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pagewire.services.router.http.bodies.body_process import read_body
 from pagewire.services.router.http.errors import describe
-from pagewire.services.router.http.inputs.generation import read_chat, read_completion
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import SamplingFields
 from pagewire.tests.support.request_bodies import (
@@ -36,9 +36,9 @@ from pagewire.tests.support.request_bodies import (
     ids=lambda raw: repr(raw[:40]),
 )
 def test_a_body_that_is_no_json_object_is_refused(raw):
-    for read in (read_completion, read_chat):
+    for kind in ("completion", "chat"):
         with pytest.raises(InvalidRequestError) as caught:
-            read(raw, MODEL, CONTEXT)
+            read_body(kind, raw, MODEL, CONTEXT)
         assert describe(caught.value).status == 400
 
 
