@@ -139,24 +139,22 @@ async def stream(url: str, http: httpx.AsyncClient, prompt: list[int], enough: E
     return tokens
 
 
-def kill_the_busiest(cluster: LocalCluster) -> None:
-    pattern = r'pagewire_requests_running\{.*worker="(decode-\d)"'
-    found = [(re.match(pattern, name), value) for name, value in cluster.metrics().items()]
-    running = {match[1]: value for match, value in found if match is not None}
-    os.kill(cluster.worker_pid(max(running, key=lambda name: running[name])), signal.SIGKILL)
-
-
 async def stream_all_and_kill(cluster: LocalCluster) -> list[list[int]]:
-    enough = Enough(len(PROMPTS) * ANSWER // 3)
+    enough, pid = Enough(len(PROMPTS) * ANSWER // 6), cluster.worker_pid("decode-0")
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as http, asyncio.TaskGroup() as group:
         tasks = [group.create_task(stream(cluster.url, http, p, enough)) for p in PROMPTS]
         await asyncio.wait_for(enough.reached.wait(), TIMEOUT_S)
-        await asyncio.to_thread(kill_the_busiest, cluster)
+        os.kill(pid, signal.SIGKILL)
     return [task.result() for task in tasks]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_answers_migrate_when_their_decode_worker_is_killed(tried: Tried, transport: str) -> None:
     with tried.cluster("--prefill", "1", "--decode", "2", "--kv-transport", transport) as cluster:
-        assert run_async(stream_all_and_kill(cluster), TIMEOUT_S) == tried.expected
-        assert cluster.total("pagewire_request_migrations_total") > 0
+        for _ in range(4):  # on a busy machine, the worker may have sent all before it is killed
+            cluster.wait_idle(3, timeout=60)
+            assert run_async(stream_all_and_kill(cluster), TIMEOUT_S) == tried.expected
+            if cluster.total("pagewire_request_migrations_total") > 0:
+                break
+        else:
+            pytest.fail("no answer went on at another worker")
