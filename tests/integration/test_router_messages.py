@@ -173,6 +173,8 @@ def test_the_choice_of_tools(serve: Serve, choice: dict[str, Any], num_calls: in
                 "tools": OPENAI_TOOLS,
                 "tool_choice": chat or named,
                 "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
+                # A message without `thinking` has a prompt that ends the reasoning.
+                "chat_template_kwargs": {"enable_thinking": False},
             },
         )
         one, other = (each.spec.grammar for each in worker.generated)
