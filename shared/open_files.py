@@ -8,6 +8,7 @@ from pagewire.shared.errors import ConfigError
 
 # "Unlimited" is a thousand million in some containers; tables of such a size help nobody.
 MOST_FILES = 1 << 20
+MIN_FILES = 128  # with fewer there is no room for connections to both clients and workers
 MIN_RESERVE = 128  # of files that are not connections: Redis, workers, the model's files
 RESERVE_SHARE = 8
 
@@ -29,9 +30,14 @@ def connection_bound(asked: int | None) -> int:
     Other files keep a reserve, at most half of a low limit.
 
     Raises:
-        ConfigError: as many as asked for do not fit.
+        ConfigError: as many as asked for do not fit, or the limit is too low for any use.
     """
     limit = _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    if limit < MIN_FILES:
+        raise ConfigError(
+            f"the limit of open files is {limit}, and a router needs {MIN_FILES} at least; raise "
+            "`ulimit -Hn`"
+        )
     most = limit - min(limit // 2, max(MIN_RESERVE, limit // RESERVE_SHARE))
     if asked is not None and asked > most:
         raise ConfigError(

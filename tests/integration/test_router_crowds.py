@@ -3,9 +3,9 @@
 import asyncio
 import resource
 import time
-from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.shared.model.demo import demo_model_path
@@ -141,11 +141,19 @@ def test_ten_thousand_idle_connections_slow_nobody_down(redis_url):
     run_async(scenario(), 100)
 
 
-def test_more_connections_than_fit_are_refused_at_the_start(redis_url):
-    env: dict[str, Any] = {"PAGEWIRE_MAX_CONNECTIONS": "5000"}
-    with router_process(redis_url, free_port(), open_files=1024, env=env) as process:
+@pytest.mark.parametrize(
+    ("open_files", "connections", "reason"),
+    [
+        (1024, {"PAGEWIRE_MAX_CONNECTIONS": "5000"}, "at most 896 fit below the limit of 1024"),
+        (100, {}, "the limit of open files is 100, and a router needs 128"),
+    ],
+)
+def test_files_that_are_too_few_are_refused_at_the_start(
+    redis_url, open_files, connections, reason
+):
+    with router_process(redis_url, free_port(), open_files=open_files, env=connections) as process:
         _, log = process.communicate(timeout=30)
     assert process.returncode == 2
     [line] = log.strip().splitlines()
-    assert "PAGEWIRE_MAX_CONNECTIONS" in line
-    assert "at most 896 fit below the limit of 1024 open files" in line
+    assert reason in line
+    assert all(name in line for name in connections)
