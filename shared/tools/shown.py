@@ -124,22 +124,23 @@ def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
     tools = []
     for tool in given.tools or []:
         function = dict(tool.get("function") or {})
-        parameters = _without_null(function.get("parameters"))
+        parameters = function.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
-            parameters["properties"] = {
-                name: {**missing, **each} if isinstance(each, dict) else missing
+            properties = {
+                name: {**missing, **_without_null(each)} if isinstance(each, dict) else missing
                 for name, each in parameters["properties"].items()
             }
-        tools.append(tool | {"function": function | {"parameters": parameters}})
+            function["parameters"] = parameters | {"properties": properties}
+        tools.append(tool | {"function": function})
     return given._replace(tools=tools) if tools else given
 
 
-def _without_null(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_null(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _without_null(value) for key, value in schema.items()}
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the type null where such templates look for types."""
+    found = dict(schema)
+    for key in ("items", "additionalProperties"):
+        if isinstance(found.get(key), dict):
+            found[key] = _without_null(found[key])
     kinds = found.get("type")
     if kinds == "null":
         del found["type"]

@@ -110,25 +110,28 @@ PYTHON_TYPES = """
 {%- for name, field in tools[0].function.parameters.properties | items -%}
     {{- name + ':' + json_to_python_type(field) + ' ' + field.description }};
 {%- endfor -%}
+{{- tools[0].function.parameters.properties.f | tojson }}
 """
 
 
 def test_templates_that_write_types_as_pythons_have_no_null_and_all_descriptions() -> None:
     """They never end with the type null, and fail without a parameter's description."""
-    properties = {
+    properties: dict[str, Any] = {
         "a": {"type": "string"},
         "b": {"type": ["string", "null"], "description": "B"},
         "c": {"type": "null"},
         "d": {"type": "array", "items": {"type": ["null", "string"]}},
         "type": {"type": "string", "enum": ["null"]},
         "e": True,
+        "f": {"properties": {"x": {"type": ["null", "string"]}}},  # which they do not read
     }
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
     template = ChatTemplate(PYTHON_TYPES, {})
     template.fit = fit_for(PYTHON_TYPES, TOOL_FORMATS["command_r"])
     tools = [{"type": "function", "function": tool}, CLOCK]
     text = template.render(read_conversation(CHAT[:1]), ChatOptions(tools))
-    assert text == "a:str ;b:str B;c: ;d:list[str] ;type:str ;e: ;"
+    unread = json.dumps({"description": "", **properties["f"]})
+    assert text == f"a:str ;b:str B;c: ;d:list[str] ;type:str ;e: ;f: ;{unread}"
     assert "null" in json.dumps(tools)
 
 
@@ -139,7 +142,8 @@ def test_tools_nested_too_deeply_are_refused(source: str) -> None:
         schema = {"items": schema}
     template = ChatTemplate(source, {})
     template.fit = fit_for(source, TOOL_FORMATS["hermes"])
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(InvalidRequestError, match="recursion"):
         template.render(read_conversation(CHAT[:1]), ChatOptions([tool]))
 
