@@ -28,7 +28,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.pending import PendingTokens
-from pagewire.shared.engine.execution.prefill_inputs import PrefillInputs, PrefillShape
+from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
 from pagewire.shared.engine.scheduling.schedule import Schedule, SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -76,9 +76,9 @@ class InstantRunner(ModelRunner):
         return pending
 
     def _prepare_chunks(self, chunks: list[PrefillChunk]) -> None:
-        shape = PrefillShape(sum(chunk.length for chunk in chunks), len(chunks))
+        shape = StepShape(0, sum(chunk.length for chunk in chunks), len(chunks))
         tables, padding = self.state.host_tables, self.state.padding_slot
-        PrefillInputs.build_padded(chunks, BLOCK_SIZE, tables, shape, padding)
+        StepInputs.build_padded([], chunks, BLOCK_SIZE, tables, shape, padding)
 
 
 Engine = tuple[EngineCore, TimedScheduler, InstantRunner]

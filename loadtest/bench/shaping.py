@@ -34,6 +34,9 @@ from pagewire.shared.sampling import RequestSpec
 
 CONTEXT = 1024
 MAX_TOKENS = 2048
+# Random weights' logits are nearly equal. At this temperature a few hundred tokens have nearly all
+# of the probability, as of a trained model's.
+TEMPERATURE = 0.35
 SEGMENT = 16  # steps
 TURNS = 5
 SCHEMA = {
@@ -57,7 +60,7 @@ _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789{}[]":
 def kinds() -> dict[str, RequestSpec]:
     """Return the rows of each kind; the first one is what the others are compared with."""
     nucleus = RequestSpec(
-        temperature=1.0, top_p=0.9, max_tokens=MAX_TOKENS, seed=1, ignore_eos=True
+        temperature=TEMPERATURE, top_p=0.9, max_tokens=MAX_TOKENS, seed=1, ignore_eos=True
     )
     penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
     biases = dict.fromkeys(range(1000, 1300), 1.0)

@@ -28,7 +28,14 @@ from pagewire.tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.timeout(240)
 
 ANSWER, TIMEOUT_S = 60, 100.0
-TRANSPORTS = ("zmq", "ucx")
+# Device and carrier.
+CARRIERS = [
+    pytest.param(("cpu", "zmq"), id="zmq"),
+    pytest.param(("cpu", "ucx"), id="ucx"),
+    pytest.param(("cuda", "ipc"), id="cuda-ipc", marks=pytest.mark.gpu),
+    pytest.param(("cuda", "ucx"), id="cuda-ucx", marks=pytest.mark.gpu),
+    pytest.param(("cuda", "zmq"), id="cuda-zmq", marks=pytest.mark.gpu),
+]
 # Some are shorter than the window, and some than what a decode worker computes by itself.
 PROMPTS = [[(n * 37 + index) % 900 + 10 for n in range(5 + 12 * index)] for index in range(12)]
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
@@ -60,9 +67,10 @@ class Tried:
     expected: list[list[int]] = field(repr=False)
 
     @contextmanager
-    def cluster(self, *options: str) -> Iterator[LocalCluster]:
-        common = ("--model", str(self.path), "--device", "cpu", "--dtype", "float32")
-        with local_cluster(*common, *options) as running:
+    def cluster(self, carrier: tuple[str, str], *options: str) -> Iterator[LocalCluster]:
+        device, transport = carrier
+        common = ("--model", str(self.path), "--device", device, "--dtype", "float32")
+        with local_cluster(*common, "--kv-transport", transport, *options) as running:
             yield running
 
 
@@ -95,11 +103,11 @@ def sent_over(cluster: LocalCluster) -> set[str]:
     return {match[1] for match, value in found if match is not None and value}
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_chunked_preempted_cached_and_continued(tried: Tried, transport: str) -> None:
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_chunked_preempted_cached_and_continued(tried: Tried, carrier: tuple[str, str]) -> None:
     pool = ("--num-blocks", str(tried.few_blocks), "--max-num-batched-tokens", "32")
     options = ("--prefill", "1", "--decode", "1", "--max-model-len", "208", *pool)
-    with tried.cluster(*options, "--kv-transport", transport) as cluster:
+    with tried.cluster(carrier, *options) as cluster:
         assert answers(cluster, PROMPTS, ANSWER) == tried.expected
         assert cluster.total("pagewire_preemptions_total") > 0
         begun = [p + tokens[:40] for p, tokens in zip(PROMPTS, tried.expected, strict=True)]
@@ -109,7 +117,7 @@ def test_chunked_preempted_cached_and_continued(tried: Tried, transport: str) ->
         for _ in range(2):  # alone, so that nothing evicts its blocks
             assert answers(cluster, PROMPTS[-1:], ANSWER) == tried.expected[-1:]
         assert cluster.total("pagewire_prefix_cache_hits_total") >= hits + len(PROMPTS[-1]) // 2
-        assert sent_over(cluster) == {transport}
+        assert sent_over(cluster) == {carrier[1]}
         cluster.wait_idle(2)
 
 
@@ -148,9 +156,12 @@ async def stream_all_and_kill(cluster: LocalCluster) -> list[list[int]]:
     return [task.result() for task in tasks]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_answers_migrate_when_their_decode_worker_is_killed(tried: Tried, transport: str) -> None:
-    with tried.cluster("--prefill", "1", "--decode", "2", "--kv-transport", transport) as cluster:
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_answers_migrate_when_their_decode_worker_is_killed(
+    tried: Tried, carrier: tuple[str, str]
+) -> None:
+    pool = ("--num-blocks", "512")  # three workers may share a GPU
+    with tried.cluster(carrier, "--prefill", "1", "--decode", "2", *pool) as cluster:
         for _ in range(4):  # on a busy machine, the worker may have sent all before it is killed
             cluster.wait_idle(3, timeout=60)
             assert run_async(stream_all_and_kill(cluster), TIMEOUT_S) == tried.expected

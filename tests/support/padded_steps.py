@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pagewire.shared.engine.execution.cuda_graph import DecodeGraphs, PrefillGraphs, prefill_shapes
+from pagewire.shared.engine.execution.cuda_graph import DecodeGraphs, PrefillGraphs, step_shapes
 from pagewire.shared.engine.execution.model_runner import ModelRunner
-from pagewire.shared.engine.execution.prefill_inputs import BlockTables, PrefillShape
 from pagewire.shared.engine.execution.sampling_stage import Forwarded, Sampled
+from pagewire.shared.engine.execution.step_inputs import BlockTables, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 
@@ -27,19 +27,23 @@ class PaddedSteps(DecodeGraphs):
 
 
 class PaddedPrefills(PrefillGraphs):
-    """Likewise prefill steps."""
+    """Likewise steps with prefill chunks."""
 
     runner: ModelRunner
     rows: Forwarded
 
-    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
-        self.rows = self.runner.prefill(self._padded(chunks, shape, tables))
-        assert self.rows.slots.shape == (shape.num_chunks,)
+    def forward(
+        self,
+        decodes: list[int],
+        chunks: list[PrefillChunk],
+        shape: StepShape,
+        tables: BlockTables,
+    ) -> None:
+        self.rows = self.runner.run_chunks(self._padded(decodes, chunks, shape, tables))
+        assert self.rows.slots.shape == (shape.num_samples,)
 
-    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
-        sampling = self.runner.sampling
-        first = sampling.first_prefill_row
-        return sampling.sample(self.rows, shaped=shaped, first_row=first).first(num_rows)
+    def sample(self, shape: StepShape, num_rows: int, shaped: bool) -> Sampled:
+        return self.runner.sampling.sample(self.rows, shaped=shaped).first(num_rows)
 
 
 def run_padded(runner: ModelRunner) -> None:
@@ -47,8 +51,7 @@ def run_padded(runner: ModelRunner) -> None:
     padding_slot = runner.state.padding_slot
     sizes = [2, 8, min(48, runner.state.num_slots)]
     decodes = PaddedSteps(sizes, torch.empty(0), padding_slot)
-    prefills = PaddedPrefills(
-        prefill_shapes(2048, 8), runner.block_size, padding_slot, len(runner.groups)
-    )
+    shapes = step_shapes(2048, sizes[-1])
+    prefills = PaddedPrefills(shapes, runner.block_size, padding_slot, len(runner.groups))
     decodes.runner = prefills.runner = runner
     runner.decode_graphs, runner.prefill_graphs = decodes, prefills

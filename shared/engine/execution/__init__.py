@@ -4,7 +4,7 @@
     model_runner.py     the executor of a worker: the model on this process's device
     cuda_graph.py       which steps are CUDA graphs
     device_state.py     what each device slot keeps on the device: parameters, block tables, tokens
-    prefill_inputs.py   what a step with chunks of prompts takes
+    step_inputs.py      what a step with chunks of prompts takes
     sampling_stage.py   sampling after the forward; shaping_state.py, scoring.py, pooling.py: its
                         parts that only some requests need
     block_mover.py      copies, packs and unpacks KV blocks

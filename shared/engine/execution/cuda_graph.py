@@ -1,7 +1,7 @@
-"""Steps captured as CUDA graphs: decode batches, and small prefill steps.
+"""Steps captured as CUDA graphs: decode batches, and steps with few tokens of prompts.
 
 A graph takes all that changes from step to step from device memory, so that a replay needs one
-small copy. Where a decode step is short, and for prompts of up to some hundred tokens, launching
+small copy. Where a decode step is short, and for up to some hundred tokens of prompts, launching
 the kernels one by one would take the host longer than running them takes the device.
 
 A step is two graphs. The forward leaves logits in memory that nothing else of the step writes;
@@ -20,16 +20,18 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from pagewire.shared.engine.execution.prefill_inputs import BlockTables, PrefillInputs, PrefillShape
 from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
+from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
-# Tokens of a captured prefill step, by chunks: above it the device is the slower one. A worker that
-# prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice as long.
+# Tokens of a captured step without decode rows, by chunks: above it the device is the slower one. A
+# worker that prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice
+# as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
-# Next to decode rows, which are a graph of their own: above it, to read the weights twice takes
-# the device longer than to launch one step for all takes the host.
-LARGEST_WITH_DECODES = 256
+# Sizes of captured steps with both. Each pair of them is a graph, so they are few. Between 256 and
+# 512 tokens what a size is too large costs more than a launch saves.
+MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
+MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
 
 ResultT = TypeVar("ResultT")
 
@@ -43,14 +45,21 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def prefill_shapes(max_tokens: int, max_num_seqs: int) -> list[PrefillShape]:
-    """Return the prefill steps to capture, those of one chunk and those of several."""
-    return [
-        PrefillShape(size, chunks)
+def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
+    """Return the steps with prefill chunks to capture: without decode rows, then with them."""
+    alone = [
+        StepShape(0, size, chunks)
         for chunks, largest in LARGEST_PREFILL.items()
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
         if size <= max_tokens and chunks <= max_num_seqs
     ]
+    mixed = [
+        StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
+        for rows in [*(rows for rows in MIXED_ROWS if rows < max_num_seqs), max_num_seqs]
+        for size in MIXED_TOKENS
+        if size <= max_tokens
+    ]
+    return alone + mixed
 
 
 @lru_cache(maxsize=16)
@@ -104,7 +113,7 @@ class StepGraphs:
 
     @classmethod
     def capture(
-        cls, pool: GraphPool, forward: Callable[[], Forwarded], sample: Sample, first_row: int
+        cls, pool: GraphPool, forward: Callable[[], Forwarded], sample: Sample
     ) -> StepGraphs:
         """Capture a forward, and both variants of sampling after it.
 
@@ -112,11 +121,10 @@ class StepGraphs:
             pool: memory of the graphs.
             forward: leaves its logits in static rows.
             sample: see `SamplingStage.sample`.
-            first_row: the first of the static rows.
         """
         graph, forwarded = pool.capture(forward)
         sampling = {
-            shaped: pool.capture(partial(sample, forwarded, shaped=shaped, first_row=first_row))
+            shaped: pool.capture(partial(sample, forwarded, shaped=shaped))
             for shaped in (False, True)
         }
         return cls(graph, forwarded, sampling)
@@ -161,7 +169,7 @@ class DecodeGraphs:
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
             step = partial(forward, slots[:size])
-            graphs._graphs[size] = StepGraphs.capture(pool, step, sample, 0)
+            graphs._graphs[size] = StepGraphs.capture(pool, step, sample)
             progress(f"decode of {size}")
         graphs._current = [padding_slot] * max(sizes)
         return graphs
@@ -190,28 +198,27 @@ class DecodeGraphs:
 
 @dataclass(slots=True)
 class PrefillGraphs:
-    """Small prefill steps, by shape.
+    """Steps with prefill chunks, alone or next to decode rows, by shape.
 
     Attributes:
-        shapes: captured, by number of chunks, then tokens.
+        shapes: captured, the one that is taken first of those that fit.
         num_groups: cache groups.
     """
 
-    shapes: list[PrefillShape]
+    shapes: list[StepShape]
     block_size: int
     padding_slot: int
     num_groups: int
-    _inputs: dict[PrefillShape, PrefillInputs] = field(default_factory=dict)
-    _graphs: dict[PrefillShape, StepGraphs] = field(default_factory=dict)
-    _events: dict[PrefillShape, list[DeviceEvent]] = field(default_factory=dict)
+    _inputs: dict[StepShape, StepInputs] = field(default_factory=dict)
+    _graphs: dict[StepShape, StepGraphs] = field(default_factory=dict)
+    _events: dict[StepShape, list[DeviceEvent]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
-        forward: Callable[[PrefillInputs, list[DeviceEvent]], Forwarded],
+        forward: Callable[[StepInputs, list[DeviceEvent]], Forwarded],
         sample: Sample,
-        first_row: int,
-        shapes: list[PrefillShape],
+        shapes: list[StepShape],
         block_size: int,
         padding_slot: int,
         num_groups: int,
@@ -224,42 +231,58 @@ class PrefillGraphs:
         A forward fills `events` with events that each replay records again.
         """
         graphs = cls(shapes, block_size, padding_slot, num_groups)
+        tables = np.zeros((0, num_groups, 0), np.int64)
         for shape in reversed(shapes):
-            inputs = graphs._padded([], shape, np.zeros((0, num_groups, 0), np.int64)).to(device)
+            inputs = graphs._padded([], [], shape, tables).to(device)
             events: list[DeviceEvent] = []
             step = partial(forward, inputs, events)
-            graphs._graphs[shape] = StepGraphs.capture(pool, step, sample, first_row)
+            graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
             graphs._inputs[shape], graphs._events[shape] = inputs, events
-            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}")
+            rows = f" and decode of {shape.num_decodes}" if shape.num_decodes else ""
+            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}{rows}")
         return graphs
 
-    def shape_of(self, chunks: list[PrefillChunk], *, with_decodes: bool) -> PrefillShape | None:
-        """Return the smallest shape that these chunks fit, None if they had better be launched."""
-        if any(chunk.scored for chunk in chunks):
+    def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
+        """Return the shape that such a step takes, None if it had better be launched."""
+        if any(chunk.scored or chunk.pooling for chunk in chunks):
             return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)
-        if with_decodes and tokens > LARGEST_WITH_DECODES:
-            return None
         for shape in self.shapes:
-            if len(chunks) <= shape.num_chunks and tokens <= shape.num_tokens:
+            if (
+                num_decodes <= shape.num_decodes
+                and tokens <= shape.num_tokens
+                and len(chunks) <= shape.num_chunks
+                and (num_decodes > 0) == (shape.num_decodes > 0)
+            ):
                 return shape
         return None
 
-    def events_of(self, shape: PrefillShape) -> list[DeviceEvent]:
+    def events_of(self, shape: StepShape) -> list[DeviceEvent]:
         """Return the events that a replay records."""
         return self._events[shape]
 
-    def forward(self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables) -> None:
-        """Run the forward of a prefill step."""
-        host = self._padded(chunks, shape, tables).buffer.pin_memory()
+    def forward(
+        self,
+        decodes: list[int],
+        chunks: list[PrefillChunk],
+        shape: StepShape,
+        tables: BlockTables,
+    ) -> None:
+        """Run the forward of a step of decode rows, in these device slots, and chunks."""
+        host = self._padded(decodes, chunks, shape, tables).buffer.pin_memory()
         self._inputs[shape].buffer.copy_(host, non_blocking=True)
         self._graphs[shape].forward.replay()
 
-    def sample(self, shape: PrefillShape, num_rows: int, shaped: bool) -> Sampled:
-        """Sample the rows of the last forward: the chunks that sample, perhaps none."""
+    def sample(self, shape: StepShape, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the rows of the last forward: decode rows, then the chunks that sample."""
         return self._graphs[shape].replay_sampling(num_rows, shaped)
 
     def _padded(
-        self, chunks: list[PrefillChunk], shape: PrefillShape, tables: BlockTables
-    ) -> PrefillInputs:
-        return PrefillInputs.build_padded(chunks, self.block_size, tables, shape, self.padding_slot)
+        self,
+        decodes: list[int],
+        chunks: list[PrefillChunk],
+        shape: StepShape,
+        tables: BlockTables,
+    ) -> StepInputs:
+        slot = self.padding_slot
+        return StepInputs.build_padded(decodes, chunks, self.block_size, tables, shape, slot)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagewire.shared.engine.execution.prefill_inputs import BlockTables
+from pagewire.shared.engine.execution.step_inputs import BlockTables
 from pagewire.shared.engine.scheduling.step import NewDeviceSlot, StepPlan, TableEntries
 from pagewire.shared.sampling import RequestSpec
 

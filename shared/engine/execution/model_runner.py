@@ -22,15 +22,15 @@ from pagewire.shared.engine.execution.cuda_graph import (
     GraphPool,
     PrefillGraphs,
     batch_buckets,
-    prefill_shapes,
+    step_shapes,
 )
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.pending import LaunchedRows, PendingSupply, PendingTokens
 from pagewire.shared.engine.execution.plan_events import PlanEvents
 from pagewire.shared.engine.execution.pooling import Pooling
-from pagewire.shared.engine.execution.prefill_inputs import PrefillInputs
 from pagewire.shared.engine.execution.sampling_stage import Forwarded, SamplingStage
 from pagewire.shared.engine.execution.scoring import Scoring
+from pagewire.shared.engine.execution.step_inputs import StepInputs
 from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.cache_groups import CacheGroups
@@ -123,10 +123,8 @@ class ModelRunner:
         pending, self._awaiting = self._awaiting, None
         if pending is None or pending.number != supply.number:
             raise IntegrityError(f"step {supply.number} does not wait for a supply")
-        static = [part.first_row + row for part in pending.parts for row in range(len(part.slots))]
-        masks = {static[row]: mask for row, mask in supply.masks.items()}
-        self.sampling.set_masks(masks, [static[row] for row in supply.held])
-        pending.tokens = self._sample(pending.number, pending.parts)
+        self.sampling.set_masks(supply.masks, supply.held)
+        pending.tokens = self._sample(pending.number, pending.rows)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
@@ -136,79 +134,74 @@ class ModelRunner:
         slots, chunks = plan.decodes, plan.chunks
         if not plan.has_rows:
             return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
-        parts = self._replay(slots, chunks)
-        if parts is None:
-            parts = [self._run(slots, chunks)]
+        rows = self._replay(slots, chunks) or self._run(slots, chunks)
         if plan.awaits_supply:
-            self._awaiting = PendingSupply(plan.number, parts)
+            self._awaiting = PendingSupply(plan.number, rows)
             return self._awaiting
-        return self._sample(plan.number, parts)
+        return self._sample(plan.number, rows)
 
-    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> list[LaunchedRows] | None:
-        """Run a step's forward by CUDA graphs, or return None if they do not cover all of it.
-
-        Decode rows take one graph and small chunks another. That reads the weights twice, which is
-        faster than launching every kernel. The two share one memory pool. The decode graph's output
-        was alive when the prefill graphs were captured, so their replay does not overwrite it.
-        """
-        decodes, prefills, shape = self.decode_graphs, self.prefill_graphs, None
-        if slots and (decodes is None or not decodes.fits(len(slots))):
-            return None
-        if chunks:
-            if prefills is not None and not any(chunk.pooling for chunk in chunks):
-                shape = prefills.shape_of(chunks, with_decodes=bool(slots))
-            if shape is None:
+    def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows | None:
+        """Run a step's forward by a CUDA graph, or return None if none covers it."""
+        if not chunks:
+            decodes = self.decode_graphs
+            if decodes is None or not decodes.fits(len(slots)):
                 return None
-        parts = []
-        if slots and decodes is not None:
             decodes.forward(slots)
-            parts.append(LaunchedRows(slots, 0, partial(decodes.sample, len(slots))))
-        if shape is not None and prefills is not None:
-            prefills.forward(chunks, shape, self.state.host_tables)
-            rows = _sampling_slots(chunks)
-            sample = partial(prefills.sample, shape, len(rows))
-            parts.append(LaunchedRows(rows, self.sampling.first_prefill_row, sample))
-            if self._records_groups:
-                self._group_events = prefills.events_of(shape)
-        return parts
+            return LaunchedRows(slots, partial(decodes.sample, len(slots)))
+        prefills = self.prefill_graphs
+        shape = None if prefills is None else prefills.shape_of(len(slots), chunks)
+        if prefills is None or shape is None:
+            return None
+        prefills.forward(slots, chunks, shape, self.state.host_tables)
+        if self._records_groups:
+            self._group_events = prefills.events_of(shape)
+        rows = [*slots, *_sampling_slots(chunks)]
+        return LaunchedRows(rows, partial(prefills.sample, shape, len(rows)))
 
-    def _sample(self, number: int, parts: list[LaunchedRows]) -> PendingTokens:
+    def _sample(self, number: int, rows: LaunchedRows) -> PendingTokens:
         """Launch a step's sampling, and log probabilities if a device slot asks for them."""
-        shaped = any(self.sampling.is_shaped(part.slots) for part in parts)
-        tokens: list[torch.Tensor] = []
-        first = 0
-        for part in parts:
-            sampled = part.sample(shaped)
-            tokens.append(sampled.tokens)
-            if self.scoring.of_tokens:
-                logits = self.sampling.drawn_from(sampled, part.first_row, shaped)
-                self.scoring.score_tokens(sampled, logits, part.slots, first)
-            first += len(part.slots)
-        joined = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
-        return PendingTokens(number, joined, [*self.scoring.take(), *self.pooling.take()])
+        shaped = self.sampling.is_shaped(rows.slots)
+        sampled = rows.sample(shaped)
+        if self.scoring.of_tokens:
+            logits = self.sampling.drawn_from(sampled, shaped)
+            self.scoring.score_tokens(sampled, logits, rows.slots)
+        return PendingTokens(number, sampled.tokens, [*self.scoring.take(), *self.pooling.take()])
 
-    def decode(self, slots: torch.Tensor) -> Forwarded:
+    def decode(self, slots: torch.Tensor, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a decode step of these device slots, [B] int64.
 
         Everything is read from and written to the device, so that this can be captured.
         """
         inputs = self._decode_inputs(slots)
-        hidden = self.model.forward(inputs, self._layers)
+        hidden = self.model.forward(inputs, self._layers, on_layer_end)
         # The padding device slot stays at position 0: it runs in more steps than a sequence.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
-        return Forwarded(self._compute_logits(hidden, 0), slots, positions)
+        return Forwarded(self._compute_logits(hidden), slots, positions)
 
-    def prefill(self, inputs: PrefillInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
-        """Run the forward of a step that has only prefill chunks; can be captured, too."""
-        forward = inputs.forward_batch(self.state.block_tables)
-        hidden = self.model.forward(forward, self._layers, on_layer_end)
-        logits = self._compute_logits(hidden[inputs.rows], self.sampling.first_prefill_row)
-        return Forwarded(logits, inputs.sample_slots, inputs.sample_positions)
+    def run_chunks(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
+        """Run the forward of a step with prefill chunks; can be captured, too."""
+        return self._rows_of(inputs, self._hidden_states(inputs, on_layer_end))
 
-    def _compute_logits(self, hidden: torch.Tensor, first_row: int) -> torch.Tensor:
+    def _hidden_states(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None) -> torch.Tensor:
+        """Run the layers of a step with prefill chunks: [decode rows + tokens, hidden]."""
+        batch = inputs.forward_batch(self.state.block_tables)
+        if inputs.num_decodes:
+            batch = _joined(self._decode_inputs(inputs.decode_slots), batch)
+        return self.model.forward(batch, self._layers, on_layer_end)
+
+    def _rows_of(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
+        """Compute the logits of the rows that sample."""
+        slots, positions = inputs.sample_slots, inputs.sample_positions
+        if inputs.num_decodes:
+            positions = torch.where(positions < 0, self.state.position[slots] + 1, positions)
+        return Forwarded(self._compute_logits(hidden[inputs.sample_rows]), slots, positions)
+
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits; under CUDA graphs, into static memory that outlives the replay."""
-        out = None if self._logits is None else self._logits[first_row : first_row + len(hidden)]
+        if not len(hidden):
+            return hidden
+        out = None if self._logits is None else self._logits[: len(hidden)]
         return self.model.compute_logits(hidden, out)
 
     def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
@@ -241,42 +234,19 @@ class ModelRunner:
 
     def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
         """Launch the forward of decode rows and prefill chunks eagerly, in one pass."""
-        hidden, sample_slots, positions = self._forward(slots, chunks)
-        logits = self.model.compute_logits(hidden) if len(hidden) else hidden
-        rows = Forwarded(logits, sample_slots, positions)
-        sampling = self.sampling
-        return LaunchedRows(
-            [*slots, *_sampling_slots(chunks)],
-            0,
-            lambda shaped: sampling.sample(rows, shaped=shaped),
-        )
-
-    def _forward(
-        self, slots: list[int], chunks: list[PrefillChunk]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the model; returns hidden states, device slots and positions of the sampling rows."""
         state = self.state
         on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
-        if not chunks:
-            decode_slots = state.upload([slots])[0]
-            decodes = self._decode_inputs(decode_slots)
-            hidden = self.model.forward(decodes, self._layers, on_layer_end)
-            return hidden, decode_slots, decodes.positions + 1
-        inputs = PrefillInputs.build(chunks, self.block_size, state.host_tables).to(state.device)
-        forward = inputs.forward_batch(state.block_tables)
-        if not slots:
-            hidden = self.model.forward(forward, self._layers, on_layer_end)
-            self._read_prompts(hidden, chunks)
-            return hidden[inputs.rows], inputs.sample_slots, inputs.sample_positions
-        decode_slots = state.upload([slots])[0]
-        decodes = self._decode_inputs(decode_slots)
-        hidden = self.model.forward(_joined(decodes, forward), self._layers, on_layer_end)
-        self._read_prompts(hidden[len(slots) :], chunks)
-        decode_rows = torch.arange(len(slots), device=state.device)
-        return (
-            hidden[torch.cat([decode_rows, inputs.rows + len(slots)])],
-            torch.cat([decode_slots, inputs.sample_slots]),
-            torch.cat([decodes.positions + 1, inputs.sample_positions]),
+        if chunks:
+            inputs = StepInputs.build(slots, chunks, self.block_size, state.host_tables)
+            inputs = inputs.to(state.device)
+            hidden = self._hidden_states(inputs, on_layer_end)
+            self._read_prompts(hidden[len(slots) :], chunks)
+            forwarded = self._rows_of(inputs, hidden)
+        else:
+            forwarded = self.decode(state.upload([slots])[0], on_layer_end)
+        sample = partial(self.sampling.sample, forwarded)
+        return LaunchedRows(
+            [*slots, *_sampling_slots(chunks)], lambda shaped: sample(shaped=shaped)
         )
 
     def _read_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
@@ -300,8 +270,8 @@ class ModelRunner:
 
         return record_group_end
 
-    def _captured_prefill(self, inputs: PrefillInputs, events: list[DeviceEvent]) -> Forwarded:
-        return self.prefill(inputs, self._event_recorder(events, in_graph=True))
+    def _captured(self, inputs: StepInputs, events: list[DeviceEvent]) -> Forwarded:
+        return self.run_chunks(inputs, self._event_recorder(events, in_graph=True))
 
     def has_group_events(self, plan: int) -> bool:
         """Whether there is an event for each layer group of the blocks that this plan exports."""
@@ -326,7 +296,7 @@ class ModelRunner:
         return self.mover.unpack(staging, block_ids, groups, seed, event)
 
     def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
-        """Capture decode steps, and prefill steps of up to `max_tokens`; reports to `progress`."""
+        """Capture decode steps, and steps with up to `max_tokens` of prompts; reports each."""
         state, sampling = self.state, self.sampling
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
@@ -339,12 +309,10 @@ class ModelRunner:
         self.decode_graphs = DecodeGraphs.capture(
             self.decode, sampling.sample, sizes, state.padding_slot, state.device, pool, progress
         )
-        shapes = prefill_shapes(max_tokens, state.num_slots)
         self.prefill_graphs = PrefillGraphs.capture(
-            self._captured_prefill,
+            self._captured,
             sampling.sample,
-            sampling.first_prefill_row,
-            shapes,
+            step_shapes(max_tokens, state.num_slots),
             self.block_size,
             state.padding_slot,
             state.num_groups,

@@ -28,12 +28,10 @@ class LaunchedRows:
 
     Attributes:
         slots: device slots of the rows.
-        first_row: static row of the first; see sampling_stage.py.
         sample: launches their sampling, shaped or not.
     """
 
     slots: list[int]
-    first_row: int
     sample: Callable[[bool], Sampled]
 
 
@@ -77,12 +75,12 @@ class PendingSupply:
     """A step whose forward has been launched, and whose sampling waits for its supply.
 
     Attributes:
-        parts: rows that are sampled together, in the order of the step's tokens.
+        rows: in the order of the step's tokens.
         tokens: once they are sampled.
     """
 
     number: int
-    parts: list[LaunchedRows]
+    rows: LaunchedRows
     tokens: PendingTokens | None = None
 
     def is_done(self) -> bool:

@@ -5,9 +5,8 @@ are two variants of it: plain, for temperature, min_p, top_k and top_p, and shap
 a mask or with a device slot that asks for more. A batch is shaped as a whole; a row that asks for
 nothing gets the same token in both.
 
-What both halves share with CUDA graphs lies in static rows: the first `num_slots` of them belong to
-decode rows, or to a step that is not replayed; those after them to replayed prefill chunks. So the
-logits of a step's two graphs do not meet.
+What both halves share with CUDA graphs lies in static rows, one for each row of a step that may
+sample: its decode rows, then its prefill chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pagewire.shared.engine.execution.shaping_state import ShapingState
 from pagewire.shared.engine.scheduling.step import StepPlan
 
 _UNMASKED, _HELD = -1, -2  # in place of a mask
-MOST_REPLAYED_CHUNKS = 8  # static rows for replayed prefill chunks
+MOST_REPLAYED_CHUNKS = 8  # of a step that is a CUDA graph
 
 
 class Forwarded(NamedTuple):
@@ -89,11 +88,6 @@ class SamplingStage:
         """Static rows."""
         return self.state.num_slots + MOST_REPLAYED_CHUNKS
 
-    @property
-    def first_prefill_row(self) -> int:
-        """The first static row of replayed prefill chunks."""
-        return self.state.num_slots
-
     def apply(self, plan: StepPlan) -> None:
         """Begin a step, which has no masks yet; take in what device slots' new owners ask for."""
         self.shaping.apply(plan)
@@ -105,17 +99,15 @@ class SamplingStage:
         """Whether a batch of these device slots takes the shaped variant."""
         return self._has_masks or self.shaping.is_shaped(slots)
 
-    def drawn_from(self, sampled: Sampled, first_row: int, shaped: bool) -> torch.Tensor:
+    def drawn_from(self, sampled: Sampled, shaped: bool) -> torch.Tensor:
         """Return the logits `[B, vocab]` from which rows have just been drawn.
 
-        They are overwritten when these static rows are sampled again.
+        They are overwritten by the next step's sampling.
         """
-        if not shaped:
-            return sampled.logits
-        return self._shaped[first_row : first_row + len(sampled.tokens)]
+        return self._shaped[: len(sampled.tokens)] if shaped else sampled.logits
 
     def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
-        """Upload what is allowed in static rows: a bit a token, the lowest first, in whole bytes.
+        """Upload what rows may sample: a bit a token, the lowest first, in whole bytes.
 
         Rows without a mask may have any token; `held` ones sample nothing. Nothing waits: masks and
         rows are put into pinned memory, and copied from there once for all rows.
@@ -139,7 +131,7 @@ class SamplingStage:
     def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self.state.device.type == "cuda")
 
-    def sample(self, rows: Forwarded, *, shaped: bool, first_row: int = 0) -> Sampled:
+    def sample(self, rows: Forwarded, *, shaped: bool) -> Sampled:
         """Draw a token a row, and leave it in its device slot.
 
         Everything is read from and written to the device, so that this can be captured.
@@ -147,20 +139,19 @@ class SamplingStage:
         Args:
             rows: of a forward.
             shaped: the variant.
-            first_row: static row of the first.
         """
         logits, slots, positions = rows
         if not len(slots):
             # On the device even without rows: a step's end is seen by its tokens.
             return Sampled(slots, logits)
         state = self.state
-        tables, last = self.shaping.tables, first_row + len(slots)
+        tables, count = self.shaping.tables, len(slots)
         if shaped:
-            mask_of_row = self._mask_of_row[first_row:last]
+            mask_of_row = self._mask_of_row[:count]
             # What a held row samples goes to the padding device slot, which stays at position 0.
             slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
             positions = torch.where(mask_of_row == _HELD, 0, positions)
-            out = self._shaped[first_row:last]
+            out = self._shaped[:count]
             logits = self.ops.shape_logits(
                 logits, slots, positions, tables, self._masks, mask_of_row, out
             )

@@ -96,16 +96,13 @@ class Scoring:
         scores, self._scores = self._scores, []
         return scores
 
-    def score_tokens(
-        self, sampled: Sampled, shaped: torch.Tensor, slots: list[int], first: int
-    ) -> None:
+    def score_tokens(self, sampled: Sampled, shaped: torch.Tensor, slots: list[int]) -> None:
         """Score sampled tokens.
 
         Args:
             sampled: the tokens, and logits as they were before sampling.
             shaped: [B, vocab] logits that they were drawn from, before temperature and limits.
             slots: device slots of the B rows.
-            first: index in the step's tokens of the first row.
         """
         wanted = [row for row, slot in enumerate(slots) if slot in self.of_tokens]
         for is_processed in (False, True) if self.processed else (False,):
@@ -115,8 +112,7 @@ class Scoring:
             tops = [self.of_tokens[slots[row]] for row in rows]
             top = min(max(tops), shaped.shape[1])
             scores = self._score(sampled, shaped if is_processed else None, slots, rows, top)
-            indices = tuple(first + row for row in rows)
-            self._scores.append(DeviceScores(*scores, rows=indices, tops=tuple(tops)))
+            self._scores.append(DeviceScores(*scores, rows=tuple(rows), tops=tuple(tops)))
 
     def _score(
         self,

@@ -1,0 +1,204 @@
+"""Model inputs of a step with prefill chunks: known on the host, sent in one copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagewire.shared.engine.scheduling.step import PrefillChunk
+from pagewire.shared.model.inputs import ForwardBatch
+
+_Integers = npt.NDArray[np.int64]
+BlockTables = npt.NDArray[np.int64]  # [device slots, G, blocks of a sequence], on the host
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step's inputs are padded to, so that one CUDA graph serves many steps.
+
+    Attributes:
+        num_decodes: B, decode rows.
+        num_tokens: T, of all chunks together.
+        num_chunks: P; as many may sample.
+    """
+
+    num_decodes: int
+    num_tokens: int
+    num_chunks: int
+
+    @property
+    def num_samples(self) -> int:
+        """N, the rows that may sample."""
+        return self.num_decodes + self.num_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """All inputs of a step with prefill chunks in one int64 buffer, and where each part lies.
+
+    The order: device slots of the decode rows [B], then of the chunks token ids [T], positions [T],
+    KV slots [G, T] of the cache groups, device slots [P], sequence lengths [P], cumulative query
+    lengths [P + 1], then of the rows that sample, decode rows first: index of their hidden state
+    [N], device slot [N], position of the new token [N].
+    """
+
+    buffer: torch.Tensor
+    num_decodes: int
+    num_tokens: int
+    num_chunks: int
+    num_samples: int
+    max_query_len: int
+    num_groups: int
+
+    @classmethod
+    def build(
+        cls,
+        decodes: list[int],
+        chunks: list[PrefillChunk],
+        block_size: int,
+        tables: BlockTables,
+    ) -> StepInputs:
+        """Lay out the inputs of decode rows and chunks.
+
+        Args:
+            decodes: device slots.
+            chunks: at least one.
+            block_size: tokens of a block.
+            tables: the device slots' block tables.
+        """
+        samples = len(decodes) + sum(chunk.samples for chunk in chunks)
+        tokens = sum(chunk.length for chunk in chunks)
+        longest = max(chunk.length for chunk in chunks)
+        counts = (len(decodes), tokens, len(chunks), samples)
+        groups = tables.shape[1]
+        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), 0)
+        return cls(torch.from_numpy(flat), *counts, longest, groups)
+
+    @classmethod
+    def build_padded(
+        cls,
+        decodes: list[int],
+        chunks: list[PrefillChunk],
+        block_size: int,
+        tables: BlockTables,
+        shape: StepShape,
+        padding_slot: int,
+    ) -> StepInputs:
+        """Lay out the inputs of decode rows and chunks, perhaps none, in a shape for more.
+
+        Padding rows have the device slot that belongs to nobody. Padding tokens are written nowhere
+        and belong to no chunk; padding chunks are empty. What padding samples goes to the device
+        slot that belongs to nobody, at position 0.
+        """
+        counts = (shape.num_decodes, shape.num_tokens, shape.num_chunks, shape.num_samples)
+        groups = tables.shape[1]
+        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), padding_slot)
+        return cls(torch.from_numpy(flat), *counts, shape.num_tokens, groups)
+
+    def to(self, device: torch.device) -> StepInputs:
+        """Copy to the device without waiting."""
+        buffer = self.buffer.pin_memory() if device.type == "cuda" else self.buffer
+        return replace(self, buffer=buffer.to(device, non_blocking=True))
+
+    def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
+        """Return the model's view of the chunks, with their device slots' block tables.
+
+        Args:
+            block_tables: [S, G, max_blocks], of all device slots.
+        """
+        sizes = self._sizes()[:7]
+        parts = self.buffer[: sum(sizes)].split(sizes)
+        _, ids, positions, mapping, slots, lengths, cumulative = parts
+        tables = block_tables[slots]
+        seq_lens, cu_query_lens = lengths.to(torch.int32), cumulative.to(torch.int32)
+        return ForwardBatch.of_groups(
+            ForwardBatch(
+                input_ids=ids,
+                positions=positions,
+                slot_mapping=mapping[group * self.num_tokens : (group + 1) * self.num_tokens],
+                num_decodes=0,
+                decode_block_tables=None,
+                decode_seq_lens=None,
+                prefill_block_tables=tables[:, group],
+                prefill_cu_query_lens=cu_query_lens,
+                prefill_seq_lens=seq_lens,
+                max_query_len=self.max_query_len,
+            )
+            for group in range(self.num_groups)
+        )
+
+    def _sizes(self) -> list[int]:
+        counts = (self.num_decodes, self.num_tokens, self.num_chunks, self.num_samples)
+        return _sizes(*counts, self.num_groups)
+
+    def _tail(self, part: int) -> torch.Tensor:
+        end = self.buffer.shape[0] - (2 - part) * self.num_samples
+        return self.buffer[end - self.num_samples : end]
+
+    @property
+    def decode_slots(self) -> torch.Tensor:
+        """[B] device slots of the decode rows."""
+        return self.buffer[: self.num_decodes]
+
+    @property
+    def sample_rows(self) -> torch.Tensor:
+        """[N] hidden states that are sampled from, of B decode rows and T tokens."""
+        return self._tail(0)
+
+    @property
+    def sample_slots(self) -> torch.Tensor:
+        """[N] device slots of the sequences that sample."""
+        return self._tail(1)
+
+    @property
+    def sample_positions(self) -> torch.Tensor:
+        """[N] positions that the new tokens will have; -1 after the device slot's own position."""
+        return self._tail(2)
+
+
+def _sizes(
+    num_decodes: int, num_tokens: int, num_chunks: int, num_samples: int, num_groups: int
+) -> list[int]:
+    """Return the sizes of the buffer's parts in their order."""
+    tokens = [num_tokens, num_tokens, num_groups * num_tokens]
+    return [num_decodes, *tokens, *[num_chunks] * 2, num_chunks + 1, *[num_samples] * 3]
+
+
+def _lay_out(
+    decodes: list[int],
+    chunks: list[PrefillChunk],
+    block_size: int,
+    tables: BlockTables,
+    sizes: list[int],
+    padding_slot: int,
+) -> _Integers:
+    """Return the buffer; what decode rows and chunks do not fill of its parts is padding."""
+    flat = np.zeros(sum(sizes), np.int64)
+    parts = [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    decode_slots, ids, positions, mapping, *of_chunks, rows, sample_slots, sampled = parts
+    slots, lengths, cumulative = of_chunks
+    mapping[:] = -1
+    decode_slots[:] = slots[:] = sample_slots[:] = padding_slot
+    mapping = mapping.reshape(tables.shape[1], -1)
+    count = len(decodes)
+    decode_slots[:count] = sample_slots[:count] = decodes
+    rows[:count], sampled[:count] = np.arange(count), -1
+    end = 0
+    for i, chunk in enumerate(chunks):
+        start, end = end, end + chunk.length
+        position = np.arange(chunk.start, chunk.end)
+        ids[start:end] = chunk.token_ids
+        positions[start:end] = position
+        blocks = tables[chunk.slot][:, position // block_size]
+        mapping[:, start:end] = blocks * block_size + position % block_size
+        slots[i], lengths[i] = chunk.slot, chunk.end
+        cumulative[i + 1 :] = end
+        if chunk.samples:
+            rows[count] = len(decode_slots) + end - 1
+            sample_slots[count], sampled[count] = chunk.slot, chunk.end
+            count += 1
+    return flat

@@ -1,0 +1,70 @@
+"""Which steps are captured as CUDA graphs, and which of them a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagewire.shared.engine.execution.cuda_graph import PrefillGraphs, step_shapes
+from pagewire.shared.engine.execution.step_inputs import StepShape
+from pagewire.shared.engine.scheduling.step import PrefillChunk
+
+
+def chunks(*lengths: int) -> list[PrefillChunk]:
+    return [
+        PrefillChunk(slot, 0, [7] * length, samples=True) for slot, length in enumerate(lengths)
+    ]
+
+
+def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
+    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs, 1)
+
+
+@pytest.mark.parametrize(
+    ("decodes", "lengths", "shape"),
+    [
+        (0, [1], StepShape(0, 16, 1)),
+        (0, [1000], StepShape(0, 1024, 1)),
+        (0, [100, 28], StepShape(0, 128, 8)),
+        (1, [1], StepShape(4, 32, 8)),
+        (5, [100, 28], StepShape(8, 128, 8)),
+        (64, [448], StepShape(64, 448, 8)),
+        (65, [448], StepShape(128, 448, 8)),
+        (200, [300], StepShape(256, 320, 8)),
+    ],
+)
+def test_a_step_takes_the_smallest_shape_that_holds_it(
+    decodes: int, lengths: list[int], shape: StepShape
+) -> None:
+    assert graphs().shape_of(decodes, chunks(*lengths)) == shape
+
+
+@pytest.mark.parametrize(
+    ("decodes", "lengths"), [(0, [1025]), (0, [500, 13]), (1, [513]), (8, [1] * 9), (257, [8])]
+)
+def test_larger_steps_are_launched(decodes: int, lengths: list[int]) -> None:
+    assert graphs().shape_of(decodes, chunks(*lengths)) is None
+
+
+def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
+    scored = PrefillChunk(0, 0, [7, 7], samples=True, scored=[7])
+    pooled = PrefillChunk(0, 0, [7, 7], samples=False, pooling="mean")
+    for chunk in (scored, pooled):
+        assert graphs().shape_of(0, [chunk]) is None
+        assert graphs().shape_of(3, [chunk]) is None
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 600])
+@pytest.mark.parametrize("max_tokens", [16, 100, 512, 8192])
+def test_every_batch_has_a_shape_of_its_size(max_tokens: int, max_num_seqs: int) -> None:
+    shapes = step_shapes(max_tokens, max_num_seqs)
+    assert len(shapes) == len(set(shapes))
+    assert all(shape.num_tokens <= max_tokens for shape in shapes)
+    assert max(shape.num_decodes for shape in shapes) in (0, max_num_seqs)
+    found = graphs(max_tokens, max_num_seqs)
+    for decodes in range(max_num_seqs + 1):
+        shape = found.shape_of(decodes, chunks(min(max_tokens, 16)))
+        if decodes and max_tokens < 32:
+            assert shape is None
+        else:
+            assert shape is not None
+            assert decodes <= shape.num_decodes
