@@ -42,7 +42,7 @@ LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_a
 # Layers that attend to everything; a window in some layers, which makes several cache groups; one
 # in all of them; latents. The number is of blocks: a pool that does not hold all answers at once.
 SHAPES: dict[str, tuple[str, str, dict[str, Any], int]] = {
-    "no windows": ("llama", "groups-of-4-tied-odd-vocabulary", {}, 40),
+    "no windows": ("llama", "groups-of-4-tied-odd-vocabulary", {"head_dim": 24}, 40),
     "some windows": (
         "qwen3",
         "windows-by-layer",
