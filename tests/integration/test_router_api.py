@@ -7,10 +7,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
+from pagewire.services.router.http.server.app import ROUTERS
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, LiveRouter, with_worker
+from pagewire.tests.support.raw_http import GET, RawClient
 from pagewire.tests.support.sse import arriving_events, events_of
 
 
@@ -95,8 +98,8 @@ def test_wrong_paths_and_methods_have_the_error_object(redis_url, method, path, 
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
-        ("/v1/models", "GET"),
-        ("/v1/responses/resp_0", "DELETE, GET"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/responses/resp_0", "DELETE, GET, HEAD"),
         ("/v1/responses/input_tokens", "POST"),
         ("/v1/messages", "POST"),
     ],
@@ -105,6 +108,48 @@ def test_a_refused_method_is_answered_with_those_that_the_path_takes(redis_url, 
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
         response = await router.http.request("PATCH", path)
         assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+    with_worker(redis_url, scenario)
+
+
+def test_head_is_answered_as_get_without_the_body(redis_url):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        asked = {"model": MODEL, "input": "Hi"}
+        stored = (await router.http.post("/v1/responses", json=asked)).json()
+        given = {"model_id": MODEL, "response_id": stored["id"]}
+        read = [each for kind in ROUTERS for each in kind.routes if isinstance(each, APIRoute)]
+        paths = [each.path_format.format(**given) for each in read if "GET" in each.methods]
+        assert {"/health", "/ready", "/version", "/v1/models", f"/v1/models/{MODEL}"} < {*paths}
+        wrong = ["/nothing", "/v1/models/another", "/v1/completions"]
+        for path in paths + wrong:
+            await same_without_body(router, path, 200 if path in paths else None)
+        for page in ("/sd", "/dashboard", "/dashboard/page.js"):
+            await same_without_body(router, router.service.operator_endpoint + page, 200)
+        metrics = router.service.metrics_endpoint
+        await same_without_body(router, f"{metrics}/health", 200)
+        assert (await router.http.head(f"{metrics}/metrics")).status_code == 200
+
+    with_worker(redis_url, scenario)
+
+
+async def same_without_body(router: LiveRouter, url: str, status: int | None = None) -> None:
+    """HEAD and GET have the same status and header, and GET alone a body."""
+    head, got = await router.http.head(url), await router.http.get(url)
+    assert head.status_code == got.status_code == (status or got.status_code), url
+    heads, gots = ({**each.headers, "date": "", "x-request-id": ""} for each in (head, got))
+    assert heads == gots, url
+    assert (head.content, got.content == b"") == (b"", False), url
+
+
+def test_nothing_follows_the_header_of_an_answer_to_head(redis_url):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with RawClient(router.url) as client:
+            for path in ("/health", "/nothing"):
+                await client.send(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert b"content-length: " in await client.until(b"\r\n\r\n")
+            await client.send(GET)
+            status, _, body = await client.response()
+            assert (status, json.loads(body)["object"]) == (200, "list")
 
     with_worker(redis_url, scenario)
 

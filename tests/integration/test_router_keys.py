@@ -149,6 +149,8 @@ def test_a_browsers_page_may_ask_and_read_streams(redis_url, keys):
         deletes = {**asks, "Access-Control-Request-Method": "DELETE"}
         for path in ("/v1/responses/resp_1", "/v1/completions"):
             assert (await router.http.options(path, headers=deletes)).status_code == 200
+        heads = {**asks, "Access-Control-Request-Method": "HEAD"}
+        assert (await router.http.options("/v1/models", headers=heads)).status_code == 200
         patches = {**asks, "Access-Control-Request-Method": "PATCH"}
         assert (await router.http.options("/v1/completions", headers=patches)).status_code == 400
         foreign = {**asks, "Origin": "https://elsewhere.example.com"}

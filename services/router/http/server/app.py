@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -40,7 +40,7 @@ ROUTERS = (
     docs_router,
 )
 METHOD_NOT_ALLOWED = 405
-CORS_METHODS = ("GET", "POST", "DELETE")
+CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 # What a page may read of a response's headers; `request-id` is that of Anthropic's API.
 CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
 CORS_MAX_AGE_S = 600
@@ -62,6 +62,7 @@ def create_app(service: RouterService) -> ASGIApp:
     routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes.state.service = service
     for each in ROUTERS:
+        _answer_head(each)
         routes.include_router(each)
     for kind in (PagewireError, HTTPException):
         routes.add_exception_handler(kind, _on_error)
@@ -78,6 +79,13 @@ def create_app(service: RouterService) -> ASGIApp:
             max_age=CORS_MAX_AGE_S,
         )
     return AccessLog(app, service)
+
+
+def _answer_head(router: APIRouter) -> None:
+    """Let each route that takes GET take HEAD as well; uvicorn leaves the response's body out."""
+    for route in router.routes:
+        if isinstance(route, Route) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:
