@@ -39,6 +39,11 @@ class TextDelta(msgspec.Struct):
     prompt_logprobs: Logprobs | None = None
     stop_string: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ends here where the model would have gone on."""
+        return self.finish_reason == "length" or self.stop_string is not None
+
 
 def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     """Return successive parts of an answer as one."""

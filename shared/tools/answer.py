@@ -30,6 +30,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
     Attributes:
         names: of the functions whose calls are looked for; none: calls are text.
         only_one: calls after the first are left out.
+        must_call: the answer is nothing but calls, after its reasoning.
         is_named: the request names the function that is called.
         reasoning: where an answer begins; None: reasoning is not split off.
         include_reasoning: the client is to have it.
@@ -39,6 +40,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
 
     names: tuple[str, ...] = ()
     only_one: bool = False
+    must_call: bool = False
     is_named: bool = False
     reasoning: Begins | None = None
     include_reasoning: bool = True
@@ -73,8 +75,12 @@ class AnswerParser(Protocol):
         """Add text; return what is certain."""
         ...
 
-    def flush(self) -> list[AnswerEvent]:
-        """End the answer; return what was held back."""
+    def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
+        """End the answer; return what was held back.
+
+        Args:
+            is_cut: the model would have gone on: the beginning of a call is not content.
+        """
         ...
 
 
@@ -89,6 +95,7 @@ def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
         lambda: new_call_id(form),
         1 if reading.only_one else None,
         reading.include_reasoning,
+        reading.must_call,
     )
 
 
@@ -103,7 +110,9 @@ class TaggedAnswer:
             self._splitter = ReasoningSplitter(syntax.reasoning, reading.reasoning)
         if syntax.tools is not None and reading.names:
             most = 1 if reading.only_one else None
-            self._tools = ToolParser(syntax.tools, reading.names, most, kinds=reading.kinds)
+            self._tools = ToolParser(
+                syntax.tools, reading.names, most, kinds=reading.kinds, must_call=reading.must_call
+            )
 
     @property
     def has_calls(self) -> bool:
@@ -132,14 +141,14 @@ class TaggedAnswer:
         reasoning, content = self._splitter.push(text)
         return [*self._reasoning(reasoning), *self._content(content)]
 
-    def flush(self) -> list[AnswerEvent]:
+    def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
         """End the answer; return what was held back."""
         found: list[AnswerEvent] = []
         if self._splitter is not None:
             reasoning, content = self._splitter.flush()
             found += [*self._reasoning(reasoning), *self._content(content)]
         if self._tools is not None:
-            found += self._tools.flush()
+            found += self._tools.flush(is_cut)
         return found
 
     def _reasoning(self, text: str) -> list[AnswerEvent]:
@@ -200,10 +209,12 @@ class AnswerMessage:
         )
 
 
-def read_answer(syntax: ChatSyntax, reading: AnswerReading, text: str) -> AnswerMessage:
-    """Return the parts of a whole answer."""
+def read_answer(
+    syntax: ChatSyntax, reading: AnswerReading, text: str, is_cut: bool = False
+) -> AnswerMessage:
+    """Return the parts of a whole answer; `is_cut` as in `AnswerParser.flush`."""
     parser = answer_parser(syntax, reading)
-    return AnswerMessage.of([*parser.push(text), *parser.flush()])
+    return AnswerMessage.of([*parser.push(text), *parser.flush(is_cut)])
 
 
 def count_reasoning(token_ids: Sequence[int], detokenizer: Detokenizer, end: int | None) -> int:

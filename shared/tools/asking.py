@@ -50,6 +50,7 @@ def answer_reading(
     return AnswerReading(
         names=() if wanted is None else tuple(each.name for each in wanted.functions),
         only_one=wanted is not None and wanted.only_one,
+        must_call=wanted is not None and wanted.must_call,
         is_named=wanted is not None and wanted.is_named,
         reasoning=begins,
         include_reasoning=include_reasoning,

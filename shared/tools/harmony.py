@@ -50,6 +50,7 @@ class ChannelParser:
         new_id: makes a call's id.
         most_calls: further ones are left out.
         include_reasoning: the client is to have it.
+        must_call: the answer ends with a call; only remarks before it are content.
 
     Attributes:
         has_reasoning: the answer began a message of reasoning.
@@ -63,10 +64,11 @@ class ChannelParser:
         new_id: Callable[[], str],
         most_calls: int | None = None,
         include_reasoning: bool = True,
+        must_call: bool = False,
     ) -> None:
         self.has_reasoning, self.may_reason = begins == "inside", begins != "answer"
         self._names, self._most, self._new_id = names, most_calls, new_id
-        self._include_reasoning = include_reasoning
+        self._include_reasoning, self._must_call = include_reasoning, must_call
         self._state: Literal["between", "header", "body"] = "between"
         self._kind: _Kind = "content"
         if begins != "outside":
@@ -99,10 +101,13 @@ class ChannelParser:
         events, self._events = self._events, []
         return events
 
-    def flush(self) -> list[AnswerEvent]:
-        """End the answer; return what was held back."""
+    def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
+        """End the answer; return what was held back, but no header that has begun."""
         rest, self._buffer = self._buffer, ""
         is_first = self._state == "between" and not (self._texts or self._num_calls)
+        is_marker = self._state == "between" or (self._call is not None and not self._call.is_open)
+        if is_marker and (is_cut or self._must_call):
+            rest = ""  # the beginning of a header, or of what ends a call
         if self._state == "body":
             self._text(rest)
             self._end_message(is_cut=True)

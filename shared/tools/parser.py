@@ -33,6 +33,8 @@ class ToolParser:
         most_calls: further ones are left out.
         new_id: makes a call's id.
         kinds: see `make_reader`.
+        must_call: nothing is content, since the answer is nothing but calls: what does not look
+            like one is the beginning of one, or of a tag before it.
 
     Attributes:
         num_calls: that have begun.
@@ -45,8 +47,10 @@ class ToolParser:
         most_calls: int | None = None,
         new_id: Callable[[], str] | None = None,
         kinds: ArgumentKinds | None = None,
+        must_call: bool = False,
     ) -> None:
         self.num_calls = 0
+        self._must_call = must_call
         self._kinds = kinds or {}
         self._form, self._names, self._most = form, names, most_calls
         self._new_id = new_id or (lambda: new_call_id(form))
@@ -71,14 +75,22 @@ class ToolParser:
                 pass
         return self._taken()
 
-    def flush(self) -> list[ToolEvent]:
-        """End the text; return what was held back."""
+    def flush(self, is_cut: bool = False) -> list[ToolEvent]:
+        """End the text; return what was held back.
+
+        Args:
+            is_cut: the model would have gone on: what can only be the beginning of a call is
+                dropped. Without a marker before it, it may be a text.
+        """
         rest = "".join((*self._raw, *self._spaces, self._buffer))
+        is_text = not (self.num_calls and (not rest.strip() or self._is_part_of_close(rest)))
+        if is_cut and (self.num_calls or (self._opens and self._state != "text")):
+            is_text = False
         if self._state == "call" and self._reader.name is not None:
             if held := self._reader.held:  # the answer was cut inside a number or an escape
                 self._emit(CallArguments(self.num_calls - 1, held))
             self._end_call()
-        elif not self.num_calls or (rest.strip() and not self._is_part_of_close(rest)):
+        elif is_text:
             self._content(rest)
         self._raw, self._spaces, self._buffer = [], [], ""
         return self._taken()
@@ -267,7 +279,7 @@ class ToolParser:
             self._events.append(event)
 
     def _content(self, text: str) -> None:
-        if text:
+        if text and not self._must_call:
             self._events.append(ContentText(text))
 
 

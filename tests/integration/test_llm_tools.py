@@ -54,6 +54,15 @@ def test_required_calls_follow_their_schemas(llm: LLM) -> None:
         check(calls)
 
 
+def test_the_beginning_of_a_required_call_is_not_content(llm: LLM) -> None:
+    for length in range(1, 12):
+        params = SamplingParams(max_tokens=length, temperature=1.0, seed=length)
+        (output,) = llm.chat(QUESTION, params, use_tqdm=False, tools=TOOLS, tool_choice="required")
+        (answer,) = output.outputs
+        assert answer.text and answer.message is not None and not answer.message.content
+        assert {call.name for call in answer.message.tool_calls} <= {*NAMES}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_named_function_is_called_once(llm: LLM, name: str) -> None:
     named = {"type": "function", "function": {"name": name}}

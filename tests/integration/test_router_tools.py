@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import openai
@@ -12,9 +13,10 @@ from pydantic import BaseModel
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import MODEL
-from pagewire.tests.support.scenarios import Ask
-from pagewire.tests.support.tool_answers import TOOLS, written
+from pagewire.tests.support.live_router import MODEL, LiveRouter
+from pagewire.tests.support.scenarios import Ask, Serve
+from pagewire.tests.support.sse import events_of
+from pagewire.tests.support.tool_answers import TOOLS, WEATHER, written
 from pagewire.tests.support.tool_models import SPECIAL, ToolModels
 
 QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
@@ -263,6 +265,57 @@ def test_a_call_that_was_cut_ends_by_its_length(ask: Ask) -> None:
         assert call.function.name == "get_weather"
 
     ask(written(TOOL_FORMATS["hermes"], [("get_weather", {"city": "Aberystwyth again"})]), scenario)
+
+
+FORCED = ["required", {"type": "function", "function": {"name": "get_weather"}}]
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_the_beginning_of_a_required_call_is_not_content(serve: Serve, name: str) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for length, choice, stream in product(range(1, 24, 3), FORCED, (False, True)):
+            asked = {"tools": TOOLS, "tool_choice": choice, "max_tokens": length}
+            answer = await router.chat(**asked, stream=stream)
+            choices = answer.json()["choices"] if not stream else []
+            choices = choices or [each["choices"][0] for each in events_of([answer.content])]
+            parts = [each.get("message") or each["delta"] for each in choices]
+            assert [part.get("content") or "" for part in parts] == [""] * len(parts)
+            names = {
+                call["function"].get("name", "get_weather")
+                for part in parts
+                for call in part.get("tool_calls") or ()
+            }
+            assert names <= {"get_weather"}
+            assert choices[-1]["finish_reason"] == "length"
+
+    text = written(TOOL_FORMATS[name], CALLS).removeprefix("<|start|>assistant")
+    serve(text, scenario, None, tool_parser=name)
+
+
+def test_nor_is_it_a_text_of_other_apis(serve: Serve) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        tool = WEATHER["function"]
+        asked = {
+            "model": MODEL,
+            "messages": QUESTION,
+            "tools": [{"name": tool["name"], "input_schema": tool["parameters"]}],
+            "tool_choice": {"type": "any"},
+            "max_tokens": 4,
+        }
+        message = (await router.http.post("/v1/messages", json=asked)).json()
+        assert (message["stop_reason"], message["content"]) == ("max_tokens", [])
+        asked = {
+            "model": MODEL,
+            "input": "The weather?",
+            "tools": [{"type": "function", **tool}],
+            "tool_choice": "required",
+            "max_output_tokens": 4,
+        }
+        response = (await router.http.post("/v1/responses", json=asked)).json()
+        assert response["status"] == "incomplete"
+        assert [part["text"] for each in response["output"] for part in each["content"]] == [""]
+
+    serve(calls_in(), scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -99,10 +99,9 @@ def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any)
     return ToolParser(form, names, new_id=lambda: f"id-{next(ids)}", **options)
 
 
-def parsed(reader: Any, parts: Iterable[str]) -> list[AnswerEvent]:
+def parsed(reader: Any, parts: Iterable[str], is_cut: bool = False) -> list[AnswerEvent]:
     """Return what is found in a text that comes in parts; texts next to each other are joined."""
-    events = [event for part in parts for event in reader.push(part)] + reader.flush()
-    return joined(events)
+    return joined([event for part in parts for event in reader.push(part)] + reader.flush(is_cut))
 
 
 def joined(events: Iterable[AnswerEvent]) -> list[AnswerEvent]:

@@ -148,6 +148,17 @@ def test_parts_come_as_they_are_written() -> None:
     assert parser.flush() == []
 
 
+def test_an_answer_that_is_cut_shows_no_header_and_keeps_its_text() -> None:
+    def cut(text: str, begins: Begins = "outside") -> AnswerMessage:
+        parser = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning=begins))
+        return AnswerMessage.of(parsed(parser, [text], is_cut=True))
+
+    for header in ("<|chan", " to=func", "<|channel|>comm", call("clock", "", end="")):
+        assert cut(header) == AnswerMessage("")
+    assert cut(f"{FINAL}1 <").content == cut("1 <", "answer").content == "1 <"
+    assert cut(call("clock", "{}", end="<|ca")).content is None
+
+
 def test_a_prompt_may_have_opened_a_message() -> None:
     assert SYNTAX.begins("<|start|>assistant") == "outside"
     assert SYNTAX.begins("<|start|>assistant<|channel|>analysis<|message|>") == "inside"

@@ -144,6 +144,26 @@ def test_any_cut_gives_the_same_as_the_whole(
             assert isinstance(json.loads(event.text), dict)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_answer_that_is_cut_does_not_show_the_beginning_of_a_call(name: str) -> None:
+    """Unless it may be a text: where nothing marks calls, or within the first marker."""
+    form = TOOL_FORMATS[name]
+    text = written(form, [("clock", {}), ("get_weather", {"city": "Oslo"})])
+    begun = text.index("clock") + len("clock") + 1 if not form.open else len(form.open.strip())
+    for at in range(len(text) + 1):
+        events = parsed(parser(name), [text[:at]], is_cut=True)
+        assert events == parsed(parser(name), text[:at], is_cut=True)
+        is_begun = any(isinstance(event, CallBegin) for event in events)
+        shown = "" if is_begun or (form.open and at >= begun) else text[:at]
+        assert content_of(events) == shown, text[:at]
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "<tool_call> is a tag", "a <tool_", "<tool_call>{} "])
+def test_an_answer_that_is_cut_keeps_what_is_not_a_call(text: str) -> None:
+    for name in ("hermes", "pythonic"):
+        assert content_of(parsed(parser(name), [text], is_cut=True)) == text
+
+
 def is_balanced(text: str) -> bool:
     scanner = ValueScanner()
     return scanner.push(text)[1] == len(text) and scanner.is_done

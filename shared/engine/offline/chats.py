@@ -86,9 +86,9 @@ class ChatPrompt(TokenizedPrompt):
         found = form_or_calls(form, self.syntax, self.wanted, self.before_form)
         return [checked_size(text, "structured_outputs") for text in found]
 
-    def message(self, text: str) -> AnswerMessage:
-        """Return the parts of an answer."""
-        return read_answer(self.syntax, self.reading, text)
+    def message(self, text: str, is_cut: bool) -> AnswerMessage:
+        """Return the parts of an answer; `is_cut`: the model would have gone on."""
+        return read_answer(self.syntax, self.reading, text, is_cut)
 
 
 def read_chats(

@@ -116,7 +116,8 @@ class LLMAnswer:
             text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
             result.text = text.push(result.token_ids, "length").text
         if self._chat is not None:
-            result.message = self._chat.message(result.text)
+            is_cut = result.finish_reason == "length" or result.stop_reason is not None
+            result.message = self._chat.message(result.text, is_cut)
         last = result.token_ids[-1:]
         if result.stop_reason is None and result.finish_reason == "stop" and last:
             result.stop_reason = last[0] if last[0] in self.spec.stop_token_ids else None

@@ -133,7 +133,9 @@ class ParsedAnswer:
         if self._parser.may_reason:
             self._token_ids += delta.token_ids
         events = self._parser.push(delta.text) if delta.text else []
-        return events if delta.finish_reason is None else [*events, *self._parser.flush()]
+        return (
+            events if delta.finish_reason is None else [*events, *self._parser.flush(delta.is_cut)]
+        )
 
 
 def _delta(events: Sequence[AnswerEvent]) -> dict[str, Any]:

@@ -79,7 +79,9 @@ class MessageFormat:
         if self._parser is None:
             return [ContentText(delta.text)] if delta.text else []
         events = self._parser.push(delta.text) if delta.text else []
-        return events if delta.finish_reason is None else [*events, *self._parser.flush()]
+        return (
+            events if delta.finish_reason is None else [*events, *self._parser.flush(delta.is_cut)]
+        )
 
     def _ending(self, delta: TextDelta) -> dict[str, Any]:
         """Return why an answer has ended."""
