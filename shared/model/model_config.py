@@ -184,7 +184,9 @@ def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         how = f" ({method:.40})" if isinstance(method, str) else ""
-        raise fields.error(f"quantised checkpoints{how} are not supported; pass an unquantised one")
+        problem = f"quantised checkpoints{how} are not supported; pass an unquantised one"
+        page = ", which docs/models.md says how to make" if method == "mxfp4" else ""
+        raise fields.error(problem + page)
 
 
 def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:

@@ -174,7 +174,8 @@ def test_gpt_oss(tmp_path: Path) -> None:
 REFUSED = {
     "gpt-oss-as-published": (
         {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}},
-        "quantised checkpoints (mxfp4) are not supported; pass an unquantised one",
+        "quantised checkpoints (mxfp4) are not supported; pass an unquantised one, which "
+        "docs/models.md says how to make",
     ),
     "gpt-oss-more-experts-than-there-are": (
         {**GPT_OSS_20B, "num_experts_per_tok": 33},
