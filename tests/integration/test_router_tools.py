@@ -294,7 +294,7 @@ def test_the_beginning_of_a_required_call_is_not_content(serve: Serve, name: str
 
 def test_nor_is_it_a_text_of_other_apis(serve: Serve) -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        tool = WEATHER["function"]
+        tool: Any = WEATHER["function"]
         asked = {
             "model": MODEL,
             "messages": QUESTION,
