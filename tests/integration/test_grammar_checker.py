@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.router.http.bodies import grammar_checker
+from pagewire.services.router.http.bodies import child_process, grammar_checker
 from pagewire.services.router.http.bodies.child_process import ChildProcess
 from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
 from pagewire.services.router.text.served_model import ServedModel
@@ -82,10 +82,10 @@ def test_process_that_does_not_end_costs_no_place(
         raise subprocess.TimeoutExpired("program", 5)
 
     monkeypatch.setattr(ChildProcess, "close", fail)
-    monkeypatch.setattr(grammar_checker, "MAX_PROCESS_BYTES", 0)  # each ends with its verdict
+    monkeypatch.setattr(child_process, "MAX_PROCESS_BYTES", 0)  # each ends with its verdict
     for count in range(grammar_checker.PROCESSES + 1):
         asyncio.run(checker.check(regex_grammar(f"a{{{count + 1}}}"), "field"))
-    assert checker._idle.qsize() == grammar_checker.PROCESSES
+    assert not checker.pool.processes
 
 
 def test_closed_one_fails_requests_in_words(checker: GrammarChecker) -> None:

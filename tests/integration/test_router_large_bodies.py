@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pagewire.services.router.http.bodies import child_process
 from pagewire.services.router.http.bodies import reader as body_reader
 from pagewire.services.router.http.bodies.reader import (
     INLINE_BODY_BYTES,
@@ -189,8 +190,8 @@ def test_a_body_that_waits_too_long_in_line_is_answered_429(redis_url, monkeypat
 
 def test_a_process_ends_when_it_holds_much_memory(redis_url, monkeypatch):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        for most, processes in ((body_reader.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):
-            monkeypatch.setattr(body_reader, "MAX_PROCESS_BYTES", most)
+        for most, processes in ((child_process.MAX_PROCESS_BYTES, 1), (1 << 20, 0)):
+            monkeypatch.setattr(child_process, "MAX_PROCESS_BYTES", most)
             assert (await router.complete(prompt="Hi", filler=LONG)).status_code == 200
             assert len(mine()) == processes
 

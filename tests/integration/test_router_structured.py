@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from typing import Any
 
 import openai
@@ -10,6 +12,8 @@ import pydantic
 import pytest
 
 from pagewire.services.router.http.bodies import grammar_checker
+from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.body_processes import body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.hostile_grammars import hostile_fields
 from pagewire.tests.support.live_router import (
@@ -155,7 +159,7 @@ def test_each_grammar_is_tried_once(redis_url: str) -> None:
         await asyncio.gather(*(router.complete(prompt="x", **fields) for _ in range(20)))
         checker = router.service.grammar_checker
         assert list(checker._known) == [worker.generated[0].spec.grammar]
-        assert len(checker._all) == 1  # of two processes, the other has had nothing to do
+        assert len(checker.pool.processes) == 1  # of two processes, the other has had nothing to do
 
     with_worker(redis_url, scenario)
 
@@ -163,16 +167,47 @@ def test_each_grammar_is_tried_once(redis_url: str) -> None:
 def test_grammar_whose_process_is_killed_is_tried_by_another(redis_url: str) -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         checker = router.service.grammar_checker
-        for regex in ("a", "b"):
-            await router.complete(prompt="x", guided_regex=regex)
-        killed = list(checker._all)
+        both = (router.complete(prompt="x", guided_regex=regex) for regex in ("a", "b"))
+        await asyncio.gather(*both)
+        killed = list(checker.pool.processes)
         assert len(killed) == 2
         for process in killed:
             process.kill()
         for regex in ("[ab]{4}", "[ab]{5}"):
             response = await router.complete(prompt="x", guided_regex=regex)
             assert response.is_success, response.text
-        assert checker._all.isdisjoint(killed)
+        assert checker.pool.processes.isdisjoint(killed)
+
+    with_worker(redis_url, scenario)
+
+
+def test_grammar_whose_process_is_killed_meanwhile_is_tried_again(redis_url: str) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        pool = router.service.grammar_checker.pool
+        await router.complete(prompt="x", guided_regex="a")
+        (process,), (pid,) = pool.processes, body_processes(os.getpid(), b"grammar_process")
+        os.kill(pid, signal.SIGSTOP)
+        asked = asyncio.create_task(router.complete(prompt="x", guided_regex="[ab]{4}"))
+        await eventually(lambda: not pool._idle)
+        os.kill(pid, signal.SIGKILL)
+        response = await asked
+        assert response.is_success, response.text
+        assert len(pool.processes) == 1 and process not in pool.processes
+
+    with_worker(redis_url, scenario)
+
+
+def test_process_that_ends_while_it_is_idle_says_nothing_of_the_next_grammar(
+    redis_url: str,
+) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        (await router.complete(prompt="x", guided_regex="a")).raise_for_status()
+        (process,) = router.service.grammar_checker.pool.processes
+        (pid,) = body_processes(os.getpid(), b"grammar_process")
+        os.kill(pid, signal.SIGUSR1)  # unlike SIGKILL, a signal that no operator sends to end it
+        await eventually(lambda: not process.is_alive)
+        response = await router.complete(prompt="x", guided_regex="[ab]{4}")
+        assert response.is_success, response.text
 
     with_worker(redis_url, scenario)
 
@@ -215,6 +250,6 @@ def test_openai_client_sends_a_schema(redis_url: str) -> None:
 def test_router_without_grammars_starts_no_process(redis_url: str) -> None:
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
         await router.complete(prompt="x", response_format={"type": "text"})
-        assert not router.service.grammar_checker._all
+        assert not router.service.grammar_checker.pool.processes
 
     with_worker(redis_url, scenario)

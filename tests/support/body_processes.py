@@ -1,4 +1,4 @@
-"""The processes in which routers read large bodies."""
+"""The processes in which routers read large bodies and try grammars."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ from pagewire.tests.support.live_router import LiveRouter
 LONG = "Hi " * THREAD_BODY_BYTES
 
 
-def body_processes(parent: int) -> list[int]:
-    """Return the ids of a process's children that read bodies."""
+def body_processes(parent: int, program: bytes = b"body_process") -> list[int]:
+    """Return the ids of a process's children that read bodies, or run another program."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -26,7 +26,7 @@ def body_processes(parent: int) -> list[int]:
             status = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
-        if b"body_process" in command and int(status[1]) == parent and status[0] != "Z":
+        if program in command and int(status[1]) == parent and status[0] != "Z":
             found.append(int(path.name))
     return found
 

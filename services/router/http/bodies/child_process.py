@@ -1,16 +1,95 @@
-"""A process of the router's own, for work that would stall its event loop, or end it."""
+"""Processes of the router's own, for work that would stall its event loop, or end it."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from threading import Lock
 from typing import Any
 
 from pagewire.services.router.http.bodies.protocol import send_message
+from pagewire.shared.errors import RequestFailedError
+
+logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
+MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
+SHUTS_DOWN = "the router shuts down"
+
+
+class ChildPool:
+    """Processes of one program, each used by one thread at a time.
+
+    Args:
+        program: see `ChildProcess`.
+        settings: likewise.
+        count: of threads; there are at most as many processes.
+        name: of the threads.
+
+    Attributes:
+        threads: those that may use a process.
+        processes: those that have not been ended.
+        is_closed: all are ended.
+    """
+
+    def __init__(self, program: str, settings: dict[str, Any], count: int, name: str) -> None:
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.processes: set[ChildProcess] = set()
+        self.is_closed = False
+        self._program, self._settings = program, settings
+        self._idle: list[ChildProcess] = []
+        self._lock = Lock()
+
+    def take(self, timeout_s: float) -> ChildProcess:
+        """Return an idle process, or a new one with this timeout; `keep` or `end` it.
+
+        Raises:
+            RequestFailedError: the router shuts down.
+            OSError: none can be started.
+        """
+        with self._lock:
+            while self._idle:
+                if (process := self._idle.pop()).is_alive:
+                    return process
+                self.processes.discard(process)
+                process.close()
+            if self.is_closed:
+                raise RequestFailedError(SHUTS_DOWN)
+            process = ChildProcess(self._program, self._settings, timeout_s)
+            self.processes.add(process)
+            return process
+
+    def keep(self, process: ChildProcess, memory_bytes: int) -> None:
+        """Give a process back that has answered, unless it holds too much memory."""
+        if memory_bytes > MAX_PROCESS_BYTES or self.is_closed:
+            self.end(process)
+            return
+        with self._lock:
+            self._idle.append(process)
+
+    def end(self, process: ChildProcess) -> None:
+        """End a process; if that fails, the log says so."""
+        with self._lock:
+            self.processes.discard(process)
+        try:
+            process.close()
+        except (OSError, subprocess.TimeoutExpired):
+            logger.exception("a process of the router could not be ended")
+
+    def close(self) -> None:
+        """End all, busy ones included: their threads then end as well."""
+        with self._lock:
+            self.is_closed = True
+            idle, self._idle = self._idle, []
+            for process in self.processes:
+                process.kill()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for process in idle:
+            self.end(process)
 
 
 class ChildProcess:
@@ -39,6 +118,11 @@ class ChildProcess:
             stack.pop_all()
         self.connection.settimeout(timeout_s)
         self._settings: dict[str, Any] | None = settings
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been sent to it."""
+        return self._settings is not None
 
     @property
     def is_alive(self) -> bool:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
-import subprocess
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, SimpleQueue
-from threading import Lock
 
 import msgspec
 
-from pagewire.services.router.http.bodies.child_process import ChildProcess
+from pagewire.services.router.http.bodies.child_process import SHUTS_DOWN, ChildPool, ChildProcess
 from pagewire.services.router.http.bodies.grammar_process import Ready, Verdict
 from pagewire.services.router.http.bodies.protocol import receive_message
 from pagewire.services.router.text.served_model import ServedModel
@@ -25,8 +20,6 @@ from pagewire.shared.errors import (
     RequestFailedError,
 )
 
-logger = logging.getLogger(__name__)
-
 PROCESSES = 2
 START_TIMEOUT_S = 60.0  # of a process: the interpreter, and the vocabulary
 TIMEOUT_S = 5.0  # of a grammar, by the clock: a backstop
@@ -34,11 +27,9 @@ VERDICT_WAIT_S = 30.0  # of one request, with the grammars before its own
 TRIES = 3
 MAX_WAITING = 256
 MAX_KNOWN_CHARS = 16 << 20
-MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
 
 _NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PROGRAM = "pagewire.services.router.http.bodies.grammar_process"
-_SHUTS_DOWN = "the router shuts down"
 _ENDED = "the grammar is nested too deeply, or too large, to be compiled"
 _TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
 
@@ -55,24 +46,21 @@ class GrammarChecker:
     """Checks grammars. Its processes start with the first grammar that is not known yet.
 
     Close it with `close`.
+
+    Attributes:
+        pool: of its processes.
     """
 
     def __init__(self, model: ServedModel) -> None:
-        self._settings = {
+        settings = {
             "model": str(model.path),
             "vocab_size": model.vocab_size,
             "eos_token_ids": model.eos_token_ids,
         }
+        self.pool = ChildPool(_PROGRAM, settings, PROCESSES, "grammar")
         self._known: OrderedDict[str, str | None] = OrderedDict()  # text -> what is wrong
         self._known_chars = 0
         self._trying: dict[str, asyncio.Task[str | None]] = {}
-        self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar")
-        self._idle: SimpleQueue[ChildProcess | None] = SimpleQueue()
-        for _ in range(PROCESSES):
-            self._idle.put(None)  # one that has not been started
-        self._lock = Lock()
-        self._all: set[ChildProcess] = set()
-        self._is_closed = False
 
     async def check(self, text: str, field: str) -> None:
         """Check a grammar text.
@@ -86,8 +74,8 @@ class GrammarChecker:
             OverloadedError: too many others wait to be tried, or it waits for too long.
             RequestFailedError: no process can try it, or the router shuts down.
         """
-        if self._is_closed:
-            raise RequestFailedError(_SHUTS_DOWN)
+        if self.pool.is_closed:
+            raise RequestFailedError(SHUTS_DOWN)
         if text in self._known:
             self._known.move_to_end(text)
             problem = self._known[text]
@@ -108,13 +96,13 @@ class GrammarChecker:
     async def _learn(self, text: str) -> str | None:
         """Try a grammar and remember the result."""
         try:
-            if self._is_closed:
-                raise RequestFailedError(_SHUTS_DOWN)
+            if self.pool.is_closed:
+                raise RequestFailedError(SHUTS_DOWN)
             loop = asyncio.get_running_loop()
-            problem, is_final = await loop.run_in_executor(self._threads, self._try, text)
+            problem, is_final = await loop.run_in_executor(self.pool.threads, self._try, text)
         except asyncio.CancelledError:
-            if self._is_closed:  # it waited for a thread
-                raise RequestFailedError(_SHUTS_DOWN) from None
+            if self.pool.is_closed:  # it waited for a thread
+                raise RequestFailedError(SHUTS_DOWN) from None
             raise
         finally:
             del self._trying[text]
@@ -137,89 +125,50 @@ class GrammarChecker:
         raise RequestFailedError("the processes that try grammars are killed")
 
     def _try_once(self, text: str) -> tuple[str | None, bool]:
-        process, kept = self._idle.get(), None
         try:
-            process = process or self._start()
-            problem, is_final, kept = self._ask(process, text)
-        except _NoVocabularyError as exc:
-            return str(exc), False
-        finally:
-            self._idle.put(kept)
-        return problem, is_final
-
-    def _ask(
-        self, process: ChildProcess, text: str
-    ) -> tuple[str | None, bool, ChildProcess | None]:
-        """Return what `_try` does, and the process if it can go on; otherwise it is ended."""
-        kept = None
+            process = self.pool.take(START_TIMEOUT_S)
+        except OSError as exc:
+            raise _cannot_try(exc) from exc
+        memory_bytes: int | None = None
         try:
+            if process.is_new:
+                self._begin(process)
             process.send(text)
             verdict = receive_message(process.connection, Verdict)
-            if verdict.memory_bytes <= MAX_PROCESS_BYTES:
-                kept = process
+            memory_bytes = verdict.memory_bytes
+        except _NoVocabularyError as exc:
+            return str(exc), False
         except TimeoutError:
-            return _TOO_LONG, False, None
+            return _TOO_LONG, False
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
-            if self._is_closed:
+            if self.pool.is_closed:
                 raise _cannot_try(exc) from exc
             if process.killed_by() in _NOT_BY_ITSELF:
                 raise _KilledError from exc
-            return _ENDED, True, None
+            return _ENDED, True
         finally:
-            if kept is None:
-                self._end(process)
-        return verdict.problem, True, kept
+            if memory_bytes is None:
+                self.pool.end(process)
+            else:
+                self.pool.keep(process, memory_bytes)
+        return verdict.problem, True
 
-    def _start(self) -> ChildProcess:
-        """Start a process and wait until it can try grammars."""
-        try:
-            process = ChildProcess(_PROGRAM, self._settings, START_TIMEOUT_S)
-        except OSError as exc:
-            raise _cannot_try(exc) from exc
-        with self._lock:
-            self._all.add(process)
-            if self._is_closed:
-                process.kill()
-        is_ready = False
+    def _begin(self, process: ChildProcess) -> None:
+        """Wait until a new process can try grammars."""
         try:
             process.send_settings()
             if (problem := receive_message(process.connection, Ready).problem) is not None:
                 raise _NoVocabularyError(problem)
             process.connection.settimeout(TIMEOUT_S)
-            is_ready = True
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
             is_late = isinstance(exc, TimeoutError)
-            if not (is_late or self._is_closed) and process.killed_by() in _NOT_BY_ITSELF:
+            if not (is_late or self.pool.is_closed) and process.killed_by() in _NOT_BY_ITSELF:
                 raise _KilledError from exc
             raise _cannot_try(exc) from exc
-        finally:
-            if not is_ready:
-                self._end(process)
-        return process
-
-    def _end(self, process: ChildProcess) -> None:
-        with self._lock:
-            self._all.discard(process)
-        try:
-            process.close()
-        except (OSError, subprocess.TimeoutExpired):  # it says nothing of the grammar
-            logger.exception("a process that tries grammars could not be ended")
 
     def close(self) -> None:
         """End all threads and processes, busy ones included."""
-        with self._lock:
-            self._is_closed = True
-            for process in self._all:
-                process.kill()  # a thread that waits for its answer then closes the rest
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        idle: list[ChildProcess | None] = []
-        with contextlib.suppress(Empty):
-            while True:
-                idle.append(self._idle.get_nowait())
-        for each in idle:
-            if each is not None:
-                self._end(each)
-            self._idle.put(None)  # a thread may just be about to take it
+        self.pool.close()
 
 
 def _cannot_try(exc: Exception) -> RequestFailedError:

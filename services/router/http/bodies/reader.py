@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 
 import msgspec
 
 from pagewire.services.router.http.bodies.body_process import read_body
-from pagewire.services.router.http.bodies.child_process import ChildProcess
+from pagewire.services.router.http.bodies.child_process import ChildPool, ChildProcess
 from pagewire.services.router.http.bodies.protocol import (
     BodyKind,
     Job,
@@ -30,7 +29,6 @@ INLINE_BODY_BYTES = 8 << 10
 THREAD_BODY_BYTES = 64 << 10  # holds the interpreter for a few milliseconds at most
 THREADS = 2
 PROCESSES = 2
-MAX_PROCESS_BYTES = 512 << 20  # one that holds more ends: it would not give that back
 WAIT_S = 120.0  # for a thread or process to come free, and to read
 TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
 
@@ -47,7 +45,9 @@ class BodyReader:
     def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
         self._model = model
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="body")
-        self._processes = _Processes(settings, model)
+        own = settings.model_dump(mode="json", exclude=_NOT_ITS_OWN)
+        own |= {"model": str(model.path), "served_model_name": model.names}
+        self._pool = ChildPool(_PROGRAM, own, PROCESSES, "large-body")
         self._turn = asyncio.Lock()
 
     async def read_here(
@@ -76,7 +76,7 @@ class BodyReader:
         """
         threads, read = self._threads, self._read
         if len(raw) > THREAD_BODY_BYTES:
-            threads, read = self._processes.threads, self._processes.read
+            threads, read = self._pool.threads, self._read_in_process
         bodies = [raw]
 
         def read_it() -> GenerationInput:
@@ -93,110 +93,48 @@ class BodyReader:
     def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
         return read_body(kind, raw, self._model, max_model_len)
 
-    def close(self) -> None:
-        """End all threads and processes, whatever they read."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._processes.close()
-
-
-class _Processes:
-    """The processes, each used by one thread at a time.
-
-    Attributes:
-        threads: one for each process.
-    """
-
-    def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
-        self.threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="large-body")
-        own = settings.model_dump(mode="json", exclude=_NOT_ITS_OWN)
-        self._settings = own | {"model": str(model.path), "served_model_name": model.names}
-        self._lock = Lock()
-        self._idle: list[_Process] = []
-        self._all: set[_Process] = set()
-        self._is_closed = False
-
-    def read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
-        """Let a process read a body.
-
-        Raises:
-            InvalidRequestError: the client's fault; names the field.
-            RequestFailedError: the process ended, or takes too long.
-        """
+    def _read_in_process(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
         while True:
-            process = self._take()
             try:
-                reply, prompts = process.read(Job(kind, max_model_len, len(raw)), raw)
+                process = self._pool.take(TIMEOUT_S)
+            except OSError as exc:
+                problem = f"a process that reads large bodies cannot be started: {exc.strerror}"
+                raise RequestFailedError(problem) from exc
+            was_idle = not process.is_new
+            try:
+                reply, prompts = _read_there(process, Job(kind, max_model_len, len(raw)), raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
-                self._drop(process)
-                if process.has_answered and isinstance(exc, (ChannelError, ConnectionError)):
+                self._pool.end(process)
+                if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
                     continue  # it may have ended while it was idle
                 problem = f"the process that reads large bodies failed: {exc}"
                 raise RequestFailedError(problem) from exc
-        if reply.memory_bytes > MAX_PROCESS_BYTES:
-            self._drop(process)
-        else:
-            with self._lock:
-                self._idle.append(process)
+        self._pool.keep(process, reply.memory_bytes)
         if isinstance(reply.result, Refusal):
             raise reply.result.error()
         return msgspec.structs.replace(reply.result, prompts=prompts)
 
     def close(self) -> None:
-        """End all, also those that read: their threads then end as well."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._is_closed = True
-            idle, busy = set(self._idle), self._all - set(self._idle)
-        for process in idle:
-            process.close()
-        for process in busy:
-            process.kill()
-
-    def _take(self) -> _Process:
-        with self._lock:
-            while self._idle:
-                if (process := self._idle.pop()).is_alive:
-                    return process
-                self._all.discard(process)
-                process.close()
-            if self._is_closed:
-                raise RequestFailedError("the router shuts down")
-            try:
-                process = _Process(_PROGRAM, self._settings, TIMEOUT_S)
-            except OSError as exc:
-                raise RequestFailedError(
-                    f"a process that reads large bodies cannot be started: {exc.strerror}"
-                ) from exc
-            self._all.add(process)
-            return process
-
-    def _drop(self, process: _Process) -> None:
-        with self._lock:
-            self._all.discard(process)
-        process.close()
+        """End all threads and processes, whatever they read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
 
 
-class _Process(ChildProcess):
-    """One process that reads bodies.
+def _read_there(
+    process: ChildProcess, job: Job, raw: bytes | bytearray
+) -> tuple[Reply, tuple[PromptInput, ...]]:
+    """Return what a process answers, and the request's prompts.
 
-    Attributes:
-        has_answered: whether it has read one.
+    Raises:
+        ChannelError: the process has ended.
+        OSError: it has, or takes too long.
+        msgspec.DecodeError: its answer is not one.
     """
-
-    has_answered = False
-
-    def read(self, job: Job, raw: bytes | bytearray) -> tuple[Reply, tuple[PromptInput, ...]]:
-        """Return what the process answers, and the request's prompts.
-
-        Raises:
-            ChannelError: the process has ended.
-            OSError: it has, or takes too long.
-            msgspec.DecodeError: its answer is not one.
-        """
-        self.send(job)
-        self.connection.sendall(raw)
-        reply = receive_message(self.connection, Reply)
-        prompts = [receive_message(self.connection, PromptInput) for _ in range(reply.num_prompts)]
-        self.has_answered = True
-        return reply, tuple(prompts)
+    process.send(job)
+    process.connection.sendall(raw)
+    reply = receive_message(process.connection, Reply)
+    prompts = [receive_message(process.connection, PromptInput) for _ in range(reply.num_prompts)]
+    return reply, tuple(prompts)
