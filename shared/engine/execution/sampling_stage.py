@@ -149,8 +149,9 @@ class SamplingStage:
         if shaped:
             mask_of_row = self._mask_of_row[:count]
             # What a held row samples goes to the padding device slot, which stays at position 0.
-            slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
-            positions = torch.where(mask_of_row == _HELD, 0, positions)
+            is_held = mask_of_row == _HELD
+            slots = torch.where(is_held, state.padding_slot, slots)
+            positions = torch.where(is_held, 0, positions)
             out = self._shaped[:count]
             logits = self.ops.shape_logits(
                 logits, slots, positions, tables, self._masks, mask_of_row, out
