@@ -1,8 +1,9 @@
 """Settings of the services, and the one reader of the environment.
 
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
-Names, types, defaults and descriptions are here alone: the command line's options are made from
-them, and tests compare `.env.example` and README with them.
+Names, types, defaults and descriptions are here alone, and in the modules that this one imports:
+`base_settings.py` has the settings of all services, `common_settings.py` those of several. The
+command line's options are made from them; tests compare `.env.example` and README with them.
 """
 
 from __future__ import annotations
