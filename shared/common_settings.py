@@ -30,7 +30,7 @@ METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free o
 OPERATOR_PORT: Any = described(
     None,
     "Port for operators, never for clients: /dashboard shows the cluster, /cluster describes it, "
-    "/sd lists for Prometheus where all metrics are. 0 takes a free one.",
+    "/sd lists the addresses of all metrics for Prometheus. 0 takes a free one.",
     unset="`port` plus 1000",
 )
 OPERATOR_FD: Any = described(

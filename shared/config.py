@@ -244,7 +244,7 @@ class RouterSettings(ClusterSettings):
     max_connections: Positive | None = described(
         None,
         "Open connections of one router. Those that wait for their clients make room for new "
-        "ones; if all are served, new ones are answered 503.",
+        "ones; if all are being served, new ones are answered 503.",
         unset="what the limit of open files allows",
     )
     trust_proxy_protocol: bool = described(
