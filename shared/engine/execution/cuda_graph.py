@@ -28,8 +28,8 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 # worker that prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice
 # as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
-# Sizes of captured steps with both. Each pair of them is a graph, so they are few. Between 256 and
-# 512 tokens what a size is too large costs more than a launch saves.
+# Sizes of captured steps with both. Each pair of them is captured, so they are few. Above 256
+# tokens they are dense: there, much padding would cost more than a replay saves.
 MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
 
@@ -48,16 +48,16 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
     """Return the steps with prefill chunks to capture: without decode rows, then with them."""
     alone = [
-        StepShape(0, size, chunks)
+        StepShape(0, size, min(chunks, max_num_seqs))
         for chunks, largest in LARGEST_PREFILL.items()
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
-        if size <= max_tokens and chunks <= max_num_seqs
+        if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
     ]
     mixed = [
         StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
         for rows in [*(rows for rows in MIXED_ROWS if rows < max_num_seqs), max_num_seqs]
         for size in MIXED_TOKENS
-        if size <= max_tokens
+        if size <= max_tokens and max_num_seqs > 1
     ]
     return alone + mixed
 
