@@ -131,7 +131,7 @@ class SamplingStage:
     def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self.state.device.type == "cuda")
 
-    def sample(self, rows: Forwarded, *, shaped: bool) -> Sampled:
+    def sample(self, rows: Forwarded, shaped: bool) -> Sampled:
         """Draw a token a row, and leave it in its device slot.
 
         Everything is read from and written to the device, so that this can be captured.
