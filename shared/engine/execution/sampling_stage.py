@@ -45,8 +45,8 @@ class Sampled(NamedTuple):
     """What a step sampled; a graph's own are overwritten by its next replay.
 
     Attributes:
-        tokens: [B] int64.
-        logits: [B, vocab] as they were before any mask; overwritten by any graph's next replay.
+        tokens: [N] int64.
+        logits: [N, vocab] as they were before any mask; the next step may overwrite them.
     """
 
     tokens: torch.Tensor
@@ -85,7 +85,7 @@ class SamplingStage:
 
     @property
     def num_rows(self) -> int:
-        """Static rows."""
+        """Static rows: enough for the largest captured step."""
         return self.state.num_slots + MOST_REPLAYED_CHUNKS
 
     def apply(self, plan: StepPlan) -> None:
@@ -100,7 +100,7 @@ class SamplingStage:
         return self._has_masks or self.shaping.is_shaped(slots)
 
     def drawn_from(self, sampled: Sampled, shaped: bool) -> torch.Tensor:
-        """Return the logits `[B, vocab]` from which rows have just been drawn.
+        """Return the logits `[N, vocab]` from which rows have just been drawn.
 
         They are overwritten by the next step's sampling.
         """
