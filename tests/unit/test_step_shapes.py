@@ -16,7 +16,7 @@ def chunks(*lengths: int) -> list[PrefillChunk]:
 
 
 def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
-    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs, 1)
+    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs)
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,6 @@ class DecodeGraphs:
         graphs._current = [padding_slot] * max(sizes)
         return graphs
 
-    def fits(self, num_rows: int) -> bool:
-        """Whether a batch of this size can be replayed."""
-        return num_rows <= self.sizes[-1]
-
     def forward(self, slots: list[int]) -> None:
         """Run the forward of a decode step of these device slots."""
         size = self._size_of(len(slots))
@@ -202,13 +198,11 @@ class PrefillGraphs:
 
     Attributes:
         shapes: captured, the one that is taken first of those that fit.
-        num_groups: cache groups.
     """
 
     shapes: list[StepShape]
     block_size: int
     padding_slot: int
-    num_groups: int
     _inputs: dict[StepShape, StepInputs] = field(default_factory=dict)
     _graphs: dict[StepShape, StepGraphs] = field(default_factory=dict)
     _events: dict[StepShape, list[DeviceEvent]] = field(default_factory=dict)
@@ -227,7 +221,7 @@ class PrefillGraphs:
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
         """Capture a forward, and sampling after it, at each shape."""
-        graphs = cls(shapes, block_size, padding_slot, num_groups)
+        graphs = cls(shapes, block_size, padding_slot)
         tables = np.zeros((0, num_groups, 0), np.int64)
         for shape in reversed(shapes):
             graphs._inputs[shape] = graphs._padded([], [], shape, tables).to(device)
