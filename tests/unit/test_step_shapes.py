@@ -55,7 +55,7 @@ def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 600])
 @pytest.mark.parametrize("max_tokens", [16, 100, 512, 8192])
-def test_every_batch_has_a_shape_of_its_size(max_tokens: int, max_num_seqs: int) -> None:
+def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -> None:
     shapes = step_shapes(max_tokens, max_num_seqs)
     assert len(shapes) == len(set(shapes))
     assert all(shape.num_tokens <= max_tokens for shape in shapes)
@@ -65,7 +65,7 @@ def test_every_batch_has_a_shape_of_its_size(max_tokens: int, max_num_seqs: int)
     for decodes in range(max_num_seqs):  # each chunk's sequence has a device slot, too
         for num_chunks in range(1, 1 + min(8, max_num_seqs - decodes)):
             shape = found.shape_of(decodes, chunks(*[2] * num_chunks))
-            if decodes and max_tokens < 32:
+            if decodes > 256 or (decodes and max_tokens < 32):
                 assert shape is None
             else:
                 assert shape is not None

@@ -30,6 +30,7 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
 # Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
 # few. Above 256 tokens they are dense: there, much padding would cost more than a replay saves.
+# With more rows the device is the slower one.
 MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
 
@@ -53,9 +54,10 @@ def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
         if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
     ]
+    most = min(MIXED_ROWS[-1], max_num_seqs)
     mixed = [
         StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
-        for rows in [*(rows for rows in MIXED_ROWS if rows < max_num_seqs), max_num_seqs]
+        for rows in [*(rows for rows in MIXED_ROWS if rows < most), most]
         for size in MIXED_TOKENS
         if size <= max_tokens and max_num_seqs > 1
     ]
