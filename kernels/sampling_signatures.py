@@ -41,7 +41,7 @@ class ShapeLogits(Protocol):
 
 
 class EnterTokens(Protocol):
-    """Make prompt masks and output counts of device slots from their tokens alone."""
+    """Make masks of seen tokens and output counts of device slots from their tokens alone."""
 
     def __call__(
         self,

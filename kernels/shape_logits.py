@@ -3,7 +3,8 @@
 
 Three launches: each logit by itself, over chunks of the vocabulary; then, a program a row, the few
 that have a bias, computed again from the raw logit since the bias comes before the penalties; last
-the banned tokens. A row that asks for nothing is copied.
+the banned tokens. A row that asks for nothing is copied. A chunk is a tile of 32 logits a line, so
+that a line's bits in a mask are one word, which is loaded once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pagewire.kernels import shaping_tables as layout
 from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.shaping_tables import ShapingTables
 
-_CHUNK = 2048
+_CHUNK = 1024
 _ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 _FLAGS = tl.constexpr(layout.FLAGS)
 _IS_LIMITED = tl.constexpr(layout.IS_LIMITED)
@@ -44,10 +45,9 @@ def _load_float(row_ptr, column):
 
 
 @triton.jit
-def _load_bits(words_ptr, ids, inside):
-    """Return which ids' bits are set."""
-    words = tl.load(words_ptr + ids // 32, mask=inside, other=0)
-    return ((words >> (ids % 32)) & 1) != 0
+def _load_bits(words_ptr, words, bits, inside):
+    """Return which bits of some words are set."""
+    return ((tl.load(words_ptr + words, mask=inside, other=0) >> bits) & 1) != 0
 
 
 @triton.jit
@@ -55,14 +55,16 @@ def _shaped(
     logits_ptr,  # of the row
     row_ptr,  # of the device slot
     allowed_ptr,
-    prompt_ptr,
-    output_ptr,
+    seen_ptr,
     counts_ptr,
     mask_ptr,  # of the row, if it has one
     has_mask,
     ids,
     biases,
     inside,
+    words,  # in which the ids' bits of a mask lie
+    bits,
+    words_inside,
 ):
     """Shape the logits of some ids, except what is banned."""
     scores = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
@@ -70,20 +72,21 @@ def _shaped(
     scores = tl.minimum(scores, 3.4028234663852886e38)
     flags = tl.load(row_ptr + _FLAGS)
     if has_mask:
-        scores = tl.where(_load_bits(mask_ptr, ids, inside), scores, float("-inf"))
+        is_allowed = _load_bits(mask_ptr, words, bits, words_inside)
+        scores = tl.where(is_allowed, scores, float("-inf"))
     if (flags & _IS_LIMITED) != 0:
-        scores = tl.where(_load_bits(allowed_ptr, ids, inside), scores, float("-inf"))
+        is_allowed = _load_bits(allowed_ptr, words, bits, words_inside)
+        scores = tl.where(is_allowed, scores, float("-inf"))
     scores += biases
     if (flags & _IS_PENALIZED) != 0:
-        # A count is 4 bytes: those of tokens that are not in the output are not read.
-        is_output = _load_bits(output_ptr, ids, inside)
-        counts = tl.load(counts_ptr + ids, mask=inside & is_output, other=0)
-        seen = is_output | _load_bits(prompt_ptr, ids, inside)
+        # A count is 4 bytes: those of tokens that were not seen are not read.
+        is_seen = _load_bits(seen_ptr, words, bits, words_inside)
+        counts = tl.load(counts_ptr + ids, mask=inside & is_seen, other=0)
         repetition = _load_float(row_ptr, _REPETITION)
         repeated = tl.where(scores > 0.0, scores / repetition, scores * repetition)
-        scores = tl.where(seen, repeated, scores)
+        scores = tl.where(is_seen, repeated, scores)
         scores -= _load_float(row_ptr, _FREQUENCY) * counts.to(tl.float32)
-        scores -= tl.where(is_output, _load_float(row_ptr, _PRESENCE), 0.0)
+        scores -= tl.where(counts > 0, _load_float(row_ptr, _PRESENCE), 0.0)
     return scores
 
 
@@ -93,8 +96,7 @@ def _each_kernel(
     slots_ptr,
     rows_ptr,
     allowed_ptr,
-    prompt_ptr,
-    output_ptr,
+    seen_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -102,18 +104,21 @@ def _each_kernel(
     logits_stride,
     out_stride,
     vocab_size,
-    words,
+    num_words,
     CHUNK: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
     mask = tl.load(mask_of_row_ptr + row)
-    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    words = (tl.program_id(0) * (CHUNK // 32) + tl.arange(0, CHUNK // 32))[:, None]
+    bits = tl.arange(0, 32)[None, :]
+    ids = words * 32 + bits
     inside = ids < vocab_size
     scores = _shaped(
         logits_ptr + row * logits_stride, rows_ptr + slot * _ROW_WORDS,
-        allowed_ptr + slot * words, prompt_ptr + slot * words, output_ptr + slot * words,
-        counts_ptr + slot * vocab_size, masks_ptr + mask * words, mask >= 0, ids, 0.0, inside,
+        allowed_ptr + slot * num_words, seen_ptr + slot * num_words,
+        counts_ptr + slot * vocab_size, masks_ptr + mask * num_words, mask >= 0, ids, 0.0, inside,
+        words, bits, words < num_words,
     )  # fmt: skip
     tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 
@@ -124,8 +129,7 @@ def _bias_kernel(
     slots_ptr,
     rows_ptr,
     allowed_ptr,
-    prompt_ptr,
-    output_ptr,
+    seen_ptr,
     counts_ptr,
     masks_ptr,
     mask_of_row_ptr,
@@ -133,7 +137,7 @@ def _bias_kernel(
     logits_stride,
     out_stride,
     vocab_size,
-    words,
+    num_words,
     MOST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -147,9 +151,10 @@ def _bias_kernel(
         ids = tl.load(row_ptr + _BIAS_IDS + lanes, mask=inside, other=0)
         biases = tl.load(row_ptr + _BIAS_VALUES + lanes, mask=inside, other=0)
         scores = _shaped(
-            logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * words,
-            prompt_ptr + slot * words, output_ptr + slot * words, counts_ptr + slot * vocab_size,
-            masks_ptr + mask * words, mask >= 0, ids, biases.to(tl.float32, bitcast=True), inside,
+            logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * num_words,
+            seen_ptr + slot * num_words, counts_ptr + slot * vocab_size,
+            masks_ptr + mask * num_words, mask >= 0, ids, biases.to(tl.float32, bitcast=True),
+            inside, ids // 32, ids % 32, inside,
         )  # fmt: skip
         tl.store(out_ptr + row * out_stride + ids, scores, mask=inside)
 
@@ -210,12 +215,12 @@ def shape_logits(
         out = torch.empty((count, vocab_size), dtype=torch.float32, device=logits.device)
     if count == 0:
         return out
-    chunk = min(_CHUNK, next_power_of_2(vocab_size))
+    chunk = max(32, min(_CHUNK, next_power_of_2(vocab_size)))
     arguments = (
         logits, slots, *tables, masks, mask_of_row, out, logits.stride(0), out.stride(0),
         vocab_size, tables.allowed.shape[1],
     )  # fmt: skip
-    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=8, maxnreg=48)
+    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=4, maxnreg=32)
     _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
     _ban_kernel[(count,)](
         slots, positions, tables.rows, out, out.stride(0),

@@ -50,22 +50,20 @@ class ShapingTables(NamedTuple):
     Attributes:
         rows: [S, ROW_WORDS] int32.
         allowed: [S, ceil(V / 32)] int32, a bit a token, the lowest first.
-        prompt: likewise, the tokens of the prompt.
-        output: likewise, the tokens of the output: of others, no count is read.
+        seen: likewise, the tokens of prompt and output: of others, no count is read.
         counts: [S, V] int32, how often each token is in the output.
     """
 
     rows: torch.Tensor
     allowed: torch.Tensor
-    prompt: torch.Tensor
-    output: torch.Tensor
+    seen: torch.Tensor
     counts: torch.Tensor
 
     @classmethod
     def zeros(cls, slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
         """Return tables of device slots that ask for nothing."""
         words = -(-vocab_size // 32)
-        widths = (ROW_WORDS, words, words, words, vocab_size)
+        widths = (ROW_WORDS, words, words, vocab_size)
         return cls(
             *(torch.zeros((slots, width), dtype=torch.int32, device=device) for width in widths)
         )

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which tokens a device slot's prompt has, and how often each is in its output.
+"""Which tokens a device slot has seen, and how often each is in its output.
 
 Both are made of token ids when a device slot gets an owner, in two launches: what the one before
 has left is cleared, and the tokens are entered. Then each sampled token is noted.
@@ -25,16 +25,13 @@ _HISTORY = tl.constexpr(layout.HISTORY)
 
 
 @triton.jit
-def _clear_kernel(
-    slots_ptr, prompt_ptr, output_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr
-):
+def _clear_kernel(slots_ptr, seen_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr):
     slot = tl.load(slots_ptr + tl.program_id(1))
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     zeros = tl.zeros([CHUNK], dtype=tl.int32)
     tl.store(counts_ptr + slot * vocab_size + ids, zeros, mask=ids < vocab_size)
     # More words than there are for this chunk: others clear them, too.
-    tl.store(prompt_ptr + slot * words + ids, zeros, mask=ids < words)
-    tl.store(output_ptr + slot * words + ids, zeros, mask=ids < words)
+    tl.store(seen_ptr + slot * words + ids, zeros, mask=ids < words)
 
 
 @triton.jit
@@ -43,8 +40,7 @@ def _enter_kernel(
     ends_ptr,  # [N] int64
     output_starts_ptr,
     tokens_ptr,
-    prompt_ptr,
-    output_ptr,
+    seen_ptr,
     counts_ptr,
     vocab_size,
     words,
@@ -62,9 +58,7 @@ def _enter_kernel(
     counts_ptr += slot * vocab_size
     tl.atomic_add(counts_ptr + tokens, ones, mask=inside & is_output, sem="relaxed")
     bits = ones << (tokens % 32).to(tl.int32)
-    words_at = slot * words + tokens // 32
-    tl.atomic_or(prompt_ptr + words_at, bits, mask=inside & (~is_output), sem="relaxed")
-    tl.atomic_or(output_ptr + words_at, bits, mask=inside & is_output, sem="relaxed")
+    tl.atomic_or(seen_ptr + slot * words + tokens // 32, bits, mask=inside, sem="relaxed")
 
 
 @triton.jit
@@ -73,7 +67,7 @@ def _note_kernel(
     slots_ptr,
     positions_ptr,
     rows_ptr,
-    output_ptr,
+    seen_ptr,
     counts_ptr,
     count,
     vocab_size,
@@ -89,7 +83,7 @@ def _note_kernel(
     tokens = tl.load(tokens_ptr + index, mask=is_noted, other=0)
     places = tl.load(positions_ptr + index, mask=is_noted, other=0) & (_HISTORY - 1)
     tl.store(row_ptr + _HISTORY_AT + places, tokens.to(tl.int32), mask=is_noted)
-    cells = output_ptr + slots * words + tokens // 32
+    cells = seen_ptr + slots * words + tokens // 32
     bits = tl.full([SIZE], 1, dtype=tl.int32) << (tokens % 32).to(tl.int32)
     tl.store(cells, tl.load(cells, mask=is_noted, other=0) | bits, mask=is_noted)
     cells = counts_ptr + slots * vocab_size + tokens
@@ -108,18 +102,17 @@ def enter_tokens(
 
     Shapes and meaning are those of `pagewire.kernels.EnterTokens`.
     """
-    vocab_size, words, count = tables.vocab_size, tables.prompt.shape[1], slots.shape[0]
+    vocab_size, words, count = tables.vocab_size, tables.seen.shape[1], slots.shape[0]
     if count == 0:
         return
     chunk = min(_CHUNK, next_power_of_2(vocab_size))
     _clear_kernel[(-(-vocab_size // chunk), count)](
-        slots, tables.prompt, tables.output, tables.counts, vocab_size, words,
-        CHUNK=chunk, num_warps=8,
+        slots, tables.seen, tables.counts, vocab_size, words, CHUNK=chunk, num_warps=8,
     )  # fmt: skip
     if longest > 0:
         _enter_kernel[(-(-longest // _ENTERED), count)](
-            slots, ends, output_starts, tokens, tables.prompt, tables.output, tables.counts,
-            vocab_size, words, SIZE=_ENTERED, num_warps=4,
+            slots, ends, output_starts, tokens, tables.seen, tables.counts, vocab_size, words,
+            SIZE=_ENTERED, num_warps=4,
         )  # fmt: skip
 
 
@@ -134,6 +127,6 @@ def note_tokens(
     if count:
         size = 128
         _note_kernel[(-(-count // size),)](
-            tokens, slots, positions, tables.rows, tables.output, tables.counts, count,
-            tables.vocab_size, tables.output.shape[1], SIZE=size, num_warps=4,
+            tokens, slots, positions, tables.rows, tables.seen, tables.counts, count,
+            tables.vocab_size, tables.seen.shape[1], SIZE=size, num_warps=4,
         )  # fmt: skip

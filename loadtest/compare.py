@@ -1,8 +1,8 @@
 """Puts the same load on one kind of cluster after another, and writes a report.
 
-python -m pagewire.loadtest.compare             disaggregated, aggregated, round robin
-python -m pagewire.loadtest.compare --quick     one small run
-python -m pagewire.loadtest.compare --host http://127.0.0.1:8000     a cluster that is running
+python -P -m pagewire.loadtest.compare             disaggregated, aggregated, round robin
+python -P -m pagewire.loadtest.compare --quick     one small run
+python -P -m pagewire.loadtest.compare --host http://127.0.0.1:8000     a cluster that is running
 """
 
 from __future__ import annotations

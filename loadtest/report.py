@@ -1,6 +1,6 @@
 """From the raw data of a comparison to `report.html`, its plots and `summary.json`.
 
-python -m pagewire.loadtest.report loadtest/report/20260101-120000
+python -P -m pagewire.loadtest.report loadtest/report/20260101-120000
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
     sampling.py     a request's parameters: defaults, ranges, seeds of its n answers
     sampling_types.py   the parameters' types and bounds
     small modules   errors, logs, logprobs, aio, addresses, ...
-    http/           bounds and deadlines of HTTP ports, API keys
-    grammar/        structured output
     control/        messages between services, over ZeroMQ
     cluster/        the directory of workers and routers, in Redis
+    http/           bounds and deadlines of HTTP ports, API keys
     metrics/        Prometheus metrics of several services
     model/          configuration, weights, layers
     kv/             KV blocks: hashes, pool, layout
     index/          the prefix index, in Redis
     text/           tokenizer, chat templates, text of answers
     tools/          tool calls and reasoning in answers
+    grammar/        structured output
     engine/         schedules steps and runs them on a device
     kv/carriers/, kv/endpoint/   move blocks from worker to worker
     worker/         an engine with a network around it

@@ -75,8 +75,8 @@ class ClusterSettings(Settings):
     )
     drain_timeout_s: Seconds = described(
         300.0,
-        "Seconds for running requests to finish after SIGTERM. Those that do not then end with an "
-        "error, or migrate from a decode worker to another.",
+        "Seconds for running requests to finish after SIGTERM. After that, a router's end with an "
+        "error, and a decode worker's migrate to another one.",
     )
     log_level: LogLevel = described("info", "Level of the services' logs.")
     restarts: Annotated[int, Field(ge=0)] = RESTARTS

@@ -8,15 +8,15 @@ from pagewire.shared.setting_texts import described
 
 GENERATION_CONFIG: Any = described(
     "auto",
-    "auto: supported sampling parameters and max_tokens that a request does not give are those of "
-    "the model's generation_config.json; none turns that off.",
+    "auto: sampling parameters and max_tokens that a request leaves out come from the model's "
+    "generation_config.json, as far as they are supported; none turns that off.",
 )
 REVISION: Any = described(
     None, "Branch, tag or commit of a hub id, the same in all services.", unset="its main branch"
 )
 MODEL_IMPL: Any = described(
     "auto",
-    "Whose code computes the model. auto and pagewire: ours, for the architectures that it has; "
+    "Whose code computes the model. auto and pagewire: Pagewire's, for the families that it has; "
     "transformers: Hugging Face's, for other decoders, which is slower and needs the extra "
     "`transformers`.",
 )
@@ -30,7 +30,7 @@ METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free o
 OPERATOR_PORT: Any = described(
     None,
     "Port for operators, never for clients: /dashboard shows the cluster, /cluster describes it, "
-    "/sd lists for Prometheus where all metrics are. 0 takes a free one.",
+    "/sd lists the addresses of all metrics for Prometheus. 0 takes a free one.",
     unset="`port` plus 1000",
 )
 OPERATOR_FD: Any = described(
@@ -50,9 +50,9 @@ RESTARTS: Any = described(
 
 SPECIAL_TOKENS: Any = described(
     "text",
-    "What special tokens are that a chat message spells out, such as </s>. text: plain text; "
-    "tokens: special tokens, as with Hugging Face's apply_chat_template, so that a message can end "
-    "itself and go on in another role.",
+    "What becomes of a special token's text in a chat message, such as </s>. text: it remains "
+    "text; tokens: it becomes the special token, as with Hugging Face's apply_chat_template, so "
+    "that a message can end itself and go on in another role.",
 )
 
 TOOL_PARSER: Any = described(
@@ -67,7 +67,7 @@ REASONING_PARSER: Any = described(
 
 RESPONSES_REDIS_URL: Any = described(
     None,
-    "URL of a Redis for the responses of /v1/responses that are stored, like that of redis_url.",
+    "URL of a Redis for stored responses of /v1/responses, in the form of redis_url.",
     unset="the Redis of redis_url",
 )
 RESPONSES_BYTES: Any = described(

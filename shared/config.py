@@ -1,8 +1,9 @@
 """Settings of the services, and the one reader of the environment.
 
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
-Names, types, defaults and descriptions are here alone: the command line's options are made from
-them, and tests compare `.env.example` and README with them.
+Names, types, defaults and descriptions are here alone, and in the modules that this one imports:
+`base_settings.py` has the settings of all services, `common_settings.py` those of several. The
+command line's options are made from them; tests compare `.env.example` and README with them.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ class RouterSettings(ClusterSettings):
     max_connections: Positive | None = described(
         None,
         "Open connections of one router. Those that wait for their clients make room for new "
-        "ones; if all are served, new ones are answered 503.",
+        "ones; if all are being served, new ones are answered 503.",
         unset="what the limit of open files allows",
     )
     trust_proxy_protocol: bool = described(

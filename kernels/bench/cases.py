@@ -239,7 +239,7 @@ def _note_tokens(rows: int) -> BenchCase:
 
     def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
         ops.note_tokens(tables, tokens, x.slots, x.positions)
-        return tables.counts, tables.output, tables.rows
+        return tables.counts, tables.seen, tables.rows
 
     def check(ops: Ops) -> tuple[torch.Tensor, ...]:
         return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
@@ -256,7 +256,7 @@ def _enter_tokens(length: int) -> BenchCase:
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         ops.enter_tokens(tables, slots, ends, starts, tokens, length)
-        return tables.prompt, tables.output, tables.counts
+        return tables.seen, tables.counts
 
     work = 4.25 * VOCABULARY + 8.0 * length
     return BenchCase("enter_tokens", f"{length} tokens", call, work, exact=True)

@@ -260,9 +260,9 @@ def shaping_inputs(
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
         tables.rows[slot] = torch.from_numpy(row.words())
         prompt = [] if prompts is None else prompts[index]
-        tables.prompt[slot] = torch.from_numpy(pack_bits(prompt, vocab_size))
         output = torch.tensor(row.output, dtype=torch.int64)
-        tables.output[slot] = torch.from_numpy(pack_bits(output.tolist(), vocab_size))
+        seen = pack_bits([*prompt, *output.tolist()], vocab_size)
+        tables.seen[slot] = torch.from_numpy(seen)
         tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
     for index, tokens in (allowed or {}).items():
         tables.allowed[slots[index]] = torch.from_numpy(pack_bits(tokens, vocab_size))

@@ -1,4 +1,4 @@
-"""Time the Triton kernels on a GPU: `python -m pagewire.kernels.bench.run [--ops ...]`.
+"""Time the Triton kernels on a GPU: `python -P -m pagewire.kernels.bench.run [--ops ...]`.
 
 Every case is first compared with the torch reference, and not timed if it differs. Times are of a
 replayed CUDA graph, as the engine runs them, with a cold L2 cache: the median, and the spread of

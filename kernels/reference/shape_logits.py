@@ -27,12 +27,11 @@ def _add_biases(scores: torch.Tensor, row: torch.Tensor, count: int) -> None:
 
 
 def _penalize(
-    scores: torch.Tensor, row: torch.Tensor, prompt: torch.Tensor, counts: torch.Tensor
+    scores: torch.Tensor, row: torch.Tensor, seen: torch.Tensor, counts: torch.Tensor
 ) -> torch.Tensor:
-    seen = (counts > 0) | unpack_bits(prompt, len(counts))
     repetition = _float(row, layout.REPETITION)
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
-    scores = torch.where(seen, repeated, scores)
+    scores = torch.where(unpack_bits(seen, len(counts)), repeated, scores)
     scores = scores - _float(row, layout.FREQUENCY) * counts
     return scores - _float(row, layout.PRESENCE) * (counts > 0)
 
@@ -83,7 +82,7 @@ def shape_logits(
             scores = scores.clone()
             _add_biases(scores, row, words[layout.NUM_BIASES])
         if flags & layout.IS_PENALIZED:
-            scores = _penalize(scores, row, tables.prompt[slot], tables.counts[slot])
+            scores = _penalize(scores, row, tables.seen[slot], tables.counts[slot])
         shaped[index] = scores
         shaped[index, _banned(words, position)] = -torch.inf
     return shaped if out is None else out.copy_(shaped)

@@ -23,10 +23,8 @@ def enter_tokens(
     vocab_size, start = tables.vocab_size, 0
     for slot, end, first in zip(slots.tolist(), ends.tolist(), output_starts.tolist(), strict=True):
         own, start = tokens[start:end], end
-        prompt = torch.from_numpy(pack_bits(own[:first].tolist(), vocab_size))
-        tables.prompt[slot] = prompt.to(tables.prompt.device)
-        output = torch.from_numpy(pack_bits(own[first:].tolist(), vocab_size))
-        tables.output[slot] = output.to(tables.output.device)
+        seen = torch.from_numpy(pack_bits(own.tolist(), vocab_size))
+        tables.seen[slot] = seen.to(tables.seen.device)
         tables.counts[slot] = torch.bincount(own[first:], minlength=vocab_size)
 
 
@@ -41,5 +39,5 @@ def note_tokens(
     slots, tokens, positions = slots[is_noted], tokens[is_noted], positions[is_noted]
     tables.rows[slots, layout.HISTORY_AT + positions % layout.HISTORY] = tokens.int()
     bits = torch.ones_like(tokens, dtype=torch.int32) << (tokens % 32).int()
-    tables.output[slots, tokens // 32] |= bits
+    tables.seen[slots, tokens // 32] |= bits
     tables.counts[slots, tokens] += 1

@@ -1,6 +1,6 @@
 """Times the engine on a model shape with random weights: first token, decode step, throughput.
 
-    python -m pagewire.loadtest.bench.engine --parts ttft decode throughput
+    python -P -m pagewire.loadtest.bench.engine --parts ttft decode throughput
 
 Prints one JSON line a result, medians of several runs with the spread. The ceiling next to a decode
 step is (bytes of weights + KV read) / device copy bandwidth, measured in the same run.

@@ -1,4 +1,4 @@
-"""`python -m pagewire.loadtest.bench.placement`: what routers' knowledge of load is worth.
+"""`python -P -m pagewire.loadtest.bench.placement`: what routers' knowledge of load is worth.
 
 A simulation in virtual time with the routers' own policy and accounting of load; workers, Redis and
 tokens are models. Requests come at random moments, prompt lengths are log-normal, answer lengths

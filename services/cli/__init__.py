@@ -6,7 +6,8 @@
     bench/    load on any OpenAI-compatible endpoint
     doctor/   what would go wrong on this machine
 
-Entry point: `app` (main.py); prefill.py, decode.py and router.py start one service each.
+Entry point: `app` (main.py); prefill.py, decode.py and router.py start one service each, and
+estimate.py and convert.py read a model.
 Read first: `main.py`, `up/cluster.py`, `client/openai_client.py`.
 
 May import: `shared`; services only when a command starts one.

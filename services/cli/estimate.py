@@ -41,7 +41,7 @@ Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a hub id, 
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer.")]
 Memory = Annotated[
     float | None,
-    typer.Option(min=0.1, max=1e6, help="GiB of a GPU's memory, in place of the known types."),
+    typer.Option(min=0.1, max=1e6, help="GiB of a GPU's memory, instead of a list of GPU types."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with all numbers in bytes.")]
 
@@ -63,7 +63,7 @@ def estimate(
     staging_slot_bytes: options.StagingSlotBytes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate which GPUs hold a model, and how many tokens next to it.
+    """Estimate which GPUs fit a model, and how many tokens of KV.
 
     Reads the model's configuration, not its weights.
 

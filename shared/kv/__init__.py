@@ -9,6 +9,6 @@ Entry points: `BlockPool` in a worker's engine, `BlockHasher` there and in route
 `KvReceiver` of the endpoint.
 Read first: `block_pool.py`, `block_hash.py`, `endpoint/__init__.py`.
 
-May import: `shared.control.protocol`, `shared.model.model_config`, `kernels`. `block_hash.py` never
-imports torch: routers use it.
+May import: `shared.control.protocol`, `shared.model.model_config`, `kernels`, small modules.
+`block_hash.py` never imports torch: routers use it.
 """

@@ -29,7 +29,7 @@ class LayerKv(NamedTuple):
 class ForwardBatch:
     """The tokens of one step: first one of each decode row, then the prefill chunks, packed.
 
-    A batch of decode rows alone touches the host nowhere, so that a CUDA graph can replay it.
+    The host reads none of its tensors, so that a CUDA graph can replay the step.
 
     Attributes:
         input_ids: `[T]` int64.

@@ -6,5 +6,5 @@ lost too many UCX links), `service.py` (the interface that a role implements), `
 (what a service may use of the engine), `engine_watch.py` (detects an engine that hangs), `kv.py`
 (opens the KV endpoint and its carriers).
 
-May import: everything in `shared`.
+May import: everything in `shared`, `kernels`.
 """

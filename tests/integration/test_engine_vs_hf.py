@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
@@ -171,7 +172,7 @@ def test_generation_ends_after_the_end_of_sequence(truth: Truth, run_on: RunOn) 
 def test_padded_steps_give_the_same_tokens(truth: Truth, max_num_batched_tokens: int) -> None:
     llm = make_llm(overlap=True, max_num_batched_tokens=max_num_batched_tokens)
     runner = llm.engine.runner
-    run_padded(runner)
+    run_padded(runner, max_num_batched_tokens)
     assert_equal(tokens_of(llm.generate(truth.prompts, GREEDY)), truth.tokens)
     assert runner.state.position[runner.state.padding_slot] == 0
 
@@ -190,14 +191,17 @@ def test_rows_that_are_all_held_go_on_in_a_later_step() -> None:
     assert run_supplied_steps(make_llm(max_num_seqs=8).engine.runner, holds=True) == launched
 
 
-def test_padding_rows_never_run_out_of_positions() -> None:
+@pytest.mark.parametrize("with_chunks", [False, True])
+def test_padding_rows_never_run_out_of_positions(with_chunks: bool) -> None:
     llm = make_llm(max_model_len=32)
-    runner = llm.engine.runner
+    runner, state = llm.engine.runner, llm.engine.runner.state
+    shape, slot = StepShape(3, 16, 2), state.padding_slot
+    inputs = StepInputs.build_padded([], [], runner.block_size, state.host_tables, shape, slot)
     with torch.inference_mode():
         for _ in range(40):
-            rows = runner.decode(torch.full((3,), runner.state.padding_slot))
+            rows = runner.run_chunks(inputs) if with_chunks else runner.decode(inputs.decode_slots)
             runner.sampling.sample(rows, shaped=False)
-    assert runner.state.position[runner.state.padding_slot] == 0
+    assert state.position[slot] == 0
 
 
 # Seeded sampling: a function of prompt, parameters, seed and position alone

@@ -19,6 +19,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.sampling import RequestSpec
+from pagewire.tests.support.padded_steps import run_padded
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
 LAYERS = 4  # of the demo model; each is a layer group
@@ -70,8 +71,11 @@ def cpu() -> LLM:
     return LLM("demo", device="cpu", num_blocks=128)
 
 
-def test_steps_record_the_ends_of_the_layer_groups_that_they_export(cpu: LLM) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_record_the_ends_of_the_layer_groups_that_they_export(cpu: LLM, padded: bool) -> None:
     runner, plans = cpu.engine.runner, Plans()
+    if padded:
+        run_padded(runner, 64)
     cpu.engine.core.hooks.append(plans)
     launch(cpu, PROMPT[:50])
     assert not runner.has_group_events(plans.last)

@@ -17,6 +17,7 @@ from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.sampling import RequestSpec
 from pagewire.tests.support.embedding_models import embeddings_by_hugging_face, model_with
+from pagewire.tests.support.padded_steps import run_padded
 
 TEXT = "The with statement is used to wrap the execution of a block. "
 PROMPTS = [
@@ -61,8 +62,11 @@ def test_without_files_it_is_the_last_tokens_state_normalised() -> None:
     assert llm.block_counts().cached == cached
 
 
-def test_it_goes_along_with_answers_of_the_same_batch() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_it_goes_along_with_answers_of_the_same_batch(padded: bool) -> None:
     llm = load("demo")
+    if padded:
+        run_padded(llm.engine.runner, 64)
     core, expected = llm.engine.core, truth(llm, "last", False)
     answer = llm.generate(TEXT, SamplingParams(max_tokens=20))[0].token_ids
     assert llm.tokenizer is not None

@@ -229,17 +229,14 @@ def _tokens_case(vocab, device):
 def test_entered_tokens_replace_what_was_known(vocab, backend, request, device):
     tables, arguments, tokens = _tokens_case(vocab, device)
     request.getfixturevalue(backend).enter_tokens(tables, *arguments)
-    counts, prompt, output = (
-        table.tolist() for table in (tables.counts, tables.prompt, tables.output)
-    )
+    counts, seen = tables.counts.tolist(), tables.seen.tolist()
     own = {4: ([], []), 0: (tokens[:1], []), 3: (tokens[1:1701], tokens[1701:2501])}
     own[1] = ([], tokens[2501:])
     for slot, (before, after) in own.items():
-        assert prompt[slot] == pack_bits(before, vocab).tolist()
-        assert output[slot] == pack_bits(after, vocab).tolist()
+        assert seen[slot] == pack_bits(before + after, vocab).tolist()
         assert counts[slot] == [after.count(token) for token in range(vocab)]
     for slot in (2, 5):
-        assert set(counts[slot]) == set(prompt[slot]) == set(output[slot]) == {-5}
+        assert set(counts[slot]) == set(seen[slot]) == {-5}
 
 
 @BOTH
@@ -258,6 +255,6 @@ def test_noted_tokens_are_those_that_would_have_been_entered(backend, request, d
     whole = ShapingRow(3, bad_words=bad_words, frequency=1.0, output=output)
     assert noted.rows[1].tolist() == whole.words().tolist()
     assert noted.counts[1].tolist() == [output.count(token) for token in range(vocab)]
-    assert noted.output[1].tolist() == pack_bits(output, vocab).tolist()
+    assert noted.seen[1].tolist() == pack_bits(output, vocab).tolist()
     assert not noted.rows[2].any() and not noted.counts[2].any()  # it asks for nothing
     assert noted.rows.shape == (3, ROW_WORDS)

@@ -1,7 +1,7 @@
 """One end of a control channel in a process of its own, so that it can be killed and frozen.
 
-    python -m pagewire.tests.support.control_peer server SECRET EPOCH
-    python -m pagewire.tests.support.control_peer client SECRET ENDPOINT
+    python -P -m pagewire.tests.support.control_peer server SECRET EPOCH
+    python -P -m pagewire.tests.support.control_peer client SECRET ENDPOINT
 
 Prints one line when it is ready (the server's is its endpoint), one for each loss, and ends when
 its standard input does.

@@ -1,7 +1,7 @@
 """A worker's staging and its CUDA IPC carrier, in this process or in one of its own.
 
-`python -m pagewire.tests.support.ipc_peer DEVICE SLOT_BYTES` reads commands, a line of JSON each,
-answers each by a line, and ends with its input.
+`python -P -m pagewire.tests.support.ipc_peer DEVICE SLOT_BYTES` reads commands, a line of JSON
+each, answers each by a line, and ends with its input.
 """
 
 from __future__ import annotations

@@ -1,57 +1,41 @@
-"""Steps that are padded and cut in two as CUDA graphs are, without CUDA."""
+"""Steps that are padded, cut in two and run again as CUDA graphs are, without CUDA."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from pagewire.shared.engine.execution.cuda_graph import DecodeGraphs, PrefillGraphs, step_shapes
+from pagewire.shared.engine.execution.cuda_graph import GraphPool
 from pagewire.shared.engine.execution.model_runner import ModelRunner
-from pagewire.shared.engine.execution.sampling_stage import Forwarded, Sampled
-from pagewire.shared.engine.execution.step_inputs import BlockTables, StepShape
-from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 
-class PaddedSteps(DecodeGraphs):
-    """Runs decode steps padded as CUDA graphs are, without CUDA."""
+class Rerun:
+    """In place of a CUDA graph: runs its step again, and leaves the result in the same tensors."""
 
-    runner: ModelRunner
-    rows: Forwarded
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+        self.result = step()
 
-    def forward(self, slots: list[int]) -> None:
-        size = next(size for size in self.sizes if size >= len(slots))
-        padded = slots + [self.padding_slot] * (size - len(slots))
-        self.rows = self.runner.decode(torch.tensor(padded))
-
-    def sample(self, num_rows: int, shaped: bool) -> Sampled:
-        return self.runner.sampling.sample(self.rows, shaped=shaped).first(num_rows)
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for old, new in zip(self.result, self._step(), strict=True):
+            old.copy_(new)
 
 
-class PaddedPrefills(PrefillGraphs):
-    """Likewise steps with prefill chunks."""
+class Reruns(GraphPool):
+    """Captures steps as `Rerun`."""
 
-    runner: ModelRunner
-    rows: Forwarded
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cpu"
 
-    def forward(
-        self,
-        decodes: list[int],
-        chunks: list[PrefillChunk],
-        shape: StepShape,
-        tables: BlockTables,
-    ) -> None:
-        self.rows = self.runner.run_chunks(self._padded(decodes, chunks, shape, tables))
-        assert self.rows.slots.shape == (shape.num_samples,)
-
-    def sample(self, shape: StepShape, num_rows: int, shaped: bool) -> Sampled:
-        return self.runner.sampling.sample(self.rows, shaped=shaped).first(num_rows)
+    @torch.inference_mode()
+    def capture(self, step: Callable[[], Any]) -> Any:
+        rerun = Rerun(step)
+        return rerun, rerun.result
 
 
-def run_padded(runner: ModelRunner) -> None:
-    """Let a runner's steps run as if they were captured."""
-    padding_slot = runner.state.padding_slot
-    sizes = [2, 8, min(48, runner.state.num_slots)]
-    decodes = PaddedSteps(sizes, torch.empty(0), padding_slot)
-    shapes = step_shapes(2048, sizes[-1])
-    prefills = PaddedPrefills(shapes, runner.block_size, padding_slot, len(runner.groups))
-    decodes.runner = prefills.runner = runner
-    runner.decode_graphs, runner.prefill_graphs = decodes, prefills
+def run_padded(runner: ModelRunner, max_tokens: int = 512) -> None:
+    """Let a runner's steps, of up to `max_tokens` of prompts, run as if they were captured."""
+    runner.capture_graphs(max_tokens, lambda _step: None, Reruns)

@@ -1,7 +1,7 @@
 """A process with one half of a KV link over UCX, which a test instructs and may stop or kill.
 
-Run as `python -m pagewire.tests.support.ucx_carrier_child SLOTS SLOT_BYTES`. Each line of its input
-is a command, each line of its output an event; numbers name link, credit, use and bytes.
+Run as `python -P -m pagewire.tests.support.ucx_carrier_child SLOTS SLOT_BYTES`. Each line of its
+input is a command, each line of its output an event; numbers name link, credit, use and bytes.
 
     offer LINK                        -> offer LINK HEX, or refused LINK REASON
     inbound LINK                      -> open LINK

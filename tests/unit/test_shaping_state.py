@@ -58,8 +58,7 @@ def test_a_slot_has_what_its_owner_asks_for() -> None:
     )
     assert state.tables.rows[1].tolist() == row.words().tolist()
     assert state.tables.allowed[1].tolist() == pack_bits([3, 40], VOCAB).tolist()
-    assert state.tables.prompt[1].tolist() == pack_bits([5, 6], VOCAB).tolist()
-    assert state.tables.output[1].tolist() == pack_bits([8], VOCAB).tolist()
+    assert state.tables.seen[1].tolist() == pack_bits([5, 6, 8], VOCAB).tolist()
     assert state.tables.counts[1].nonzero()[:, 0].tolist() == [8]
     assert state.is_shaped([0, 1]) and not state.is_shaped([0, 2])
 
@@ -84,7 +83,7 @@ def test_an_input_is_noted_if_no_step_here_has_sampled_it() -> None:
     state.apply(plan(inputs=[DecodeInput(0, 3, 2), DecodeInput(1, 9, 7), DecodeInput(2, 9, 3)]))
     counts = [state.tables.counts[slot].nonzero()[:, 0].tolist() for slot in (0, 1, 2)]
     assert counts == [[3], [], [3, 9]]
-    assert state.tables.output[2].tolist() == pack_bits([3, 9], VOCAB).tolist()
+    assert state.tables.seen[2].tolist() == pack_bits([1, 2, 3, 9], VOCAB).tolist()
 
 
 @pytest.mark.parametrize("begins_by", ["a token of another worker", "its last token", "a chunk"])

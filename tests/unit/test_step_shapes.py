@@ -16,7 +16,7 @@ def chunks(*lengths: int) -> list[PrefillChunk]:
 
 
 def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
-    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs, 1)
+    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs)
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,22 @@ def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 600])
 @pytest.mark.parametrize("max_tokens", [16, 100, 512, 8192])
-def test_every_batch_has_a_shape_of_its_size(max_tokens: int, max_num_seqs: int) -> None:
+def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -> None:
     shapes = step_shapes(max_tokens, max_num_seqs)
     assert len(shapes) == len(set(shapes))
     assert all(shape.num_tokens <= max_tokens for shape in shapes)
-    assert max(shape.num_decodes for shape in shapes) in (0, max_num_seqs)
+    assert max(shape.num_decodes for shape in shapes) <= max_num_seqs
+    assert max(shape.num_chunks for shape in shapes) <= max_num_seqs
     found = graphs(max_tokens, max_num_seqs)
-    for decodes in range(max_num_seqs + 1):
-        shape = found.shape_of(decodes, chunks(min(max_tokens, 16)))
-        if decodes and max_tokens < 32:
-            assert shape is None
-        else:
-            assert shape is not None
-            assert decodes <= shape.num_decodes
+    for decodes in range(max_num_seqs):  # each chunk's sequence has a device slot, too
+        for num_chunks in range(1, 1 + min(8, max_num_seqs - decodes)):
+            shape = found.shape_of(decodes, chunks(*[2] * num_chunks))
+            if decodes > 256 or (decodes and max_tokens < 32):
+                assert shape is None
+            else:
+                assert shape is not None
+                assert decodes <= shape.num_decodes
+
+
+def test_one_sequence_alone_has_no_shapes_for_several() -> None:
+    assert {shape.num_samples for shape in step_shapes(2048, 1)} == {1}

@@ -24,27 +24,33 @@ from pagewire.shared.errors import ConfigError
 from pagewire.shared.open_files import raise_open_file_limit
 
 InputPath = Annotated[
-    Path, typer.Argument(metavar="INPUT", help="One of OpenAI's batch files, with requests.")
+    Path, typer.Argument(metavar="INPUT", help="OpenAI batch file with the requests.")
 ]
 OutputPath = Annotated[
-    Path, typer.Argument(metavar="OUTPUT", help="Where a line of each answer is added.")
+    Path, typer.Argument(metavar="OUTPUT", help="File to which a line is added for each answer.")
 ]
-Concurrency = Annotated[int, typer.Option(min=1, max=10_000, help="Requests under way at once.")]
+Concurrency = Annotated[int, typer.Option(min=1, max=10_000, help="Requests at once.")]
 ErrorsPath = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Lines of requests that failed, in place of OUTPUT."),
+    typer.Option(
+        metavar="FILE", help="File for the lines of requests that failed, instead of OUTPUT."
+    ),
 ]
 RetryFor = Annotated[
     float,
     typer.Option(
         min=0.0,
         metavar="SECONDS",
-        help="How long a request is sent again that is refused (429, 503) or gets no connection.",
+        help="How long to resend a request that is refused (429, 503) or gets no connection.",
     ),
 ]
 ReportEvery = Annotated[
     float,
-    typer.Option(min=0.1, metavar="SECONDS", help="Between lines of progress, without a terminal."),
+    typer.Option(
+        min=0.1,
+        metavar="SECONDS",
+        help="Time between lines of progress if the output is not a terminal.",
+    ),
 ]
 
 
@@ -59,7 +65,7 @@ def batch(
     report_every: ReportEvery = 10.0,
     timeout: options.Timeout = 600.0,
 ) -> None:
-    """Send the requests of a batch file and write down the answers.
+    """Send the requests of a batch file and write their answers.
 
     INPUT is checked as a whole before anything is sent.
     The same command again sends what has no successful answer in OUTPUT yet.

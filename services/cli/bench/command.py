@@ -81,8 +81,8 @@ def bench(
 ) -> None:
     """Measure an OpenAI-compatible endpoint under load.
 
-    Prompts are random words, measured out by what the endpoint itself counts.
-    Answers go on to their full length where the endpoint allows that.
+    Prompts are random words; their lengths are in the endpoint's own tokens.
+    Answers have their full length if the endpoint supports `ignore_eos`.
     Exit code 1 if no request was answered.
 
     Example: pagewire bench --rate 4 --duration 30 --slo-ttft 500 --slo-itl 50 --json out.json

@@ -29,7 +29,7 @@ Concurrency = Annotated[
     typer.Option(
         min=1,
         max=10_000,
-        help="In place of --rate: this many users, each of whom asks again once answered.  "
+        help="Without --rate: this many users, each with one request at a time.  "
         f"[default: {DEFAULT_CONCURRENCY}]",
         rich_help_panel=LOAD,
     ),
@@ -51,18 +51,20 @@ MaxInFlight = Annotated[
     typer.Option(
         min=1,
         max=100_000,
-        help="With --rate: requests beyond are not sent and count as failed.",
+        help="With --rate: most requests at once; more are not sent and count as failed.",
         rich_help_panel=LOAD,
     ),
 ]
 Endpoint = Annotated[
-    Literal["completions", "chat"], typer.Option(help="What is asked.", rich_help_panel=CONTENT)
+    Literal["completions", "chat"],
+    typer.Option(help="API that is measured.", rich_help_panel=CONTENT),
 ]
 PromptTokens = Annotated[
-    str, typer.Option(metavar="N", help="Of a prompt; or LOW:HIGH.", rich_help_panel=CONTENT)
+    str, typer.Option(metavar="N", help="Tokens of a prompt, or LOW:HIGH.", rich_help_panel=CONTENT)
 ]
 OutputTokens = Annotated[
-    str, typer.Option(metavar="N", help="Of an answer; or LOW:HIGH.", rich_help_panel=CONTENT)
+    str,
+    typer.Option(metavar="N", help="Tokens of an answer, or LOW:HIGH.", rich_help_panel=CONTENT),
 ]
 SharedPrefix = Annotated[
     int,
@@ -71,12 +73,12 @@ SharedPrefix = Annotated[
     ),
 ]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=CONTENT)
+    float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=CONTENT)
 ]
 LoadSeed = Annotated[
     int | None,
     typer.Option(
-        help="Of prompts and arrivals. A second run with it may find its prompts cached.  "
+        help="Seed of prompts and arrivals. A second run with it may find its prompts cached.  "
         "[default: random]",
         rich_help_panel=CONTENT,
     ),
@@ -104,7 +106,7 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        help="Write the results there; - is stdout.",
+        help="File to write the results to; - is stdout.",
         rich_help_panel=GOALS,
     ),
 ]

@@ -42,7 +42,7 @@ Seed = Annotated[
     typer.Option(help="The same seed gives the same answer.  [default: random]"),
 ]
 Timeout = Annotated[
-    float, typer.Option(min=0.1, help="Seconds without a sign of the server, until giving up.")
+    float, typer.Option(min=0.1, help="Seconds without data from the server before giving up.")
 ]
 
 

@@ -40,13 +40,13 @@ def status(
     operator_url: options.OperatorUrl = None,
     watch: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Show it again and again until Ctrl-C."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Refresh this often, until Ctrl-C."),
     ] = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="First wait until the cluster is ready.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=0.0, help="With --wait: seconds until giving up.")
+        float, typer.Option(min=0.0, help="With --wait: seconds before giving up.")
     ] = 300.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a JSON object; with --watch, one a line.")

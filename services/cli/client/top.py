@@ -30,7 +30,7 @@ def top(
     operator_url: options.OperatorUrl = None,
     interval: Annotated[
         float,
-        typer.Option(min=SHORTEST_INTERVAL_S, metavar="SECONDS", help="Time between two requests."),
+        typer.Option(min=SHORTEST_INTERVAL_S, metavar="SECONDS", help="Time between two updates."),
     ] = 1.0,
 ) -> None:
     """Show a cluster live, with its last requests. Ctrl-C ends it.

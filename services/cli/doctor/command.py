@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Check whether this machine can run Pagewire.
 
-    Says what to do where it cannot. Exit code 0 if the demo can run here.
+    It says what to do about what is missing. Exit code 0 if the demo can run here.
 
     Example: pagewire doctor --port 8000
     """

@@ -5,5 +5,5 @@ Read first: `cluster_plan.py` (decides which processes, GPUs and memory: a pure 
 `supervisor.py` (starts, restarts and stops them, and gives up), `cluster.py` (the order of a start,
 and when a cluster is ready).
 
-May import: `shared`. It starts services as processes and imports none.
+May import: `shared`, modules of `services.cli`. It starts services as processes and imports none.
 """

@@ -41,11 +41,13 @@ OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that 
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
-    int, typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers do it all.")
+    int,
+    typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers compute prompts, too."),
 ]
 Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
 Routers = Annotated[
-    int, typer.Option(min=1, max=64, help="Router processes, which accept from one socket.")
+    int,
+    typer.Option(min=1, max=64, help="Router processes, which accept connections from one socket."),
 ]
 LogDir = Annotated[
     Path | None,
@@ -54,7 +56,7 @@ LogDir = Annotated[
 ReadyFilePath = Annotated[
     Path | None,
     typer.Option(
-        help="Write a JSON file there once the cluster is ready, remove it at the end.  "
+        help="JSON file about the cluster, written once it is ready, removed when it stops.  "
         "[default: none]"
     ),
 ]

@@ -1,6 +1,6 @@
 """A Redis stand-in in a process of its own, for machines without a Redis server.
 
-    python -m pagewire.services.cli.up.fake_redis SOCKET
+    python -P -m pagewire.services.cli.up.fake_redis SOCKET
 
 Listens on a Unix socket only: it has no password, and runs the Lua that a client sends. Good for
 trying Pagewire out; it is slow and keeps everything in memory.

@@ -37,7 +37,7 @@ class StateCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
         for name, text, value in (
-            ("num_requests_running", "Sequences whose tokens come", self._admission.num_running),
+            ("num_requests_running", "Sequences that have a token", self._admission.num_running),
             ("num_requests_waiting", "Sequences without a token", self._admission.num_waiting),
         ):
             yield of_model(self._model_name, name, text, value)

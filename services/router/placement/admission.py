@@ -19,7 +19,7 @@ class Place:
         self._is_held = True
 
     def note_tokens(self) -> None:
-        """Count the sequence among those whose tokens come. Idempotent."""
+        """Count the sequence among those past their first token. Idempotent."""
         if self._is_held and not self._is_running:
             self._is_running = True
             self._admission.num_waiting -= 1
@@ -43,8 +43,8 @@ class Admission:
         max_queue: sequences in the system at once, and requests that are still read.
         max_request: sequences of one request, a quarter of `max_queue`.
         num_reading: requests whose bodies are decoded and tokenized.
-        num_waiting: sequences without a token so far.
-        num_running: sequences whose tokens come.
+        num_waiting: sequences before their first token.
+        num_running: sequences past their first token.
     """
 
     def __init__(self, max_queue: int) -> None:

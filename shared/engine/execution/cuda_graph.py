@@ -28,8 +28,9 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 # worker that prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice
 # as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
-# Sizes of captured steps with both. Each pair of them is a graph, so they are few. Between 256 and
-# 512 tokens what a size is too large costs more than a launch saves.
+# Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
+# few. Above 256 tokens they are dense: there, much padding would cost more than a replay saves.
+# With more rows the device is the slower one.
 MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
 
@@ -48,16 +49,17 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
     """Return the steps with prefill chunks to capture: without decode rows, then with them."""
     alone = [
-        StepShape(0, size, chunks)
+        StepShape(0, size, min(chunks, max_num_seqs))
         for chunks, largest in LARGEST_PREFILL.items()
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
-        if size <= max_tokens and chunks <= max_num_seqs
+        if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
     ]
+    most = min(MIXED_ROWS[-1], max_num_seqs)
     mixed = [
         StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
-        for rows in [*(rows for rows in MIXED_ROWS if rows < max_num_seqs), max_num_seqs]
+        for rows in [*(rows for rows in MIXED_ROWS if rows < most), most]
         for size in MIXED_TOKENS
-        if size <= max_tokens
+        if size <= max_tokens and max_num_seqs > 1
     ]
     return alone + mixed
 
@@ -95,7 +97,9 @@ class GraphPool:
         return graph, result
 
 
-Sample = Callable[..., Sampled]  # `SamplingStage.sample`
+Sample = Callable[[Forwarded, bool], Sampled]  # `SamplingStage.sample`
+# Of a step with prefill chunks; also returns the events that each replay records again.
+ForwardChunks = Callable[[StepInputs], tuple[Forwarded, list[DeviceEvent]]]
 
 
 @dataclass(slots=True)
@@ -124,8 +128,7 @@ class StepGraphs:
         """
         graph, forwarded = pool.capture(forward)
         sampling = {
-            shaped: pool.capture(partial(sample, forwarded, shaped=shaped))
-            for shaped in (False, True)
+            shaped: pool.capture(partial(sample, forwarded, shaped)) for shaped in (False, True)
         }
         return cls(graph, forwarded, sampling)
 
@@ -174,17 +177,12 @@ class DecodeGraphs:
         graphs._current = [padding_slot] * max(sizes)
         return graphs
 
-    def fits(self, num_rows: int) -> bool:
-        """Whether a batch of this size can be replayed."""
-        return num_rows <= self.sizes[-1]
-
     def forward(self, slots: list[int]) -> None:
         """Run the forward of a decode step of these device slots."""
         size = self._size_of(len(slots))
         padded = slots + [self.padding_slot] * (size - len(slots))
         if padded != self._current[:size]:
-            host = torch.tensor(padded, dtype=torch.int64).pin_memory()
-            self.slots[:size].copy_(host, non_blocking=True)
+            _copy(torch.tensor(padded, dtype=torch.int64), self.slots[:size])
             self._current[:size] = padded
         self._graphs[size].forward.replay()
 
@@ -202,13 +200,11 @@ class PrefillGraphs:
 
     Attributes:
         shapes: captured, the one that is taken first of those that fit.
-        num_groups: cache groups.
     """
 
     shapes: list[StepShape]
     block_size: int
     padding_slot: int
-    num_groups: int
     _inputs: dict[StepShape, StepInputs] = field(default_factory=dict)
     _graphs: dict[StepShape, StepGraphs] = field(default_factory=dict)
     _events: dict[StepShape, list[DeviceEvent]] = field(default_factory=dict)
@@ -216,7 +212,7 @@ class PrefillGraphs:
     @classmethod
     def capture(
         cls,
-        forward: Callable[[StepInputs, list[DeviceEvent]], Forwarded],
+        forward: ForwardChunks,
         sample: Sample,
         shapes: list[StepShape],
         block_size: int,
@@ -226,18 +222,13 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture `forward(inputs, events)`, and sampling after it, at each shape.
-
-        A forward fills `events` with events that each replay records again.
-        """
-        graphs = cls(shapes, block_size, padding_slot, num_groups)
+        """Capture a forward, and sampling after it, at each shape."""
+        graphs = cls(shapes, block_size, padding_slot)
         tables = np.zeros((0, num_groups, 0), np.int64)
         for shape in reversed(shapes):
-            inputs = graphs._padded([], [], shape, tables).to(device)
-            events: list[DeviceEvent] = []
-            step = partial(forward, inputs, events)
+            graphs._inputs[shape] = graphs._padded([], [], shape, tables).to(device)
+            step = partial(graphs._keep_events, forward, shape)
             graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
-            graphs._inputs[shape], graphs._events[shape] = inputs, events
             rows = f" and decode of {shape.num_decodes}" if shape.num_decodes else ""
             progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}{rows}")
         return graphs
@@ -252,7 +243,6 @@ class PrefillGraphs:
                 num_decodes <= shape.num_decodes
                 and tokens <= shape.num_tokens
                 and len(chunks) <= shape.num_chunks
-                and (num_decodes > 0) == (shape.num_decodes > 0)
             ):
                 return shape
         return None
@@ -269,13 +259,17 @@ class PrefillGraphs:
         tables: BlockTables,
     ) -> None:
         """Run the forward of a step of decode rows, in these device slots, and chunks."""
-        host = self._padded(decodes, chunks, shape, tables).buffer.pin_memory()
-        self._inputs[shape].buffer.copy_(host, non_blocking=True)
+        inputs = self._padded(decodes, chunks, shape, tables)
+        _copy(inputs.buffer, self._inputs[shape].buffer)
         self._graphs[shape].forward.replay()
 
     def sample(self, shape: StepShape, num_rows: int, shaped: bool) -> Sampled:
         """Sample the rows of the last forward: decode rows, then the chunks that sample."""
         return self._graphs[shape].replay_sampling(num_rows, shaped)
+
+    def _keep_events(self, forward: ForwardChunks, shape: StepShape) -> Forwarded:
+        forwarded, self._events[shape] = forward(self._inputs[shape])
+        return forwarded
 
     def _padded(
         self,
@@ -286,3 +280,9 @@ class PrefillGraphs:
     ) -> StepInputs:
         slot = self.padding_slot
         return StepInputs.build_padded(decodes, chunks, self.block_size, tables, shape, slot)
+
+
+def _copy(host: torch.Tensor, target: torch.Tensor) -> None:
+    """Launch a copy from the host."""
+    source = host.pin_memory() if target.is_cuda else host
+    target.copy_(source, non_blocking=True)

@@ -68,7 +68,7 @@ class ModelRunner:
     sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
     pooling: Pooling = field(default_factory=Pooling)
-    _logits: torch.Tensor | None = None  # [static rows, vocab]: the output of all CUDA graphs
+    _logits: torch.Tensor | None = None  # [static rows, vocab], if there are CUDA graphs
     _events: PlanEvents = field(default_factory=PlanEvents)
     # Of the plan that is being launched: an event after each layer group, if it exports blocks.
     _group_events: list[DeviceEvent] = field(default_factory=list)
@@ -144,7 +144,7 @@ class ModelRunner:
         """Run a step's forward by a CUDA graph, or return None if none covers it."""
         if not chunks:
             decodes = self.decode_graphs
-            if decodes is None or not decodes.fits(len(slots)):
+            if decodes is None:
                 return None
             decodes.forward(slots)
             return LaunchedRows(slots, partial(decodes.sample, len(slots)))
@@ -244,10 +244,8 @@ class ModelRunner:
             forwarded = self._rows_of(inputs, hidden)
         else:
             forwarded = self.decode(state.upload([slots])[0], on_layer_end)
-        sample = partial(self.sampling.sample, forwarded)
-        return LaunchedRows(
-            [*slots, *_sampling_slots(chunks)], lambda shaped: sample(shaped=shaped)
-        )
+        rows = [*slots, *_sampling_slots(chunks)]
+        return LaunchedRows(rows, partial(self.sampling.sample, forwarded))
 
     def _read_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
         """Launch the prompts' log probabilities and embeddings; `hidden` is [T, hidden]."""
@@ -270,8 +268,9 @@ class ModelRunner:
 
         return record_group_end
 
-    def _captured(self, inputs: StepInputs, events: list[DeviceEvent]) -> Forwarded:
-        return self.run_chunks(inputs, self._event_recorder(events, in_graph=True))
+    def _captured(self, inputs: StepInputs) -> tuple[Forwarded, list[DeviceEvent]]:
+        events: list[DeviceEvent] = []
+        return self.run_chunks(inputs, self._event_recorder(events, in_graph=True)), events
 
     def has_group_events(self, plan: int) -> bool:
         """Whether there is an event for each layer group of the blocks that this plan exports."""
@@ -295,16 +294,21 @@ class ModelRunner:
         event = self._events.find(after, groups[-1])
         return self.mover.unpack(staging, block_ids, groups, seed, event)
 
-    def capture_graphs(self, max_tokens: int, progress: Callable[[str], None]) -> None:
+    def capture_graphs(
+        self,
+        max_tokens: int,
+        progress: Callable[[str], None],
+        make_pool: Callable[[torch.device], GraphPool] = GraphPool,
+    ) -> None:
         """Capture decode steps, and steps with up to `max_tokens` of prompts; reports each."""
         state, sampling = self.state, self.sampling
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
             rows = self.decode(every)
             for shaped in (False, True):  # so that one-time allocations are made before the capture
-                sampling.sample(rows, shaped=shaped)
+                sampling.sample(rows, shaped)
             self._logits = rows.logits.new_empty((sampling.num_rows, rows.logits.shape[1]))
-        pool = GraphPool(state.device)
+        pool = make_pool(state.device)
         sizes = batch_buckets(state.num_slots)
         self.decode_graphs = DecodeGraphs.capture(
             self.decode, sampling.sample, sizes, state.padding_slot, state.device, pool, progress

@@ -15,10 +15,8 @@ from pagewire.shared.errors import IntegrityError
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Launch a copy to the host; the tensor itself if it is there."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    """Launch a copy to the host: a later step may overwrite the tensor."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor, non_blocking=True)
 
 

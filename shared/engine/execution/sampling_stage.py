@@ -45,8 +45,8 @@ class Sampled(NamedTuple):
     """What a step sampled; a graph's own are overwritten by its next replay.
 
     Attributes:
-        tokens: [B] int64.
-        logits: [B, vocab] as they were before any mask; overwritten by any graph's next replay.
+        tokens: [N] int64.
+        logits: [N, vocab] as they were before any mask; the next step may overwrite them.
     """
 
     tokens: torch.Tensor
@@ -85,7 +85,7 @@ class SamplingStage:
 
     @property
     def num_rows(self) -> int:
-        """Static rows."""
+        """Static rows: enough for the largest captured step."""
         return self.state.num_slots + MOST_REPLAYED_CHUNKS
 
     def apply(self, plan: StepPlan) -> None:
@@ -100,7 +100,7 @@ class SamplingStage:
         return self._has_masks or self.shaping.is_shaped(slots)
 
     def drawn_from(self, sampled: Sampled, shaped: bool) -> torch.Tensor:
-        """Return the logits `[B, vocab]` from which rows have just been drawn.
+        """Return the logits `[N, vocab]` from which rows have just been drawn.
 
         They are overwritten by the next step's sampling.
         """
@@ -131,7 +131,7 @@ class SamplingStage:
     def _on_host(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=self.state.device.type == "cuda")
 
-    def sample(self, rows: Forwarded, *, shaped: bool) -> Sampled:
+    def sample(self, rows: Forwarded, shaped: bool) -> Sampled:
         """Draw a token a row, and leave it in its device slot.
 
         Everything is read from and written to the device, so that this can be captured.
@@ -149,8 +149,9 @@ class SamplingStage:
         if shaped:
             mask_of_row = self._mask_of_row[:count]
             # What a held row samples goes to the padding device slot, which stays at position 0.
-            slots = torch.where(mask_of_row == _HELD, state.padding_slot, slots)
-            positions = torch.where(mask_of_row == _HELD, 0, positions)
+            is_held = mask_of_row == _HELD
+            slots = torch.where(is_held, state.padding_slot, slots)
+            positions = torch.where(is_held, 0, positions)
             out = self._shaped[:count]
             logits = self.ops.shape_logits(
                 logits, slots, positions, tables, self._masks, mask_of_row, out

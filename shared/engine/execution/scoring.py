@@ -101,8 +101,8 @@ class Scoring:
 
         Args:
             sampled: the tokens, and logits as they were before sampling.
-            shaped: [B, vocab] logits that they were drawn from, before temperature and limits.
-            slots: device slots of the B rows.
+            shaped: [N, vocab] logits that they were drawn from, before temperature and limits.
+            slots: device slots of the N rows.
         """
         wanted = [row for row, slot in enumerate(slots) if slot in self.of_tokens]
         for is_processed in (False, True) if self.processed else (False,):

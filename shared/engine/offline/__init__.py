@@ -7,5 +7,5 @@
 
 Entry point: `LLM` (llm.py).
 
-May import: all of the engine, `shared.text`, `shared.tools`, `shared.grammar`.
+May import: what the engine may, and all of the engine.
 """

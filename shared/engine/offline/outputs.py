@@ -14,7 +14,7 @@ class Logprob:
     """One token's log probability at one position.
 
     Attributes:
-        logprob: by the raw logits.
+        logprob: by the raw logits, unless `logprobs_mode` is "processed".
         rank: 1 for the most likely token.
         decoded_token: its text; None if the model has no tokenizer.
     """

@@ -1,0 +1,69 @@
+"""How a step's inputs are laid out: as they are, and padded to a shape."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
+from pagewire.shared.engine.scheduling.step import PrefillChunk
+
+BLOCK_SIZE, GROUPS, PADDING_SLOT = 4, 2, 6
+TABLES = np.arange(7 * GROUPS * 5).reshape(7, GROUPS, 5)  # a block of its own in each place
+CHUNKS = [
+    PrefillChunk(3, 0, [11, 12, 13, 14, 15], samples=True),
+    PrefillChunk(0, 7, [21], samples=False),
+    PrefillChunk(5, 2, [31, 32, 33], samples=True),
+]
+SHAPE = StepShape(4, 16, 8)
+
+
+def both(decodes: list[int], chunks: list[PrefillChunk]) -> tuple[StepInputs, StepInputs]:
+    return (
+        StepInputs.build(decodes, chunks, BLOCK_SIZE, TABLES),
+        StepInputs.build_padded(decodes, chunks, BLOCK_SIZE, TABLES, SHAPE, PADDING_SLOT),
+    )
+
+
+@pytest.mark.parametrize("decodes", [[], [2], [4, 1, 2, 0]], ids=len)
+def test_rows_that_sample_come_first_and_padding_after_them(decodes: list[int]) -> None:
+    plain, padded = both(decodes, CHUNKS)
+    count = len(decodes)
+    assert plain.decode_slots.tolist() == decodes
+    assert padded.decode_slots.tolist() == decodes + [PADDING_SLOT] * (4 - count)
+    slots, positions = [*decodes, 3, 5], [-1] * count + [5, 5]
+    assert plain.sample_slots.tolist() == slots
+    assert padded.sample_slots.tolist() == slots + [PADDING_SLOT] * (10 - count)
+    assert plain.sample_positions.tolist() == positions
+    assert padded.sample_positions.tolist() == positions + [0] * (10 - count)
+    # Hidden states of chunks come after those of all decode rows.
+    assert plain.sample_rows.tolist() == [*range(count), count + 4, count + 8]
+    assert padded.sample_rows[: count + 2].tolist() == [*range(count), 4 + 4, 4 + 8]
+
+
+@pytest.mark.parametrize("chunks", [CHUNKS[:1], CHUNKS[1:2], CHUNKS], ids=len)
+def test_padding_tokens_are_written_nowhere_and_padding_chunks_are_empty(
+    chunks: list[PrefillChunk],
+) -> None:
+    ids = [token for chunk in chunks for token in chunk.token_ids]
+    positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+    owners = [chunk.slot for chunk in chunks for _ in chunk.token_ids]
+    blocks = TABLES[owners, :, np.array(positions) // BLOCK_SIZE].T  # [G, T]
+    kv_slots = (blocks * BLOCK_SIZE + np.array(positions) % BLOCK_SIZE).tolist()
+    ends = [0, *accumulate(chunk.length for chunk in chunks)]
+    padding = [(0, 0), (16 - len(ids), 8 - len(chunks))]
+    for inputs, (tokens, rows) in zip(both([2], chunks), padding, strict=True):
+        batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
+        assert batch.input_ids.tolist() == ids + [0] * tokens
+        assert batch.positions.tolist() == positions + [0] * tokens
+        slots = [*(chunk.slot for chunk in chunks), *[PADDING_SLOT] * rows]
+        for group, part in enumerate(batch.groups):
+            assert part.slot_mapping.tolist() == kv_slots[group] + [-1] * tokens
+            assert part.prefill_block_tables is not None
+            assert part.prefill_block_tables.tolist() == TABLES[slots, group].tolist()
+        assert batch.prefill_cu_query_lens is not None and batch.prefill_seq_lens is not None
+        assert batch.prefill_cu_query_lens.tolist() == ends + ends[-1:] * rows
+        assert batch.prefill_seq_lens.tolist() == [chunk.end for chunk in chunks] + [0] * rows
