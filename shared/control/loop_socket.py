@@ -16,6 +16,7 @@ _BATCH = 256
 _SEND_QUEUE = 4096  # messages to one peer
 _RECEIVE_QUEUE = 1024
 _CURVE_OVERHEAD = 64  # bytes that encryption adds to a frame, rounded up
+_READABLE = int(zmq.POLLIN)
 
 
 class LoopSocket:
@@ -73,7 +74,7 @@ class LoopSocket:
             if self._closed:
                 return
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._receive()
             except zmq.Again:
                 return
             try:
@@ -81,6 +82,9 @@ class LoopSocket:
             except Exception:
                 # A bug in the handling of one message must not end the service of all others.
                 logger.exception("the handler of a ZeroMQ message failed")
+            # `zmq.Again` says this, too, but pyzmq takes twice as long to raise it.
+            if not (self._closed or int(self.socket.getsockopt(zmq.EVENTS)) & _READABLE):
+                return
         self._wake()
 
     def close(self, linger_ms: int = 0) -> None:
@@ -93,6 +97,19 @@ class LoopSocket:
             self._scheduled = None
         self._loop.remove_reader(self._fd)
         self.socket.close(linger=linger_ms)
+
+    def _receive(self) -> list[bytes]:
+        """Return the frames of a message, in two thirds of the time that `recv_multipart` takes.
+
+        Raises:
+            zmq.Again: none has arrived.
+        """
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        frames = [frame.bytes]
+        while frame.more:
+            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            frames.append(frame.bytes)
+        return frames
 
     def _wake(self) -> None:
         if self._scheduled is None and not self._closed:

@@ -190,7 +190,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     amount: Count
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step gave one request.
 
     Attributes:

@@ -20,7 +20,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 TextFinishReason = Literal["stop", "length"]
 
 
-class TextDelta(msgspec.Struct):
+class TextDelta(msgspec.Struct, gc=False):
     """A part of an answer.
 
     Attributes:

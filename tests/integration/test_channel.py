@@ -41,6 +41,26 @@ def test_messages_cross_both_ways_in_order(loop_factory) -> None:
     run_async(scenario(), loop_factory=loop_factory)
 
 
+@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_no_message_waits_for_a_heartbeat(loop_factory) -> None:
+    quiet = {"heartbeat_s": 60.0, "lease_s": 300.0}
+
+    async def scenario() -> None:
+        async with serving(**quiet) as server, connected(server.endpoint, **quiet) as client:
+            server.handler = lambda peer, message: server.control.post(peer, message)
+            sent = 0
+            for burst in range(300):
+                for _ in range(1 + burst % 5):
+                    client.control.post(ack(sent))
+                    sent += 1
+                while len(client.received) < sent:
+                    client.arrived.clear()
+                    await asyncio.wait_for(client.arrived.wait(), WAIT_S)
+            assert client.received == [ack(number) for number in range(sent)]
+
+    run_async(scenario(), loop_factory=loop_factory)
+
+
 def test_connect_returns_who_answers() -> None:
     async def scenario() -> None:
         async with serving(epoch=41) as server:
