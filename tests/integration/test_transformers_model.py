@@ -85,10 +85,15 @@ def test_layers_end_in_order(tmp_path: Path) -> None:
     assert ended == [0, 1, 2]
 
 
-def test_offline_llm_generates_hugging_faces_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("architecture", ["StableLmForCausalLM", "Starcoder2ForCausalLM-windows"])
+def test_offline_llm_generates_hugging_faces_tokens(
+    tmp_path: Path, architecture: str, device: str
+) -> None:
     """The engine preempts and reuses prefixes as with any model: twice the same prompt."""
-    theirs = write_tiny(tmp_path, "StableLmForCausalLM")
-    llm = LLM(str(tmp_path), model_impl="transformers", device="cpu", dtype="float32")
+    theirs = write_tiny(tmp_path, architecture)
+    settings = {"model_impl": "transformers", "dtype": "float32", "gpu_memory_utilization": 0.2}
+    llm = LLM(str(tmp_path), device=device, **settings)
     prompt = [(n * 37) % VOCAB for n in range(50)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     answers = llm.generate([{"prompt_token_ids": prompt}] * 2, params)
