@@ -36,8 +36,14 @@ def truth(llm: LLM, mode: str, normalize: bool) -> list[Any]:
     return embeddings_by_hugging_face(ids, mode, normalize)
 
 
-def load(path: Path | str) -> LLM:
-    return LLM(str(path), device="cpu", dtype="float32", max_num_batched_tokens=64)
+EACH_DEVICE = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+def load(path: Path | str, device: str = "cpu") -> LLM:
+    settings = {"dtype": "float32", "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.2}
+    return LLM(str(path), device=device, **settings)
 
 
 def check(llm: LLM, expected: list[Any]) -> None:
@@ -87,10 +93,14 @@ def test_it_goes_along_with_answers_of_the_same_batch(padded: bool) -> None:
     assert not core.has_work
 
 
+@EACH_DEVICE
 @pytest.mark.parametrize("newer", [False, True])
 @pytest.mark.parametrize(("mode", "normalize"), [("cls", False), ("mean", True), ("last", False)])
-def test_the_models_files_say_how(tmp_path: Path, mode: str, normalize: bool, newer: bool) -> None:
-    llm = load(model_with(tmp_path, mode, *(["Normalize"] if normalize else []), newer=newer))
+def test_the_models_files_say_how(
+    tmp_path: Path, mode: str, normalize: bool, newer: bool, device: str
+) -> None:
+    path = model_with(tmp_path, mode, *(["Normalize"] if normalize else []), newer=newer)
+    llm = load(path, device)
     check(llm, truth(llm, mode, normalize))
 
 
