@@ -18,6 +18,8 @@ from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.shaping_tables import ShapingTables
 
 _CHUNK = 1024
+# Registers of a thread: with more, fewer programs read memory at the same time.
+_REGISTERS = 32
 _ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 _FLAGS = tl.constexpr(layout.FLAGS)
 _IS_LIMITED = tl.constexpr(layout.IS_LIMITED)
@@ -220,7 +222,9 @@ def shape_logits(
         logits, slots, *tables, masks, mask_of_row, out, logits.stride(0), out.stride(0),
         vocab_size, tables.allowed.shape[1],
     )  # fmt: skip
-    _each_kernel[(-(-vocab_size // chunk), count)](*arguments, CHUNK=chunk, num_warps=4, maxnreg=32)
+    _each_kernel[(-(-vocab_size // chunk), count)](
+        *arguments, CHUNK=chunk, num_warps=4, maxnreg=_REGISTERS
+    )
     _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
     _ban_kernel[(count,)](
         slots, positions, tables.rows, out, out.stride(0),

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.detokenizer import Detokenizer
 from pagewire.shared.tools.events import (
     AnswerEvent,
@@ -207,6 +208,12 @@ class AnswerMessage:
             "".join(reasoning) if reasoning else None,
             [ToolCall(call.id, call.name, "".join(parts)) for call, parts in calls],
         )
+
+
+def read_delta(parser: AnswerParser, delta: TextDelta) -> list[AnswerEvent]:
+    """Return what a part of an answer adds; the last part ends it."""
+    events = parser.push(delta.text) if delta.text else []
+    return events if delta.finish_reason is None else [*events, *parser.flush(delta.is_cut)]
 
 
 def read_answer(

@@ -149,8 +149,7 @@ class ModelRunner:
             decodes.forward(slots)
             return LaunchedRows(slots, partial(decodes.sample, len(slots)))
         prefills = self.prefill_graphs
-        shape = None if prefills is None else prefills.shape_of(len(slots), chunks)
-        if prefills is None or shape is None:
+        if prefills is None or (shape := prefills.shape_of(len(slots), chunks)) is None:
             return None
         prefills.forward(slots, chunks, shape, self.state.host_tables)
         if self._records_groups:
@@ -200,7 +199,7 @@ class ModelRunner:
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits; under CUDA graphs, into static memory that outlives the replay."""
         if not len(hidden):
-            return hidden
+            return hidden  # no row samples, so that nothing reads the logits
         out = None if self._logits is None else self._logits[: len(hidden)]
         return self.model.compute_logits(hidden, out)
 

@@ -19,6 +19,7 @@ from pagewire.shared.tools.answer import (
     AnswerReading,
     answer_parser,
     count_reasoning,
+    read_delta,
 )
 from pagewire.shared.tools.events import (
     AnswerEvent,
@@ -132,10 +133,7 @@ class ParsedAnswer:
         """Return what a delta adds."""
         if self._parser.may_reason:
             self._token_ids += delta.token_ids
-        events = self._parser.push(delta.text) if delta.text else []
-        return (
-            events if delta.finish_reason is None else [*events, *self._parser.flush(delta.is_cut)]
-        )
+        return read_delta(self._parser, delta)
 
 
 def _delta(events: Sequence[AnswerEvent]) -> dict[str, Any]:

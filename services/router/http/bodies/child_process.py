@@ -51,12 +51,11 @@ class ChildPool:
             RequestFailedError: the router shuts down.
             OSError: none can be started.
         """
+        while (idle := self._pop_idle()) is not None:
+            if idle.is_alive:
+                return idle
+            self.end(idle)
         with self._lock:
-            while self._idle:
-                if (process := self._idle.pop()).is_alive:
-                    return process
-                self.processes.discard(process)
-                process.close()
             if self.is_closed:
                 raise RequestFailedError(SHUTS_DOWN)
             process = ChildProcess(self._program, self._settings, timeout_s)
@@ -65,11 +64,12 @@ class ChildPool:
 
     def keep(self, process: ChildProcess, memory_bytes: int) -> None:
         """Give a process back that has answered, unless it holds too much memory."""
-        if memory_bytes > MAX_PROCESS_BYTES or self.is_closed:
+        with self._lock:  # so that nothing is kept once `close` has ended what is idle
+            is_kept = memory_bytes <= MAX_PROCESS_BYTES and not self.is_closed
+            if is_kept:
+                self._idle.append(process)
+        if not is_kept:
             self.end(process)
-            return
-        with self._lock:
-            self._idle.append(process)
 
     def end(self, process: ChildProcess) -> None:
         """End a process; if that fails, the log says so."""
@@ -90,6 +90,10 @@ class ChildPool:
         self.threads.shutdown(wait=False, cancel_futures=True)
         for process in idle:
             self.end(process)
+
+    def _pop_idle(self) -> ChildProcess | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
 
 
 class ChildProcess:

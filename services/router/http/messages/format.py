@@ -14,7 +14,7 @@ from pagewire.services.router.http.inputs.generation import GenerationInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import UNDECODABLE
 from pagewire.shared.text.answer_text import TextDelta
-from pagewire.shared.tools.answer import answer_parser
+from pagewire.shared.tools.answer import answer_parser, read_delta
 from pagewire.shared.tools.events import (
     AnswerEvent,
     CallArguments,
@@ -78,10 +78,7 @@ class MessageFormat:
     def _read(self, delta: TextDelta) -> list[AnswerEvent]:
         if self._parser is None:
             return [ContentText(delta.text)] if delta.text else []
-        events = self._parser.push(delta.text) if delta.text else []
-        return (
-            events if delta.finish_reason is None else [*events, *self._parser.flush(delta.is_cut)]
-        )
+        return read_delta(self._parser, delta)
 
     def _ending(self, delta: TextDelta) -> dict[str, Any]:
         """Return why an answer has ended."""
