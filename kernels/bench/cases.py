@@ -248,6 +248,31 @@ def _note_tokens(rows: int) -> BenchCase:
     return BenchCase("note_tokens", f"{rows} rows", call, 16.0 * rows, check=check, exact=True)
 
 
+def _sampling_step(rows: int, kind: str | None) -> BenchCase:
+    """Return all that comes after the logits, with rows of a `SHAPING` or, if None, without it."""
+    logits = peaked_logits(rows, VOCABULARY, "cuda").to(DTYPE)
+    sampling = sampling_inputs(logits, *SAMPLING["top-p 0.9"]).arguments[1:]
+    shaping = SHAPING[kind or "nothing"]
+    x = shaping_inputs(logits, [shaping] * rows, [list(range(1000))] * rows)
+
+    def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
+        if kind is None:
+            return (ops.sample(logits, *sampling),)
+        places = x.slots, x.positions
+        shaped = ops.shape_logits(logits, *places, tables, x.masks, x.mask_of_row)
+        tokens = ops.sample(shaped, *sampling)
+        ops.note_tokens(tables, tokens, *places)
+        return (tokens,)
+
+    def check(ops: Ops) -> tuple[torch.Tensor, ...]:
+        return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
+
+    call = partial(run, tables=x.tables)
+    shape = f"{rows} rows, top-p 0.9" + (f", {kind}" if kind else "")
+    work = (2.0 if kind is None else 10.0) * rows * VOCABULARY
+    return BenchCase("sampling_step", shape, call, work, check=check, exact=True)
+
+
 def _enter_tokens(length: int) -> BenchCase:
     tables = ShapingTables.zeros(8, VOCABULARY, "cuda")
     slots, ends = torch.tensor([3], device="cuda"), torch.tensor([length], device="cuda")
@@ -348,6 +373,9 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for kind in SAMPLING
         for peaked in (False, True)
         for dtype in (DTYPE, torch.float32)
+    ),
+    "sampling_step": lambda: (
+        _sampling_step(rows, kind) for rows in (64, 256) for kind in (None, *SHAPING)
     ),
     "token_logprobs": lambda: (
         _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)

@@ -24,6 +24,7 @@ from pagewire.kernels import Ops, load_ops
 from pagewire.kernels.bench.case import BenchCase
 from pagewire.kernels.bench.cases import CASES
 
+_WARM_UP_MS, _MEASURED_MS = 10, 40  # of each repetition
 _COLUMNS = ("op", "shape", "us", "spread %", "rate", "unit", "of ceiling", "peer us", "of peer")
 
 
@@ -43,7 +44,8 @@ def _capture(run: Callable[[], object]) -> Callable[[], object]:
 def _microseconds(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
     """Return the median time of `run`, and the spread of the medians in percent."""
     times = [
-        1e3 * float(triton.testing.do_bench(run, return_mode="median")) for _ in range(repetitions)
+        1e3 * triton.testing.do_bench(run, _WARM_UP_MS, _MEASURED_MS, return_mode="median")
+        for _ in range(repetitions)
     ]
     median = statistics.median(times)
     return median, 100 * (max(times) - min(times)) / median

@@ -17,7 +17,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -122,13 +122,18 @@ def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
     return seconds / tokens * batch * 1e3
 
 
-def measure(llm: LLM, batches: Sequence[int]) -> None:
-    """Print the step times of each batch and kind."""
+def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
+    """Print the step times of each batch and kind.
+
+    Args:
+        step: answers (kind, batch); returns a step's time in ms.
+        batches: rows of a step.
+    """
     for batch in batches:
         found: dict[str, list[float]] = {kind: [] for kind in kinds()}
         for turn in range(TURNS + 1):
-            for kind, spec in kinds().items():
-                took = step_ms(llm, spec, batch)
+            for kind in found:
+                took = step(kind, batch)
                 if turn:  # the first one compiles
                     found[kind].append(took)
         first = statistics.median(next(iter(found.values())))
@@ -145,11 +150,17 @@ def measure(llm: LLM, batches: Sequence[int]) -> None:
             )
 
 
-def main() -> None:
-    """Measure and print."""
+def read_batches() -> list[int]:
+    """Return the batches that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="rows")
-    options = parser.parse_args()
+    batches: list[int] = parser.parse_args().batches
+    return batches
+
+
+def main() -> None:
+    """Measure and print."""
+    batches = read_batches()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
         llm = LLM(
@@ -159,7 +170,8 @@ def main() -> None:
             max_num_batched_tokens=8192,
             max_num_seqs=256,
         )
-        measure(llm, options.batches)
+        specs = kinds()
+        measure(lambda kind, batch: step_ms(llm, specs[kind], batch), batches)
 
 
 if __name__ == "__main__":
