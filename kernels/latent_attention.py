@@ -25,6 +25,7 @@ from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.paged_decode import choose_splits, combine_splits
 
 _MAX_SPLITS = 32  # the second kernel has a program hold a latent vector of each
+_RESIDENT = 2  # programs of an SM
 _MIN_DOT = 16
 _MANY_ROWS = 17  # and more take larger tiles
 MAX_RANK = 512
@@ -212,7 +213,7 @@ def latent_attention(
     splits = 1
     if cu_query_lens is None:
         tiles = max(1, -(-block_tables.shape[1] * block_size // config.tile))
-        splits = choose_splits(sequences * row_tiles, tiles, sm_count(cache.device))
+        splits = choose_splits(sequences * row_tiles, tiles, sm_count(cache.device), _RESIDENT)
         splits = min(splits, _MAX_SPLITS)
     partial = lse = out  # unused without a split
     if splits > 1:

@@ -144,7 +144,8 @@ def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
         pytest.param(8, 4096, range(16, 34), id="one-sequence-fills-the-device"),
         pytest.param(1024, 4096, range(1, 2), id="full-batch-is-not-split"),
         pytest.param(8, 1, range(1, 2), id="nothing-to-split"),
-        pytest.param(288, 4096, range(2, 16), id="a-bit-over-one-wave"),
+        pytest.param(384, 4096, range(1, 2), id="nearly-all-that-run-at-once"),
+        pytest.param(512, 4096, range(2, 4), id="a-bit-over-one-wave"),
     ],
 )
 def test_choice_of_splits(programs, tiles, expected):
