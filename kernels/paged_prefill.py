@@ -261,13 +261,12 @@ def paged_prefill(
     sequences = seq_lens.shape[0]
     if max_query_len == 0 or sequences == 0:
         return out
-    # The Hopper kernel knows neither windows nor caps nor sinks.
-    is_plain = window is None and soft_cap is None and sinks is None
-    hopper = _hopper_kernel(q.device) if is_plain else None
+    hopper = _hopper_kernel(q.device)
     if hopper is not None and hopper.is_supported(q, k_cache, v_cache):
         hopper.hopper_prefill(
-            q, k_cache, v_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out
-        )
+            q, k_cache, v_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out,
+            window, soft_cap, sinks,
+        )  # fmt: skip
         return out
     dim_pad = next_power_of_2(dim)
     config = _choose_config(dim_pad, q.element_size(), max_query_len)

@@ -1,14 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Paged prefill attention for Hopper GPUs, in Gluon.
 
-A program takes 128 rows of one sequence and key/value head; a row is a (token, query head of the
-group) pair, so that short chunks fill tiles, too. Four warps do nothing but start copies of pages
-of keys and values into rings of tiles in shared memory; two warp groups compute 64 rows each. While
-a group's softmax runs, its product of the last weights and values and the other group's products
-keep the tensor cores busy.
+A program takes 64 to 192 rows of one sequence and key/value head; a row is a (token, query head of
+the group) pair, so that short chunks fill tiles, too. Four warps do nothing but start copies of
+pages of keys and values into rings of tiles in shared memory; one to three warp groups compute 64
+rows each. While a group's softmax runs, its product of the last weights and values and the other
+groups' products keep the tensor cores busy.
+
+Only tiles across the diagonal, or across the start of a window, compare positions. What lies before
+all windows of a program is neither copied nor looked up.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -16,95 +21,68 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_LOG2_E = 1.4426950408889634
+from pagewire.kernels._hopper_rings import (
+    advance,
+    clear_unseen,
+    copy_tiles,
+    describe,
+    is_matrix,
+    make_ring,
+)
+from pagewire.kernels._launch import sm_count
+from pagewire.kernels._scores import LOG2_E
+
+_LOG2_E = gl.constexpr(LOG2_E)
 _ROWS = gl.constexpr(64)  # of a warp group
-_HALF = gl.constexpr(64)  # elements of a row that one copy takes: the 128 bytes of a swizzle
-_BLOCK_N = gl.constexpr(128)
-_STAGES = gl.constexpr(3)
-_PRODUCER_WARPS = gl.constexpr(2)  # that copy keys, and as many that copy values
-# Names that differ among versions of Triton (3.6 has the older ones).
-_start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
-def _advance(stage, phase):
-    """Return the next stage of the ring and the parity of its barriers' phase."""
-    last = stage == _STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _as_parts(tiles, desc, COUNT: gl.constexpr):
-    """View tiles as what single copies fill: the 64-element halves of pages, halves outermost."""
-    SHAPE: gl.constexpr = [COUNT, desc.block_shape[0], _HALF]
-    if _REINTERPRET_IS_PUBLIC:
-        return tiles.reinterpret(tiles.dtype, SHAPE, desc.layout)
-    else:
-        return tiles._reinterpret(tiles.dtype, SHAPE, desc.layout)
-
-
-@gluon.jit
-def _copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, WARP: gl.constexpr):
-    """Copy this warp's half of every tile into the ring; what lies past the sequence is zeros."""
-    desc, parts, full, free = ring
-    table, tiles, seq_len, num_blocks, block_rows, head_row = source
-    SLOTS: gl.constexpr = parts.shape[1]
-    PAGES: gl.constexpr = _BLOCK_N // SLOTS
-    PARTS: gl.constexpr = parts.shape[0] // _STAGES
-    FIRST: gl.constexpr = WARP * PARTS // _PRODUCER_WARPS
-    LAST: gl.constexpr = (WARP + 1) * PARTS // _PRODUCER_WARPS
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(1)  # a fresh barrier passes for the phase before its first
-    for tile in range(tiles):
-        rows = ()
-        for part in gl.static_range(FIRST, LAST):
-            token = tile * _BLOCK_N + part % PAGES * SLOTS
-            # A block past the last one reads as zeros.
-            block = gl.load(table + token // BLOCK_SIZE, mask=token < seq_len, other=num_blocks)
-            row = block * block_rows + head_row + token % BLOCK_SIZE
-            # Gluon knows neither unpacking into a tuple nor its annotation.
-            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
-        mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(full.index(stage), (LAST - FIRST) * SLOTS * _HALF * 2)
-        for part in gl.static_range(FIRST, LAST):
-            at = [rows[part - FIRST], part // PAGES * _HALF]
-            _start_copy(desc, at, full.index(stage), parts.index(stage * PARTS + part))
-        stage, phase = _advance(stage, phase)
-
-
-@gluon.jit
-def _softmax(scores, positions, first, m_i, scale_log2, MASKED: gl.constexpr):
+def _softmax(scores, positions, tile, m_i, scale, limits, MASKED: gl.constexpr):
     """One step of the online softmax: `p`, the factor for what came before, new maxima."""
+    WINDOW: gl.constexpr = limits[0]
+    CAP: gl.constexpr = limits[1]
+    factor = scale
+    if CAP > 0:
+        # One instruction, whose error of 2**-11 is below what rounding `p` to 16 bits costs.
+        scores = gl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [scores * (scale / CAP)], gl.float32, True, 1
+        )
+        factor = CAP
     if MASKED:
+        BLOCK_N: gl.constexpr = scores.shape[1]
         columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        tokens = first + gl.arange(0, _BLOCK_N, layout=columns)
+        tokens = (tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=columns))[None, :]
         # A position past the context is past every query too.
-        scores = gl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(scores, axis=1) * scale_log2)
-    p = gl.exp2(scores * scale_log2 - m_new[:, None])
+        is_seen = tokens <= positions[:, None]
+        if WINDOW > 0:
+            is_seen = is_seen & (tokens > positions[:, None] - WINDOW)
+        scores = gl.where(is_seen, scores, float("-inf"))
+    m_new = gl.maximum(m_i, gl.max(scores, axis=1) * factor)
+    if MASKED and WINDOW > 0:
+        # A query may have seen nothing yet: a finite stand-in for -inf minus -inf.
+        m_new = gl.maximum(m_new, -1.0e30)
+    p = gl.exp2(scores * factor - m_new[:, None])
     return p, gl.exp2(m_i - m_new), m_new
 
 
 @gluon.jit
 def _thread_sums(p):
     """Sum what each thread holds of a row: 2 of 8 columns, 4 threads; they are added up last."""
-    pairs = gl.reshape(p, [_ROWS, _BLOCK_N // 8, 4, 2])
+    pairs = gl.reshape(p, [_ROWS, p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, axis=3), axis=1)  # [_ROWS, 4]
 
 
 @gluon.jit
 def _start_scores(q, k_tiles, stage):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
-    zeros = gl.zeros([_ROWS, _BLOCK_N], gl.float32, layout=LAYOUT)
+    BLOCK_N: gl.constexpr = k_tiles.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, layout=LAYOUT)
     keys = k_tiles.index(stage).permute((1, 0))
-    return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)  # [_ROWS, _BLOCK_N]
+    return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)  # [_ROWS, BLOCK_N]
 
 
 @gluon.jit
@@ -122,11 +100,13 @@ def _as_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q, keys, values, state, ring, positions, scale_log2, start, stop, tiles, MASKED: gl.constexpr
-):
+    q, keys, values, state, ring, positions, scale, start, stop, end, limits,
+    MASKED: gl.constexpr,
+):  # fmt: skip
     """Take the tiles from `start` to `stop`: each one's scores, with the values of the last."""
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
+    STAGES: gl.constexpr = k_tiles.shape[0]
     p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
     for tile in range(start, stop):
@@ -139,35 +119,18 @@ def _attend(
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        p, rescale, m_i = _softmax(scores, positions, tile * _BLOCK_N, m_i, scale_log2, MASKED)
+        p, rescale, m_i = _softmax(scores, positions, tile, m_i, scale, limits, MASKED)
         l_i = _rescaled(l_i, rescale) + _thread_sums(p)
         used = v_stage
         v_stage = stage
         v_phase = phase
-        stage, phase = _advance(stage, phase)
+        stage, phase = advance(stage, phase, STAGES)
         # The branch of this wait keeps the assembler from moving the softmax after the next wait:
         # the product hides the softmax here.
-        mbarrier.wait(k_full.index(stage), phase, pred=tile + 1 < tiles)
+        mbarrier.wait(k_full.index(stage), phase, pred=tile + 1 < end)
         acc, p, rescale = warpgroup_mma_wait(0, deps=(acc, p, rescale))
         mbarrier.arrive(v_free.index(used), count=1)
     return (p, rescale, acc, m_i, l_i), (stage, phase, v_stage, v_phase)
-
-
-@gluon.jit
-def _clear_stale(parts, stage, used, HALVES: gl.constexpr):
-    """Zero the KV slots past the sequence in the page that holds its end.
-
-    They may hold NaN, and a weight of zero times NaN is NaN. Both warp groups write the same.
-    """
-    SLOTS: gl.constexpr = parts.shape[1]
-    PAGES: gl.constexpr = _BLOCK_N // SLOTS
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slots = gl.arange(0, SLOTS, layout=gl.SliceLayout(1, LAYOUT))
-    if used % SLOTS != 0:
-        for half in gl.static_range(HALVES):
-            part = parts.index((stage * HALVES + half) * PAGES + used // SLOTS)
-            part.store(gl.where((slots < used % SLOTS)[:, None], part.load(LAYOUT), 0.0))
-        fence_async_shared()
 
 
 @gluon.jit
@@ -180,16 +143,26 @@ def _row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
 
 @gluon.jit
 def _compute(
-    q_tile, keys, values, v_parts, q, out, query_start, first_row, rows, context, seq_len, tiles,
-    first_head, scale_log2, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Attend with the 64 rows from `first_row`; runs in one warp group."""
+    buffers, tensors, span, chunk, scale, limits, NUMBER: gl.constexpr, GROUP: gl.constexpr
+):
+    """Attend with 64 rows of the program's; runs in one warp group, that of this number."""
+    q_tiles, keys, values, v_parts = buffers
+    q, out, sinks_ptr = tensors
+    start, end, lowest, seq_len = span
+    query_start, program_row, rows, context, first_head = chunk
+    WINDOW: gl.constexpr = limits[0]
+    HAS_SINKS: gl.constexpr = limits[2]
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, _ = values
-    DIM: gl.constexpr = q_tile.shape[1]
+    BLOCK_N: gl.constexpr = k_tiles.shape[1]
+    STAGES: gl.constexpr = k_tiles.shape[0]
+    DIM: gl.constexpr = k_tiles.shape[2]
     GLOBAL: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    first_row = program_row + NUMBER * _ROWS
+    q_tile = q_tiles.index(NUMBER)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, GLOBAL))
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, GLOBAL))
     q_rows = _row_pointers(q, query_start, row, first_head, GROUP)
@@ -197,38 +170,55 @@ def _compute(
     q_tile.store(gl.load(q_rows[:, None] + dims[None, :], mask=valid, other=0.0))
     fence_async_shared()
 
-    score_rows = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+    score_rows = first_row + gl.arange(0, _ROWS, layout=ROW)
     positions = context + score_rows // GROUP
-    unmasked = gl.minimum((context + first_row // GROUP + 1) // _BLOCK_N, tiles)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_tile, k_tiles, 0),))
     mbarrier.arrive(k_free.index(0), count=1)
-    lowest = gl.full([_ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
-    p, rescale, m_i = _softmax(scores, positions, 0, lowest, scale_log2, True)
+    m_i = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROW)
+    p, rescale, m_i = _softmax(scores, positions, start, m_i, scale, limits, True)
     acc = gl.zeros([_ROWS, DIM], gl.float32, layout=ACC)
     state = (p, rescale, acc, m_i, _thread_sums(p))
-    stage, phase = _advance(gl.to_tensor(0), gl.to_tensor(0))
+    stage, phase = advance(gl.to_tensor(0), gl.to_tensor(0), STAGES)
     ring = (stage, phase, gl.to_tensor(0), gl.to_tensor(0))
-    mbarrier.wait(k_full.index(stage), phase, pred=tiles > 1)
+    mbarrier.wait(k_full.index(stage), phase, pred=start + 1 < end)
+    # From here to the diagonal, all rows see all positions.
+    inner = start + 1
+    unmasked = gl.minimum((context + first_row // GROUP + 1) // BLOCK_N, end)
+    if WINDOW > 0:
+        mbarrier.wait(v_full.index(0), 0)
+        clear_unseen(v_parts, v_tiles, 0, lowest - start * BLOCK_N, True)
+        last_lowest = context + (first_row + _ROWS - 1) // GROUP - WINDOW + 1
+        inner = gl.maximum(gl.minimum((last_lowest + BLOCK_N - 1) // BLOCK_N, end), inner)
+        state, ring = _attend(
+            q_tile, keys, values, state, ring, positions, scale, start + 1, inner, end, limits,
+            True,
+        )  # fmt: skip
+    unmasked = gl.maximum(unmasked, inner)
     state, ring = _attend(
-        q_tile, keys, values, state, ring, positions, scale_log2, 1, unmasked, tiles, False
+        q_tile, keys, values, state, ring, positions, scale, inner, unmasked, end, limits, False
     )
     state, ring = _attend(
-        q_tile, keys, values, state, ring, positions, scale_log2, gl.maximum(unmasked, 1), tiles,
-        tiles, True,
-    )  # fmt: skip
+        q_tile, keys, values, state, ring, positions, scale, unmasked, end, end, limits, True
+    )
 
     p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
     operand = _as_operand(p, acc, q_tile.dtype)
     acc = _rescaled(acc, rescale)
     mbarrier.wait(v_full.index(v_stage), v_phase)
-    used = seq_len - (tiles - 1) * _BLOCK_N
-    if used < _BLOCK_N:
-        _clear_stale(v_parts, v_stage, used, DIM // _HALF)
+    used = seq_len - (end - 1) * BLOCK_N
+    if used < BLOCK_N:
+        clear_unseen(v_parts, v_tiles, v_stage, used, False)
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    q_tile.store(_rescaled(acc, 1.0 / gl.sum(l_i, axis=1)).to(q_tile.dtype))
+    total = gl.sum(l_i, axis=1)
+    if HAS_SINKS:
+        heads = first_head + score_rows % GROUP
+        sinks = gl.load(sinks_ptr + heads).to(gl.float32) * _LOG2_E
+        # See `sink_weight`.
+        total = gl.convert_layout(total, ROW) + gl.exp2(gl.minimum(sinks - m_i, 126.0))
+    q_tile.store(_rescaled(acc, 1.0 / total).to(q_tile.dtype))
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [512 // DIM, DIM // 16], [4, 1], [1, 0])
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED))
@@ -247,15 +237,17 @@ def _compute(
     ]
 )
 def _hopper_prefill_kernel(
-    k_desc, v_desc, q_ptr, tables_ptr, cu_query_lens_ptr, seq_lens_ptr, out_ptr, scale_log2,
+    k_desc, v_desc, q_ptr, tables_ptr, cu_query_lens_ptr, seq_lens_ptr, out_ptr, sinks_ptr, scale,
     q_stride_row, q_stride_head, tables_stride, out_stride_row, out_stride_head, num_blocks,
     k_block_rows, k_head_rows, v_block_rows, v_head_rows,
-    GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence = gl.program_id(1)
     # The last rows have the longest context: they start first.
-    first_row = (gl.num_programs(2) - 1 - gl.program_id(2)) * (2 * _ROWS)
+    first_row = (gl.num_programs(2) - 1 - gl.program_id(2)) * (WARP_GROUPS * _ROWS)
     query_start = gl.load(cu_query_lens_ptr + sequence)
     query_len = gl.load(cu_query_lens_ptr + sequence + 1) - query_start
     rows = query_len * GROUP
@@ -263,57 +255,70 @@ def _hopper_prefill_kernel(
         return
     seq_len = gl.load(seq_lens_ptr + sequence)
     context = seq_len - query_len
-    last_row = gl.minimum(first_row + 2 * _ROWS, rows) - 1
-    tiles = (context + last_row // GROUP) // _BLOCK_N + 1
+    last_row = gl.minimum(first_row + WARP_GROUPS * _ROWS, rows) - 1
+    end = (context + last_row // GROUP) // BLOCK_N + 1
+    lowest = gl.to_tensor(0)
+    if WINDOW > 0:
+        lowest = gl.maximum(context + first_row // GROUP - WINDOW + 1, 0)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    PARTS: gl.constexpr = _STAGES * (_BLOCK_N // k_desc.block_shape[0]) * (DIM // _HALF)
-    q_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, DIM], TILE)
-    k_tiles = gl.allocate_shared_memory(dtype, [_STAGES, _BLOCK_N, DIM], TILE)
-    v_tiles = gl.allocate_shared_memory(dtype, [_STAGES, _BLOCK_N, DIM], TILE)
-    k_parts = _as_parts(k_tiles, k_desc, PARTS)
-    v_parts = _as_parts(v_tiles, v_desc, PARTS)
-    k_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
-    k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
-    v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], BARRIER)
-    for stage in gl.static_range(_STAGES):
-        mbarrier.init(k_full.index(stage), count=_PRODUCER_WARPS)
-        mbarrier.init(v_full.index(stage), count=_PRODUCER_WARPS)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_free.index(stage), count=2)
+    q_tiles = gl.allocate_shared_memory(dtype, [WARP_GROUPS, _ROWS, DIM], TILE)
+    k_ring = make_ring(k_desc, dtype, STAGES, BLOCK_N, DIM, WARP_GROUPS)
+    v_ring = make_ring(v_desc, dtype, STAGES, BLOCK_N, DIM, WARP_GROUPS)
     fence_async_shared()
 
-    keys = (k_tiles, k_full, k_free)
-    values = (v_tiles, v_full, v_free)
+    _, k_tiles, _, k_full, k_free = k_ring
+    _, v_tiles, v_parts, v_full, v_free = v_ring
+    buffers = (q_tiles, (k_tiles, k_full, k_free), (v_tiles, v_full, v_free), v_parts)
     q = (q_ptr, q_stride_row, q_stride_head)
     out = (out_ptr, out_stride_row, out_stride_head)
-    first_head = kv_head * GROUP
+    tensors = (q, out, sinks_ptr)
+    span = (lowest // BLOCK_N, end, lowest, seq_len)
+    chunk = (query_start, first_row, rows, context, kv_head * GROUP)
+    limits: gl.constexpr = (WINDOW, CAP, HAS_SINKS)
     table = tables_ptr + sequence.to(gl.int64) * tables_stride
-    k_ring = (k_desc, k_parts, k_full, k_free)
-    v_ring = (v_desc, v_parts, v_full, v_free)
-    k_source = (table, tiles, seq_len, num_blocks, k_block_rows, kv_head * k_head_rows)
-    v_source = (table, tiles, seq_len, num_blocks, v_block_rows, kv_head * v_head_rows)
-    gl.warp_specialize(
-        [
-            (_compute, (
-                q_tiles.index(0), keys, values, v_parts, q, out, query_start, first_row, rows,
-                context, seq_len, tiles, first_head, scale_log2, GROUP,
-            )),
-            (_compute, (
-                q_tiles.index(1), keys, values, v_parts, q, out, query_start, first_row + _ROWS,
-                rows, context, seq_len, tiles, first_head, scale_log2, GROUP,
-            )),
-            (_copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
-            (_copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
-            (_copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
-            (_copy_tiles, (v_ring, v_source, BLOCK_SIZE, 1)),
-        ],
-        worker_num_warps=[4, 1, 1, 1, 1],
-        worker_num_regs=[240, 24, 24, 24, 24],
-    )  # fmt: skip
+    k_source = (table, span, num_blocks, k_block_rows, kv_head * k_head_rows)
+    v_source = (table, span, num_blocks, v_block_rows, kv_head * v_head_rows)
+    if WARP_GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 1)),
+            ],
+            worker_num_warps=[1, 1, 1, 1],
+            worker_num_regs=[24, 24, 24, 24],
+        )
+    elif WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 1, GROUP)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 1)),
+            ],
+            worker_num_warps=[4, 1, 1, 1, 1],
+            worker_num_regs=[240, 24, 24, 24, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 1, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, limits, 2, GROUP)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
+                (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 1)),
+            ],
+            worker_num_warps=[4, 4, 1, 1, 1, 1],
+            worker_num_regs=[160, 160, 24, 24, 24, 24],
+        )
 
 
 def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
@@ -322,34 +327,43 @@ def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) 
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and k_cache.dtype == v_cache.dtype == q.dtype
-        and dim in (64, 128)
+        and dim in TILES
         and block_size >= 16
         and block_size & (block_size - 1) == 0
-        and all(map(_is_matrix, (k_cache, v_cache)))
+        and all(map(is_matrix, (k_cache, v_cache)))
     )
 
 
-def _is_matrix(cache: torch.Tensor) -> bool:
-    """Return whether a cache's KV slots are rows of one matrix that the copy engine can address.
+class Tiles(NamedTuple):
+    """Sizes of a program; its rings of keys and values fill what shared memory its rows leave."""
 
-    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers.
+    warp_groups: int
+    block_n: int
+    stages: int
+
+
+# By head dimension, the fewest rows first. A warp group holds the scores and `acc` of 64 rows in
+# registers: more groups have fewer each, and a wider head leaves fewer for scores.
+TILES = {
+    64: (Tiles(1, 128, 3), Tiles(2, 128, 3), Tiles(3, 64, 4)),
+    128: (Tiles(1, 128, 3), Tiles(2, 128, 3)),
+    256: (Tiles(1, 64, 2), Tiles(2, 64, 2)),
+}
+
+
+def choose_tiles(dim: int, rows: int, grids: int, sms: int) -> Tiles:
+    """Return the smallest tiles whose programs all run at once, else the largest, for throughput.
+
+    Args:
+        dim: of a head.
+        rows: of the longest chunk.
+        grids: how many sequences and key/value heads there are.
+        sms: streaming multiprocessors of the device; each runs one program.
     """
-    block, head, token, _ = cache.stride()
-    return (
-        cache.data_ptr() % 16 == 0
-        and token % 8 == 0
-        and block % token == head % token == 0
-        and cache.shape[0] * (block // token) < 2**31
-    )
-
-
-def _describe(cache: torch.Tensor) -> TensorDescriptor:
-    """Describe the matrix; a copy takes half of up to a tile's KV slots of a block."""
-    block, _, token, _ = cache.stride()
-    shape = [cache.shape[0] * (block // token), cache.shape[3]]
-    part = [min(cache.shape[2], _BLOCK_N.value), _HALF.value]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(cache, shape, [token, 1], part, layout)
+    for tiles in TILES[dim]:
+        if grids * -(-rows // (tiles.warp_groups * _ROWS.value)) <= sms:
+            return tiles
+    return TILES[dim][-1]
 
 
 def hopper_prefill(
@@ -362,6 +376,9 @@ def hopper_prefill(
     max_query_len: int,
     scale: float,
     out: torch.Tensor,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Causal attention of packed query chunks over their paged context, on tensors that suit.
 
@@ -371,16 +388,19 @@ def hopper_prefill(
     heads, dim = q.shape[1:]
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
-    row_tiles = -(-max_query_len * group // (2 * _ROWS.value))
-    _hopper_prefill_kernel[(kv_heads, seq_lens.shape[0], row_tiles)](
-        _describe(k_cache),
-        _describe(v_cache),
+    sequences, rows = seq_lens.shape[0], max_query_len * group
+    tiles = choose_tiles(dim, rows, kv_heads * sequences, sm_count(q.device))
+    row_tiles = -(-rows // (tiles.warp_groups * _ROWS.value))
+    _hopper_prefill_kernel[(kv_heads, sequences, row_tiles)](
+        describe(k_cache, tiles.block_n),
+        describe(v_cache, tiles.block_n),
         q,
         block_tables,
         cu_query_lens,
         seq_lens,
         out,
-        scale * _LOG2_E,
+        q if sinks is None else sinks,
+        scale * LOG2_E,
         q.stride(0),
         q.stride(1),
         block_tables.stride(0),
@@ -394,5 +414,11 @@ def hopper_prefill(
         GROUP=group,
         DIM=dim,
         BLOCK_SIZE=block_size,
+        BLOCK_N=tiles.block_n,
+        STAGES=tiles.stages,
+        WARP_GROUPS=tiles.warp_groups,
+        WINDOW=window or 0,
+        CAP=(soft_cap or 0.0) * LOG2_E,
+        HAS_SINKS=sinks is not None,
         num_warps=4,
     )

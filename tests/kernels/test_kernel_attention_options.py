@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from pagewire.kernels import paged_decode as decode_module
-from pagewire.kernels import paged_prefill as prefill_module
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 
 OPTIONS = {
@@ -182,15 +181,3 @@ def test_a_long_context_is_cut_like_its_window(device, kernels, monkeypatch):
     for window in (None, 128, 129):
         _decode(replace(case, window=window).build(device, torch.float32), kernels)
     assert tiles == [-(-3000 // 64) + 1, 2, 3]
-
-
-def test_hopper_kernel_is_left_out(device, kernels, monkeypatch):
-    def refuse(_):
-        raise AssertionError("asked for the Hopper kernel")
-
-    monkeypatch.setattr(prefill_module, "_hopper_kernel", refuse)
-    for name in ("window-of-13", "cap", "sinks"):
-        case = replace(PagedCase((3,), (20,), 4, 2, 64), **OPTIONS[name])
-        _prefill(case.build(device, torch.float32), kernels)
-    with pytest.raises(AssertionError, match="asked for"):
-        _prefill(PagedCase((3,), (20,), 4, 2, 64).build(device, torch.float32), kernels)

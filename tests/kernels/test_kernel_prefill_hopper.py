@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,17 +23,38 @@ def hopper_prefill():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the device is not a Hopper GPU")
 
-    def call(q, *args, out=None):
+    def call(q, *args, out=None, **options):
         out = torch.empty_like(q) if out is None else out
-        paged_prefill_hopper.hopper_prefill(q, *args, out=out)
+        paged_prefill_hopper.hopper_prefill(q, *args, out=out, **options)
         return out
 
     return call
 
 
+# Windows that end in a page, at its edge, in another tile; caps that most scores feel.
+OPTIONS = {
+    "plain": {},
+    "window-of-one": {"window": 1},
+    "window-of-13": {"window": 13},
+    "window-of-a-tile": {"window": 128},
+    "window-of-300": {"window": 300},
+    "window-longer-than-all": {"window": 10000},
+    "cap": {"soft_cap": 2.0},
+    "sinks": {"has_sinks": True},
+    "all-three": {"window": 77, "soft_cap": 2.0, "has_sinks": True},
+}
+
+
 def _args(x):
     lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
     return (x.q, x.k_cache, x.v_cache, x.block_tables, *lengths, x.scale)
+
+
+def _check(case, dtype, hopper_prefill, reference, assert_close):
+    x = case.build("cuda", dtype)
+    assert_close(
+        hopper_prefill(*_args(x), **x.options), reference.paged_prefill(*_args(x), **x.options)
+    )
 
 
 @pytest.mark.gpu
@@ -64,11 +87,41 @@ def test_packed_sequences(heads, kv_heads, block_size, hopper_prefill, reference
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_head_dimension_64(block_size, dtype, hopper_prefill, reference, assert_close):
-    case = PagedCase(*PACKED, heads=16, kv_heads=4, dim=64, block_size=block_size)
-    args = _args(case.build("cuda", dtype))
-    assert_close(hopper_prefill(*args), reference.paged_prefill(*args))
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_head_dimensions(dim, block_size, dtype, hopper_prefill, reference, assert_close):
+    case = PagedCase(*PACKED, heads=16, kv_heads=4, dim=dim, block_size=block_size)
+    _check(case, dtype, hopper_prefill, reference, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("dim", "tiles", "heads", "block_size"),
+    [
+        pytest.param(dim, tiles, *shape, id=f"dim-{dim}-groups-{tiles.warp_groups}-{shape}")
+        for dim, shape in ((64, (14, 16)), (128, (8, 16)), (128, (2, 128)), (256, (6, 32)))
+        for tiles in paged_prefill_hopper.TILES[dim]
+    ],
+)
+def test_windows_caps_and_sinks(
+    dim, tiles, heads, block_size, options, hopper_prefill, reference, assert_close, monkeypatch
+):
+    """With all tiles of a head dimension, whichever the launcher would choose."""
+    monkeypatch.setitem(paged_prefill_hopper.TILES, dim, (tiles,))
+    case = PagedCase(*PACKED, heads=heads, kv_heads=2, dim=dim, block_size=block_size)
+    _check(replace(case, **options), torch.bfloat16, hopper_prefill, reference, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_chunks_at_every_offset_of_a_window(dim, hopper_prefill, reference, assert_close):
+    """Where a window starts in a page and in a tile depends on the prefix."""
+    prefixes = [*range(30), *range(100, 160), 255, 256, 257]
+    chunks = tuple(1 + 7 * (index % 5) for index in range(len(prefixes)))
+    lengths = tuple(map(sum, zip(prefixes, chunks, strict=True)))
+    case = PagedCase(chunks, lengths, heads=4, kv_heads=2, dim=dim, window=50)
+    _check(case, torch.bfloat16, hopper_prefill, reference, assert_close)
 
 
 @pytest.mark.gpu
@@ -97,7 +150,9 @@ def test_repeated_launches_agree(hopper_prefill):
         pytest.param(PagedCase((512,), (600,)), torch.float32, False, id="fp32"),
         pytest.param(PagedCase((2,), (600,)), torch.bfloat16, True, id="two-tokens"),
         pytest.param(PagedCase((2,), (90,), block_size=48), torch.bfloat16, False, id="block-48"),
-        pytest.param(PagedCase((64,), (64,), dim=256), torch.bfloat16, False, id="dim-256"),
+        pytest.param(PagedCase((64,), (64,), dim=256), torch.bfloat16, True, id="dim-256"),
+        pytest.param(PagedCase((64,), (64,), dim=96), torch.bfloat16, False, id="dim-96"),
+        pytest.param(PagedCase((64,), (64,), window=9), torch.bfloat16, True, id="window"),
     ],
 )
 def test_launcher_takes_it_where_it_applies(
@@ -105,7 +160,8 @@ def test_launcher_takes_it_where_it_applies(
 ):
     calls = []
     monkeypatch.setattr(paged_prefill_hopper, "hopper_prefill", lambda *args: calls.append(args))
-    kernels.paged_prefill(*_args(case.build("cuda", dtype)))
+    x = case.build("cuda", dtype)
+    kernels.paged_prefill(*_args(x), **x.options)
     assert len(calls) == taken
 
 
@@ -132,10 +188,27 @@ def _cache(block_size=16, dim=128, dtype=torch.bfloat16, gap=0):
         pytest.param(_cache()[..., 1:], False, id="misaligned"),
         pytest.param(_cache(block_size=48), False, id="block-48"),
         pytest.param(_cache(block_size=8), False, id="block-8"),
-        pytest.param(_cache(dim=256), False, id="dim-256"),
+        pytest.param(_cache(dim=256), True, id="dim-256"),
+        pytest.param(_cache(dim=96), False, id="dim-96"),
         pytest.param(_cache(dtype=torch.float32), False, id="fp32"),
     ],
 )
 def test_supported_caches(cache, supported):
     q = torch.zeros(3, 4, cache.shape[3], dtype=cache.dtype)
     assert paged_prefill_hopper.is_supported(q, cache, cache) == supported
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "grids", "groups"),
+    [
+        pytest.param(64, 64, 1, 1, id="one-program"),
+        pytest.param(64, 64, 132, 1, id="one-for-each-sm"),
+        pytest.param(64, 65, 132, 2, id="two-for-each-sm"),
+        pytest.param(64, 2048, 8, 2, id="just-fits-with-128-rows"),
+        pytest.param(64, 100_000, 8, 3, id="never-all-at-once"),
+        pytest.param(256, 1024, 8, 1, id="dim-256"),
+        pytest.param(256, 100_000, 8, 2, id="dim-256-never-all-at-once"),
+    ],
+)
+def test_rows_of_a_program(dim, rows, grids, groups):
+    assert paged_prefill_hopper.choose_tiles(dim, rows, grids, 132).warp_groups == groups

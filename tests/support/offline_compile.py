@@ -43,7 +43,7 @@ from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes of a thread that kernels spill, known and measured with it.
-_SPILLS = {"_hopper_prefill_kernel": 32, "_latent_attention_kernel": 128}
+_SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
 _SPILLS["_each_kernel"] = 8  # by Triton 3.7, not by 3.6 and 3.9
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _V3 = Routing(
@@ -65,6 +65,15 @@ MIXTURES = {
     "DeepSeek-V3": (256, 7168, 2048, _V3),
     "tiny": (5, 37, 19, Routing(top_k=3)),
 }
+# One, two and three warp groups of the Hopper kernel, with options and without; other GPUs' kernel.
+PREFILLS = (
+    PagedCase((2,), (300,)),
+    PagedCase((3000,), (3000,)),
+    PagedCase((3000,), (3000,), dim=64),
+    PagedCase((3000,), (3000,), dim=64, window=100, has_sinks=True),
+    PagedCase((3000,), (3000,), 16, dim=256, window=100, soft_cap=50.0),
+    PagedCase((200,), (300,), dim=96, window=100),
+)
 _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 
 Call = Callable[[], object]
@@ -157,11 +166,12 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
     x = decode_case((600,) * 2).build("cpu", dtype)
     context = [x.q, x.k_cache, x.v_cache, x.block_tables]
     yield "paged_decode", ops.paged_decode, [*context, x.seq_lens, x.scale]
-    for window in (None, 100):  # the Hopper kernel, and that of other GPUs
-        x = PagedCase((200,), (300,)).build("cpu", dtype)
+    for case in PREFILLS:
+        x = case.build("cpu", dtype, poison=False)
         context = [x.q, x.k_cache, x.v_cache, x.block_tables]
         lengths = [x.cu_query_lens, x.seq_lens, x.max_query_len]
-        yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, window]
+        options = [x.options.get(name) for name in ("window", "soft_cap", "sinks")]
+        yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, *options]
     for chunks in (None, (40, 40)):
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
         context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]
