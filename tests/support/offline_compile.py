@@ -44,7 +44,7 @@ from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes of a thread that kernels spill, known and measured with it.
 _SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
-_SPILLS["_each_kernel"] = 8  # by Triton 3.7, not by 3.6 and 3.9
+_SPILLS["_each_kernel"] = 16  # by Triton 3.9, not by 3.6 and 3.7
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _V3 = Routing(
     top_k=8,
