@@ -51,7 +51,7 @@ from pagewire.shared.sampling import RequestSpec
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
-WARM_UP_TOKENS = 512  # of a step that compiles what longer ones launch, too
+WARM_UP_TOKENS = 512  # of a step on a CPU, where steps of any length launch the same
 Progress = Callable[[str], None]
 OtherMemory = Callable[[LayerGroups, int], int]
 
@@ -344,10 +344,24 @@ def _prepare(
 ) -> None:
     """Compile kernels and capture CUDA graphs, so that no request waits for it."""
     progress("compiling kernels")
-    _warm_up(runner, min(WARM_UP_TOKENS, settings.max_num_batched_tokens, max_model_len - 1))
+    for tokens in _warm_up_tokens(runner, settings, max_model_len):
+        _warm_up(runner, tokens)
     if settings.cuda_graphs:
         longest = min(settings.max_num_batched_tokens, max_model_len)
         runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
+
+
+def _warm_up_tokens(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> list[int]:
+    """Return the tokens of the steps that compile what prompts of any length launch.
+
+    On a GPU, attention of short, of longer and of long chunks may be kernels of their own. The
+    shorter ones are captured as graphs.
+    """
+    most = min(settings.max_num_batched_tokens, max_model_len - 1)
+    if runner.kv_pool.device.type != "cuda":
+        return [min(WARM_UP_TOKENS, most)]
+    shorter = [] if settings.cuda_graphs else [16 << n for n in range(20) if 16 << n < most]
+    return [*shorter, most]
 
 
 def _warm_up(runner: ModelRunner, most_tokens: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from transformers import LlamaConfig
 
 from pagewire import LLM, SamplingParams
@@ -167,6 +168,23 @@ def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
     assert [len(output.token_ids) for output in outputs] == [32] * 4
     assert all(0 <= token < 128256 for output in outputs for token in output.token_ids)
     assert llm.block_counts().used == 0
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "launched"])
+def test_prompts_do_not_wait_for_the_compiler_of_their_attention(
+    tmp_path: Path, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16}
+    config = LLAMA_8B | shape | {"head_dim": 64, "num_key_value_heads": 8, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"max_model_len": 12_000, "max_num_batched_tokens": 8192, "num_blocks": 2000}
+    llm = LLM(str(tmp_path), load_format="dummy", cuda_graphs=cuda_graphs, **settings)
+    compiled = []
+    runtime = triton.knobs.runtime
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", lambda fn, **_: compiled.append(fn.name))
+    for length in (1, 100, 700, 2000, 9000):
+        llm.generate([[7] * length], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert not [name for name in compiled if "prefill" in name]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
