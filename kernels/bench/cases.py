@@ -218,6 +218,13 @@ def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTY
     return BenchCase("sample", shape, call, work, exact=True)
 
 
+def _samples(rows: int) -> Iterator[BenchCase]:
+    yield from (_sample(rows, kind) for kind in SAMPLING)
+    for kind in ("top-p 0.9", "min-p 0.05"):
+        yield _sample(rows, kind, peaked=True)
+        yield _sample(rows, kind, peaked=True, dtype=torch.float32)
+
+
 def _shape_logits(rows: int, kind: str) -> BenchCase:
     logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
     x = shaping_inputs(logits, [SHAPING[kind]] * rows, [list(range(1000))] * rows)
@@ -367,13 +374,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     ),
     "enter_tokens": lambda: (_enter_tokens(length) for length in (100, 8192, 131072)),
     "note_tokens": lambda: (_note_tokens(rows) for rows in (1, 256)),
-    "sample": lambda: (
-        _sample(rows, kind, peaked, dtype)
-        for rows in (1, 64, 256)
-        for kind in SAMPLING
-        for peaked in (False, True)
-        for dtype in (DTYPE, torch.float32)
-    ),
+    "sample": lambda: (case for rows in (1, 64, 256) for case in _samples(rows)),
     "sampling_step": lambda: (
         _sampling_step(rows, kind) for rows in (64, 256) for kind in (None, *SHAPING)
     ),
