@@ -91,20 +91,22 @@ def make_ring(desc, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon.jit
-def clear_unseen(parts, tiles, stage, edge, BEFORE: gl.constexpr):
-    """Zero a tile's KV slots from `edge` up, or those before it, in the page that `edge` lies in.
+def clear_unseen(parts, tiles, stage, edge, first, stop):
+    """Zero a tile's KV slots before `first` and from `stop` on, in the page that `edge` lies in.
 
-    They may hold NaN, and a weight of zero times NaN is NaN. All warp groups write the same.
+    They may hold NaN, and a weight of zero times NaN is NaN. Each warp group does so by itself, on
+    the same tile: what another group has zeroed already must not be written back.
     """
     SLOTS: gl.constexpr = parts.shape[1]
     PAGES: gl.constexpr = tiles.shape[1] // SLOTS
     HALVES: gl.constexpr = tiles.shape[2] // _HALF
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slots = gl.arange(0, SLOTS, layout=gl.SliceLayout(1, LAYOUT))
-    is_kept = (slots >= edge % SLOTS) if BEFORE else (slots < edge % SLOTS)
+    page = edge // SLOTS
+    slots = page * SLOTS + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, LAYOUT))
+    is_kept = (slots >= first) & (slots < stop)
     if edge % SLOTS != 0:
         for half in gl.static_range(HALVES):
-            part = parts.index((stage * HALVES + half) * PAGES + edge // SLOTS)
+            part = parts.index((stage * HALVES + half) * PAGES + page)
             part.store(gl.where(is_kept[:, None], part.load(LAYOUT), 0.0))
         fence_async_shared()
 

@@ -187,7 +187,9 @@ def _compute(
     unmasked = gl.minimum((context + first_row // GROUP + 1) // BLOCK_N, end)
     if WINDOW > 0:
         mbarrier.wait(v_full.index(0), 0)
-        clear_unseen(v_parts, v_tiles, 0, lowest - start * BLOCK_N, True)
+        seen = lowest - start * BLOCK_N
+        # The sequence's end may lie in this page, too, and another group may be past its clearing.
+        clear_unseen(v_parts, v_tiles, 0, seen, seen, seq_len - start * BLOCK_N)
         last_lowest = context + (first_row + _ROWS - 1) // GROUP - WINDOW + 1
         inner = gl.maximum(gl.minimum((last_lowest + BLOCK_N - 1) // BLOCK_N, end), inner)
         state, ring = _attend(
@@ -209,7 +211,7 @@ def _compute(
     mbarrier.wait(v_full.index(v_stage), v_phase)
     used = seq_len - (end - 1) * BLOCK_N
     if used < BLOCK_N:
-        clear_unseen(v_parts, v_tiles, v_stage, used, False)
+        clear_unseen(v_parts, v_tiles, v_stage, used, 0, used)
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.sum(l_i, axis=1)

@@ -125,6 +125,30 @@ def test_chunks_at_every_offset_of_a_window(dim, hopper_prefill, reference, asse
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "tiles"),
+    [
+        pytest.param(dim, tiles, id=f"dim-{dim}-groups-{tiles.warp_groups}")
+        for dim in (64, 128, 256)
+        for tiles in paged_prefill_hopper.TILES[dim]
+        if tiles.warp_groups > 1
+    ],
+)
+def test_a_window_and_the_end_in_one_page(
+    dim, tiles, hopper_prefill, reference, assert_close, monkeypatch
+):
+    """Each warp group clears both ends of the page, in any order with the others."""
+    monkeypatch.setitem(paged_prefill_hopper.TILES, dim, (tiles,))
+    prefixes = [*range(10, 54)] * 8
+    lengths = tuple(prefix + 9 for prefix in prefixes)
+    case = PagedCase((9,) * len(prefixes), lengths, 16, 2, dim, block_size=64, window=6)
+    x = case.build("cuda", torch.bfloat16)
+    expected = reference.paged_prefill(*_args(x), **x.options)
+    for _ in range(20):
+        assert_close(hopper_prefill(*_args(x), **x.options), expected)
+
+
+@pytest.mark.gpu
 def test_large_scores_and_strided_out(hopper_prefill, reference, assert_close):
     x = PagedCase((200, 150), (1000, 150), heads=8, kv_heads=2).build("cuda", torch.bfloat16)
     x.q.mul_(30)  # the highest score moves by hundreds from tile to tile
