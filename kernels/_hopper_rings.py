@@ -114,13 +114,15 @@ def clear_unseen(parts, tiles, stage, edge, first, stop):
 def is_matrix(cache: torch.Tensor) -> bool:
     """Return whether a cache's KV slots are rows of one matrix that the copy engine can address.
 
-    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers.
+    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers. The
+    heads of a block must lie within it: rows past the last block's read as zeros.
     """
     block, head, token, _ = cache.stride()
     return (
         cache.data_ptr() % 16 == 0
         and token % 8 == 0
         and block % token == head % token == 0
+        and head * cache.shape[1] <= block
         and cache.shape[0] * (block // token) < 2**31
     )
 

@@ -209,6 +209,7 @@ def _cache(block_size=16, dim=128, dtype=torch.bfloat16, gap=0):
         pytest.param(_cache(block_size=128, dim=64), True, id="dim-64-block-128"),
         pytest.param(_cache(gap=3 * 128), True, id="whole-rows-between-blocks"),
         pytest.param(_cache(gap=64), False, id="half-a-row-between-blocks"),
+        pytest.param(_cache().transpose(0, 1).contiguous().transpose(0, 1), False, id="by-head"),
         pytest.param(_cache()[..., 1:], False, id="misaligned"),
         pytest.param(_cache(block_size=48), False, id="block-48"),
         pytest.param(_cache(block_size=8), False, id="block-8"),
