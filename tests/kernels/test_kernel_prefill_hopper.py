@@ -159,6 +159,17 @@ def test_large_scores_and_strided_out(hopper_prefill, reference, assert_close):
 
 
 @pytest.mark.gpu
+def test_large_scores_below_the_soft_cap(hopper_prefill, reference, assert_close):
+    """Where the error of the approximate tanh moves weights by about a percent."""
+    case = PagedCase((64, 300), (500, 300), heads=8, kv_heads=2, soft_cap=50.0)
+    x = case.build("cuda", torch.bfloat16)
+    x.q.mul_(5)
+    assert_close(
+        hopper_prefill(*_args(x), **x.options), reference.paged_prefill(*_args(x), **x.options)
+    )
+
+
+@pytest.mark.gpu
 def test_repeated_launches_agree(hopper_prefill):
     args = _args(PagedCase((1024, 700), (3000, 700)).build("cuda", torch.bfloat16))
     first = hopper_prefill(*args)
