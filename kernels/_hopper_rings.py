@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_HALF = gl.constexpr(64)  # elements of a row that one copy takes: the 128 bytes of a swizzle
+_COLUMNS = gl.constexpr(64)  # of a row that one copy takes: the 128 bytes of a swizzle
 _PRODUCER_WARPS = gl.constexpr(2)  # that copy keys, and as many that copy values
 # Names that differ among versions of Triton (3.6 has the older ones).
 _start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -30,8 +30,8 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _as_parts(tiles, desc, COUNT: gl.constexpr):
-    """View tiles as what single copies fill: the 64-element halves of pages, halves outermost."""
-    SHAPE: gl.constexpr = [COUNT, desc.block_shape[0], _HALF]
+    """View tiles as what single copies fill: 64 columns of a page, columns outermost."""
+    SHAPE: gl.constexpr = [COUNT, desc.block_shape[0], _COLUMNS]
     if _REINTERPRET_IS_PUBLIC:
         return tiles.reinterpret(tiles.dtype, SHAPE, desc.layout)
     else:
@@ -67,9 +67,9 @@ def copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, WARP: gl.constexpr):
             # Gluon knows neither unpacking into a tuple nor its annotation.
             rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free.index(stage), phase)
-        mbarrier.expect(full.index(stage), (LAST - FIRST) * SLOTS * _HALF * 2)
+        mbarrier.expect(full.index(stage), (LAST - FIRST) * SLOTS * _COLUMNS * 2)
         for part in gl.static_range(FIRST, LAST):
-            at = [rows[part - FIRST], part // PAGES * _HALF]
+            at = [rows[part - FIRST], part // PAGES * _COLUMNS]
             _start_copy(desc, at, full.index(stage), parts.index(stage * PARTS + part))
         stage, phase = advance(stage, phase, STAGES)
 
@@ -77,10 +77,10 @@ def copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, WARP: gl.constexpr):
 @gluon.jit
 def make_ring(desc, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
              DIM: gl.constexpr, READERS: gl.constexpr):  # fmt: skip
-    """Allocate a ring of tiles: the tiles, their parts, and barriers of full and of free ones."""
+    """Return a ring: descriptor, tiles, their parts, barriers of full tiles and of free ones."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    PARTS: gl.constexpr = STAGES * (BLOCK_N // desc.block_shape[0]) * (DIM // _HALF)
+    PARTS: gl.constexpr = STAGES * (BLOCK_N // desc.block_shape[0]) * (DIM // _COLUMNS)
     tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, DIM], TILE)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -91,20 +91,22 @@ def make_ring(desc, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.const
 
 
 @gluon.jit
-def clear_unseen(parts, tiles, stage, edge, BEFORE: gl.constexpr):
-    """Zero a tile's KV slots from `edge` up, or those before it, in the page that `edge` lies in.
+def clear_unseen(parts, tiles, stage, edge, first, stop):
+    """Zero a tile's KV slots before `first` and from `stop` on, in the page that `edge` lies in.
 
-    They may hold NaN, and a weight of zero times NaN is NaN. All warp groups write the same.
+    They may hold NaN, and a weight of zero times NaN is NaN. Each warp group does so by itself, on
+    the same tile: what another group has zeroed already must not be written back.
     """
     SLOTS: gl.constexpr = parts.shape[1]
     PAGES: gl.constexpr = tiles.shape[1] // SLOTS
-    HALVES: gl.constexpr = tiles.shape[2] // _HALF
+    PARTS_A_ROW: gl.constexpr = tiles.shape[2] // _COLUMNS
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slots = gl.arange(0, SLOTS, layout=gl.SliceLayout(1, LAYOUT))
-    is_kept = (slots >= edge % SLOTS) if BEFORE else (slots < edge % SLOTS)
+    page = edge // SLOTS
+    slots = page * SLOTS + gl.arange(0, SLOTS, layout=gl.SliceLayout(1, LAYOUT))
+    is_kept = (slots >= first) & (slots < stop)
     if edge % SLOTS != 0:
-        for half in gl.static_range(HALVES):
-            part = parts.index((stage * HALVES + half) * PAGES + edge // SLOTS)
+        for column in gl.static_range(PARTS_A_ROW):
+            part = parts.index((stage * PARTS_A_ROW + column) * PAGES + page)
             part.store(gl.where(is_kept[:, None], part.load(LAYOUT), 0.0))
         fence_async_shared()
 
@@ -112,13 +114,15 @@ def clear_unseen(parts, tiles, stage, edge, BEFORE: gl.constexpr):
 def is_matrix(cache: torch.Tensor) -> bool:
     """Return whether a cache's KV slots are rows of one matrix that the copy engine can address.
 
-    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers.
+    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers. The
+    heads of a block must lie within it: rows past the last block's read as zeros.
     """
     block, head, token, _ = cache.stride()
     return (
         cache.data_ptr() % 16 == 0
         and token % 8 == 0
         and block % token == head % token == 0
+        and head * cache.shape[1] <= block
         and cache.shape[0] * (block // token) < 2**31
     )
 
@@ -127,6 +131,6 @@ def describe(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
     """Describe the matrix; a copy takes 64 elements of up to a tile's KV slots of a block."""
     block, _, token, _ = cache.stride()
     shape = [cache.shape[0] * (block // token), cache.shape[3]]
-    part = [min(cache.shape[2], block_n), _HALF.value]
+    part = [min(cache.shape[2], block_n), _COLUMNS.value]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(cache, shape, [token, 1], part, layout)

@@ -41,13 +41,14 @@ _ROWS = gl.constexpr(64)  # of a warp group
 
 
 @gluon.jit
-def _softmax(scores, positions, tile, m_i, scale, limits, MASKED: gl.constexpr):
+def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr):
     """One step of the online softmax: `p`, the factor for what came before, new maxima."""
-    WINDOW: gl.constexpr = limits[0]
-    CAP: gl.constexpr = limits[1]
+    WINDOW: gl.constexpr = options[0]
+    CAP: gl.constexpr = options[1]
     factor = scale
     if CAP > 0:
-        # One instruction, whose error of 2**-11 is below what rounding `p` to 16 bits costs.
+        # One instruction, with a relative error of up to 2**-11. It changes a weight by up to 0.2 %
+        # at a score of 4, as rounding `p` to bfloat16 does, and by 2.4 % at a score of 50.
         scores = gl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [scores * (scale / CAP)], gl.float32, True, 1
         )
@@ -100,7 +101,7 @@ def _as_operand(p, acc, dtype: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    q, keys, values, state, ring, positions, scale, start, stop, end, limits,
+    q, keys, values, state, ring, positions, scale, start, stop, end, options,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Take the tiles from `start` to `stop`: each one's scores, with the values of the last."""
@@ -119,7 +120,7 @@ def _attend(
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        p, rescale, m_i = _softmax(scores, positions, tile, m_i, scale, limits, MASKED)
+        p, rescale, m_i = _softmax(scores, positions, tile, m_i, scale, options, MASKED)
         l_i = _rescaled(l_i, rescale) + _thread_sums(p)
         used = v_stage
         v_stage = stage
@@ -143,15 +144,15 @@ def _row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
 
 @gluon.jit
 def _compute(
-    buffers, tensors, span, chunk, scale, limits, NUMBER: gl.constexpr, GROUP: gl.constexpr
+    buffers, tensors, span, chunk, scale, options, NUMBER: gl.constexpr, GROUP: gl.constexpr
 ):
     """Attend with 64 rows of the program's; runs in one warp group, that of this number."""
     q_tiles, keys, values, v_parts = buffers
     q, out, sinks_ptr = tensors
     start, end, lowest, seq_len = span
     query_start, program_row, rows, context, first_head = chunk
-    WINDOW: gl.constexpr = limits[0]
-    HAS_SINKS: gl.constexpr = limits[2]
+    WINDOW: gl.constexpr = options[0]
+    HAS_SINKS: gl.constexpr = options[2]
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, _ = values
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
@@ -176,30 +177,32 @@ def _compute(
     scores = warpgroup_mma_wait(0, deps=(_start_scores(q_tile, k_tiles, 0),))
     mbarrier.arrive(k_free.index(0), count=1)
     m_i = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROW)
-    p, rescale, m_i = _softmax(scores, positions, start, m_i, scale, limits, True)
+    p, rescale, m_i = _softmax(scores, positions, start, m_i, scale, options, True)
     acc = gl.zeros([_ROWS, DIM], gl.float32, layout=ACC)
     state = (p, rescale, acc, m_i, _thread_sums(p))
     stage, phase = advance(gl.to_tensor(0), gl.to_tensor(0), STAGES)
     ring = (stage, phase, gl.to_tensor(0), gl.to_tensor(0))
     mbarrier.wait(k_full.index(stage), phase, pred=start + 1 < end)
-    # From here to the diagonal, all rows see all positions.
+    # All rows see all positions of the tiles from `inner` to `unmasked`, at the diagonal.
     inner = start + 1
     unmasked = gl.minimum((context + first_row // GROUP + 1) // BLOCK_N, end)
     if WINDOW > 0:
         mbarrier.wait(v_full.index(0), 0)
-        clear_unseen(v_parts, v_tiles, 0, lowest - start * BLOCK_N, True)
+        seen = lowest - start * BLOCK_N
+        # The sequence's end may lie in this page, too, and another group may be past its clearing.
+        clear_unseen(v_parts, v_tiles, 0, seen, seen, seq_len - start * BLOCK_N)
         last_lowest = context + (first_row + _ROWS - 1) // GROUP - WINDOW + 1
         inner = gl.maximum(gl.minimum((last_lowest + BLOCK_N - 1) // BLOCK_N, end), inner)
         state, ring = _attend(
-            q_tile, keys, values, state, ring, positions, scale, start + 1, inner, end, limits,
+            q_tile, keys, values, state, ring, positions, scale, start + 1, inner, end, options,
             True,
         )  # fmt: skip
     unmasked = gl.maximum(unmasked, inner)
     state, ring = _attend(
-        q_tile, keys, values, state, ring, positions, scale, inner, unmasked, end, limits, False
+        q_tile, keys, values, state, ring, positions, scale, inner, unmasked, end, options, False
     )
     state, ring = _attend(
-        q_tile, keys, values, state, ring, positions, scale, unmasked, end, end, limits, True
+        q_tile, keys, values, state, ring, positions, scale, unmasked, end, end, options, True
     )
 
     p, rescale, acc, m_i, l_i = state
@@ -209,7 +212,7 @@ def _compute(
     mbarrier.wait(v_full.index(v_stage), v_phase)
     used = seq_len - (end - 1) * BLOCK_N
     if used < BLOCK_N:
-        clear_unseen(v_parts, v_tiles, v_stage, used, False)
+        clear_unseen(v_parts, v_tiles, v_stage, used, 0, used)
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.sum(l_i, axis=1)
@@ -276,14 +279,14 @@ def _hopper_prefill_kernel(
     tensors = (q, out, sinks_ptr)
     span = (lowest // BLOCK_N, end, lowest, seq_len)
     chunk = (query_start, first_row, rows, context, kv_head * GROUP)
-    limits: gl.constexpr = (WINDOW, CAP, HAS_SINKS)
+    options: gl.constexpr = (WINDOW, CAP, HAS_SINKS)
     table = tables_ptr + sequence.to(gl.int64) * tables_stride
     k_source = (table, span, num_blocks, k_block_rows, kv_head * k_head_rows)
     v_source = (table, span, num_blocks, v_block_rows, kv_head * v_head_rows)
     if WARP_GROUPS == 1:
         gl.warp_specialize(
             [
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 0, GROUP)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
                 (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
@@ -295,8 +298,8 @@ def _hopper_prefill_kernel(
     elif WARP_GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 1, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 0, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 1, GROUP)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
                 (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
@@ -308,9 +311,9 @@ def _hopper_prefill_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 0, GROUP)),
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 1, GROUP)),
-                (_compute, (buffers, tensors, span, chunk, scale, limits, 2, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 0, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 1, GROUP)),
+                (_compute, (buffers, tensors, span, chunk, scale, options, 2, GROUP)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 0)),
                 (copy_tiles, (k_ring, k_source, BLOCK_SIZE, 1)),
                 (copy_tiles, (v_ring, v_source, BLOCK_SIZE, 0)),
@@ -337,9 +340,9 @@ def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) 
 class Tiles(NamedTuple):
     """Sizes of a program; its rings of keys and values fill what shared memory its rows leave."""
 
-    warp_groups: int
-    block_n: int
-    stages: int
+    warp_groups: int  # of 64 rows each
+    block_n: int  # positions of a tile
+    stages: int  # tiles of a ring
 
 
 # By head dimension, the fewest rows first. A warp group holds the scores and `acc` of 64 rows in
@@ -356,8 +359,8 @@ def choose_tiles(dim: int, rows: int, grids: int, sms: int) -> Tiles:
 
     Args:
         dim: of a head.
-        rows: of the longest chunk.
-        grids: how many sequences and key/value heads there are.
+        rows: of the longest chunk, as the module's docstring counts them.
+        grids: sequences times key/value heads.
         sms: streaming multiprocessors of the device; each runs one program.
     """
     for tiles in TILES[dim]:

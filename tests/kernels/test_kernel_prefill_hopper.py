@@ -125,6 +125,30 @@ def test_chunks_at_every_offset_of_a_window(dim, hopper_prefill, reference, asse
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "tiles"),
+    [
+        pytest.param(dim, tiles, id=f"dim-{dim}-groups-{tiles.warp_groups}")
+        for dim in (64, 128, 256)
+        for tiles in paged_prefill_hopper.TILES[dim]
+        if tiles.warp_groups > 1
+    ],
+)
+def test_a_window_and_the_end_in_one_page(
+    dim, tiles, hopper_prefill, reference, assert_close, monkeypatch
+):
+    """Each warp group clears both ends of the page, in any order with the others."""
+    monkeypatch.setitem(paged_prefill_hopper.TILES, dim, (tiles,))
+    prefixes = [*range(10, 54)] * 8
+    lengths = tuple(prefix + 9 for prefix in prefixes)
+    case = PagedCase((9,) * len(prefixes), lengths, 16, 2, dim, block_size=64, window=6)
+    x = case.build("cuda", torch.bfloat16)
+    expected = reference.paged_prefill(*_args(x), **x.options)
+    for _ in range(20):
+        assert_close(hopper_prefill(*_args(x), **x.options), expected)
+
+
+@pytest.mark.gpu
 def test_large_scores_and_strided_out(hopper_prefill, reference, assert_close):
     x = PagedCase((200, 150), (1000, 150), heads=8, kv_heads=2).build("cuda", torch.bfloat16)
     x.q.mul_(30)  # the highest score moves by hundreds from tile to tile
@@ -132,6 +156,17 @@ def test_large_scores_and_strided_out(hopper_prefill, reference, assert_close):
     hopper_prefill(*_args(x), out=wide[:, 1:9])
     assert_close(wide[:, 1:9], reference.paged_prefill(*_args(x)))
     assert not wide[:, 0].any() and not wide[:, 9].any()
+
+
+@pytest.mark.gpu
+def test_large_scores_below_the_soft_cap(hopper_prefill, reference, assert_close):
+    """Where the error of the approximate tanh moves weights by about a percent."""
+    case = PagedCase((64, 300), (500, 300), heads=8, kv_heads=2, soft_cap=50.0)
+    x = case.build("cuda", torch.bfloat16)
+    x.q.mul_(5)
+    assert_close(
+        hopper_prefill(*_args(x), **x.options), reference.paged_prefill(*_args(x), **x.options)
+    )
 
 
 @pytest.mark.gpu
@@ -185,6 +220,7 @@ def _cache(block_size=16, dim=128, dtype=torch.bfloat16, gap=0):
         pytest.param(_cache(block_size=128, dim=64), True, id="dim-64-block-128"),
         pytest.param(_cache(gap=3 * 128), True, id="whole-rows-between-blocks"),
         pytest.param(_cache(gap=64), False, id="half-a-row-between-blocks"),
+        pytest.param(_cache().transpose(0, 1).contiguous().transpose(0, 1), False, id="by-head"),
         pytest.param(_cache()[..., 1:], False, id="misaligned"),
         pytest.param(_cache(block_size=48), False, id="block-48"),
         pytest.param(_cache(block_size=8), False, id="block-8"),
