@@ -28,7 +28,7 @@ from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
-_RESIDENT = 3  # programs of an SM: what its shared memory holds
+_RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
 _MAX_SPLITS = 128
 # Tiles that an SM reads while a program by itself reads one: if all SMs read, and by itself.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
@@ -208,11 +208,12 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
         sms: Streaming multiprocessors of the device.
         resident: Programs that one of them runs at once.
 
-    The lengths themselves are unknown here. The result minimises an estimate of the time, in units
-    in which a program by itself reads a tile. It is as long as the memory needs, except at its end:
-    the programs that do not fill the device any more come to few SMs, as many at once as one holds,
-    and an SM cannot read faster than `_TILES_AN_SM`. The constants are fitted to an H200, where the
-    choice takes at most 1.06 of the best one's time in 26 shapes.
+    The lengths themselves are unknown here. The result minimises an estimate of the time, whose
+    unit is the time in which one program by itself reads one tile. While all SMs are full, the
+    device's bandwidth limits the programs. The last ones no longer fill it: `resident` of them
+    share an SM, and all SMs that have none are idle, so that `_TILES_AN_SM` limits them. The
+    constants are fitted to an H200: in 26 shapes, the choice takes at most 1.06 of the time of the
+    best one.
     """
     most_at_once = sms * resident
     if programs >= 2 * most_at_once:

@@ -4,8 +4,7 @@
 Each program takes a tile of one sequence's queries for one head. Tiles of keys that all its queries
 see are taken without masks; only those across the diagonal, or across the start of a window,
 compare positions. What lies before all windows is neither loaded nor looked up. On Hopper GPUs the
-launcher takes the kernel of `paged_prefill_hopper` wherever it applies: on an H200 it was faster
-for chunks of any length, but for 2 us where chunk and prefix together are under 128 tokens.
+launcher takes the kernel of `paged_prefill_hopper` wherever it applies.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     PYTHONPATH=FOLDER python -P -m pagewire.loadtest.bench.vllm_shaping [--batches 64 256]
 
-Rows have no seed: vLLM samples seeded ones one by one.
+Rows have no seed: vLLM samples seeded ones one by one. Prompts are the same each time, and found in
+vLLM's prefix cache after the first.
 """
 
 from __future__ import annotations
