@@ -25,7 +25,7 @@ from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.paged_decode import choose_splits, combine_splits
 
 _MAX_SPLITS = 32  # the second kernel has a program hold a latent vector of each
-_RESIDENT = 2  # programs of an SM
+_RESIDENT = 2  # programs of an SM: its registers hold two
 _MIN_DOT = 16
 _MANY_ROWS = 17  # and more take larger tiles
 MAX_RANK = 512
