@@ -157,8 +157,10 @@ class ControlClient:
             raise ChannelError(f"not connected to {self.endpoint}")
         try:
             self._link.send([frame])
-        except zmq.Again as exc:
-            raise ChannelError(f"the queue to {self.endpoint} is full") from exc
+        except zmq.Again as exc:  # libzmq's answer to both
+            raise ChannelError(
+                f"the connection to {self.endpoint} was closed, or its queue is full"
+            ) from exc
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
@@ -190,7 +192,7 @@ class ControlClient:
         if event & _BEGIN_EVENTS:
             self._reached = event
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._send(self._ping)
+                self._send_ping()
             return
         if self._link is not None:
             self._link.drain()  # what came before the end
@@ -208,6 +210,9 @@ class ControlClient:
         if time.monotonic() - self._last_seen > self._lease_s:
             self._fail(f"silent for {self._lease_s:g} s")
             return
+        self._send_ping()
+
+    def _send_ping(self) -> None:
         try:
             self._send(self._ping)
         except ChannelError as exc:

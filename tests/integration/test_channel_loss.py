@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import zmq
 
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import (
@@ -16,6 +17,7 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.errors import ChannelError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
+    KEYS,
     WAIT_S,
     ack,
     check_service,
@@ -49,6 +51,35 @@ def test_a_failing_handler_is_logged_and_the_next_message_handled(
     with caplog.at_level(logging.ERROR):
         run_async(scenario())
     assert "a bug in the handler" in caplog.text
+
+
+def test_a_server_that_ends_right_after_the_handshake_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both happen before the client's event loop hears of the first."""
+
+    def shake_hands_and_end(server: zmq.Socket[bytes]) -> None:
+        with server.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            assert monitor.poll(int(WAIT_S * 1000))
+            server.disable_monitor()
+        server.close(linger=0)
+        time.sleep(0.2)  # the client's I/O thread finds the connection closed
+
+    async def scenario() -> None:
+        with zmq.Context() as context:
+            server = context.socket(zmq.ROUTER)
+            KEYS.secure_server(server)
+            port = server.bind_to_random_port("tcp://127.0.0.1")
+            client = lone_client(f"tcp://127.0.0.1:{port}")
+            connecting = asyncio.create_task(client.connect(WAIT_S))
+            await asyncio.sleep(0)  # the client connects: an address needs no look-up
+            shake_hands_and_end(server)  # in this thread: the loop stands still
+            with pytest.raises(ChannelError, match="was closed"):
+                await connecting
+
+    with caplog.at_level(logging.ERROR):
+        run_async(scenario())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("waits_s", "said_s"), [(0.5, "0.5"), (8.0, "5")], ids=["ours", "zmq's"])
