@@ -29,8 +29,8 @@ class OperatorServer:
     """Serves `/cluster`, `/sd` and `/dashboard`.
 
     Args:
-        cluster: the body of `/cluster`, see `RouterService.cluster`.
-        targets: the body of `/sd`, see `RouterService.targets`.
+        cluster: the body of `/cluster`, see `RouterService.describe_cluster`.
+        targets: the body of `/sd`.
         data: the body of `/dashboard/data`.
     """
 

@@ -1,23 +1,15 @@
-"""Composes the router: tokenizer, Redis, connections to workers, placement and dispatch."""
+"""Composes the router: the cluster's members, placement, dispatch, HTTP, pages for operators."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-import secrets
 from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any
 
-import msgspec
 from redis.asyncio import Redis
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from pagewire.services.router.cluster_view import describe_routers, describe_services
-from pagewire.services.router.dashboard.cluster_data import LIVE_PATH, ClusterData
-from pagewire.services.router.dashboard.own_numbers import own_numbers
+from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.dashboard.recent import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
@@ -27,34 +19,24 @@ from pagewire.services.router.http.responses.store import ResponseStore
 from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.state import StateCollector, WorkersCollector
-from pagewire.services.router.metrics.targets import describe_targets
-from pagewire.services.router.operator_server import OperatorServer
+from pagewire.services.router.operator_pages import OperatorPages
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
-from pagewire.services.router.startup import Startup
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.services.router.workers.worker_links import WorkerLinks
-from pagewire.shared.addresses import advertised_host, with_host
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.cluster.registry import Registry, WorkerRecord
-from pagewire.shared.cluster.routers import RouterDirectory, RouterState
-from pagewire.shared.cluster.worker_directory import WorkerDirectory
+from pagewire.shared.cluster.routers import RouterState
 from pagewire.shared.config import RouterSettings
-from pagewire.shared.control.channel import ClusterKeys
-from pagewire.shared.control.protocol import PROTOCOL_VERSION, Role
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
-from pagewire.shared.metrics.live import LivePage
-from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.open_files import connection_bound
 from pagewire.shared.tracing import Tracing, open_tracing
 
 KEEP_ALIVE_S = 75
-_ROLES: tuple[Role, Role] = ("decode", "prefill")
 
 
 class RouterService:
@@ -63,7 +45,7 @@ class RouterService:
     Attributes:
         is_draining: shutting down: nothing new is taken.
         connections: of the HTTP endpoint.
-        metrics_endpoint, operator_endpoint: URLs of the ports for operators.
+        pages: for operators, on ports of their own.
         api_keys: of which requests need one; None: none is needed.
         tracing: the spans of requests; None: there are none.
         recent: requests that have ended.
@@ -78,78 +60,71 @@ class RouterService:
         self.tracing: Tracing | None = open_tracing(
             settings.otlp_endpoint, "router", settings.router_id, is_server=True
         )
-        self._startup = Startup(settings.expected_workers)
-        self._redis, self._responses_redis = redis, responses
+        self._stack = AsyncExitStack()
+        self._compose_placement(redis)
+        self._compose_http(responses)
+        self._compose_pages()
+
+    def _compose_placement(self, redis: Redis) -> None:
+        """Make what chooses workers for a request, and carries it there."""
+        settings = self.settings
         secret = settings.cluster_secret.get_secret_value()
-        tag = cluster_tag(secret)
-        workers = Registry(redis, secret, settings.lease_s)
-        self._follow_cluster(workers, redis, secret)
-        self.metrics = RouterMetrics(model.name)
-        note_lookup = self.metrics.index_lookup.observe
-        self._index = PrefixIndex(redis, tag, settings.router_id, note_lookup=note_lookup)
-        self.selector = WorkerSelector(
-            secret,
-            self.directory,
-            self._links,
-            self._prefill_links,
-            self._index,
-            _policy(settings),
-            self._in_flight,
+        in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
+        self.members = ClusterMembers(
+            settings, redis, in_flight.note_report, in_flight.forget, lambda: self._state
         )
-        self.key_meter = KeyMeter(self.metrics.registry)
-        self.recent = RecentRequests(model.name)
+        self.metrics = RouterMetrics(self.model.name)
+        self._index = PrefixIndex(
+            redis,
+            cluster_tag(secret),
+            settings.router_id,
+            note_lookup=self.metrics.index_lookup.observe,
+        )
+        self.selector = WorkerSelector(
+            secret, self.members, self._index, _policy(settings), in_flight
+        )
         self.dispatcher = Dispatcher(
             self.selector,
-            self._links,
-            self._in_flight,
+            self.members.decode_links,
+            in_flight,
             self.metrics,
             settings.max_queue,
             settings.request_timeout_s,
         )
-        self.bodies = BodyMemory()
+
+    def _compose_http(self, responses: Redis) -> None:
+        """Make what the endpoint's routes use."""
+        settings = self.settings
         bound = connection_bound(settings.max_connections)
         self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
-        self.body_reader = BodyReader(settings, model)
+        self.bodies = BodyMemory()
+        self.body_reader = BodyReader(settings, self.model)
+        self.grammar_checker = GrammarChecker(self.model)
+        tag = cluster_tag(settings.cluster_secret.get_secret_value())
         self.responses = ResponseStore(responses, tag, settings.responses_bytes)
-        self.grammar_checker = GrammarChecker(model)
-        self._stack = AsyncExitStack()
-        self._make_pages(workers)
 
-    def _follow_cluster(self, workers: Registry, redis: Redis, secret: str) -> None:
-        """Make what knows the cluster's workers and routers."""
-        settings = self.settings
-        # A worker's record is renewed each heartbeat and read each half.
-        self._in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
-        self._links, self._prefill_links = (
-            WorkerLinks(
-                role,
-                ClusterKeys.derive(secret),
-                f"router-{secrets.token_hex(4)}",
-                settings.heartbeat_s,
-                settings.lease_s,
-                self._in_flight.note_report,
-            )
-            for role in _ROLES
-        )
-        self.directory = WorkerDirectory(
-            workers,
-            settings.heartbeat_s / 2,
-            grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
-            on_join=self._on_join,
-            on_leave=self._on_leave,
-        )
-        self.routers = RouterDirectory(
-            redis,
-            secret,
-            settings.router_id,
-            settings.heartbeat_s / 2,
-            settings.lease_s,
-            lambda: self._state,
+    def _compose_pages(self) -> None:
+        """Make what operators and Prometheus see."""
+        registry, name, members = self.metrics.registry, self.model.name, self.members
+        admission = self.dispatcher.admission
+        self.key_meter = KeyMeter(registry)
+        self.recent = RecentRequests(name)
+        registry.register(StateCollector(name, admission, members, self._index))
+        registry.register(WorkersCollector(name, members))
+        registry.register(ConnectionCollector("pagewire_router", self.connections))
+        self.pages = OperatorPages(
+            self.settings,
+            members,
+            self.metrics,
+            admission,
+            self.recent,
+            self.describe_cluster,
+            lambda: self.can_serve,
         )
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
-        """Read the model's tokenizer, reach Redis, and listen for those who want the metrics.
+        """Read the model's tokenizer, reach Redis, and listen on the ports for operators.
 
         Raises:
             ModelLoadError: the model cannot be found or read.
@@ -164,81 +139,30 @@ class RouterService:
                 responses = await connect_redis(url, setting="PAGEWIRE_RESPONSES_REDIS_URL")
                 stack.push_async_callback(responses.aclose)
             service = cls(settings, model, redis, responses)
-            await service._serve_metrics()
-            stack.pop_all()
+            await service.pages.start()
+            service._stack = stack.pop_all()
         return service
 
     async def __aenter__(self) -> RouterService:
         """Begin to look for workers. There may be none."""
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._redis.aclose)
+        async with self._stack as stack:
             if self.tracing is not None:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
-            stack.push_async_callback(self._responses_redis.aclose)
             stack.callback(self.body_reader.close)
             stack.callback(self.grammar_checker.close)
             stack.push_async_callback(self._index.close)
-            stack.push_async_callback(self._links.close)
-            stack.push_async_callback(self._prefill_links.close)
-            stack.push_async_callback(self.directory.close)
-            stack.push_async_callback(self._close_pages)
-            await self.directory.start()
+            stack.push_async_callback(self.pages.close)
             if self.api_keys is not None:
                 watch = start_task(self.api_keys.watch(), "api-keys")
                 stack.push_async_callback(end_task, watch)
-            stack.push_async_callback(self.routers.close)
-            await self.routers.start(self.metrics_endpoint)
+            stack.push_async_callback(self.members.close)
+            await self.members.start(self.pages.metrics_endpoint)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """End all connections."""
         await self._stack.aclose()
-
-    def _on_join(self, record: WorkerRecord) -> None:
-        """Connect to a run of a worker."""
-        self._links.join(record)
-        self._prefill_links.join(record)
-
-    def _on_leave(self, record: WorkerRecord) -> None:
-        """End what is known of a run of a worker."""
-        self._links.leave(record)
-        self._prefill_links.leave(record)
-        self._in_flight.forget(record.worker_id)
-
-    def _make_pages(self, workers: Registry) -> None:
-        """Make what the metrics and the operator port show, and their servers."""
-        registry, name = self.metrics.registry, self.model.name
-        admission = self.dispatcher.admission
-        registry.register(StateCollector(name, admission, self.directory, workers, self._index))
-        registry.register(WorkersCollector(name, self.directory, self._services))
-        registry.register(ConnectionCollector("pagewire_router", self.connections))
-        self._metrics_server = MetricsServer(
-            registry,
-            lambda: self.can_serve,
-            "pagewire_router_metrics",
-            self.settings.restarts,
-            [Route(LIVE_PATH, self._show_live)],
-        )
-        data = ClusterData(self.cluster, self.live, self.routers.others)
-        self._operator_server = OperatorServer(self.cluster, self.targets, data)
-        self.metrics_endpoint = self.operator_endpoint = ""
-
-    async def _close_pages(self) -> None:
-        """End their servers at the same time: each takes 0.2 s."""
-        await asyncio.gather(self._metrics_server.close(), self._operator_server.close())
-
-    async def _serve_metrics(self) -> None:
-        """Show this router's own metrics on a port, and the cluster on another.
-
-        Raises:
-            ConfigError: a port is in use, or there is no address to announce.
-        """
-        settings = self.settings
-        host = await advertised_host(settings.host, settings.advertise_host, settings.redis_url)
-        bound = await self._metrics_server.start(settings.host, settings.metrics_port)
-        self.metrics_endpoint = with_host(bound, host)
-        self.operator_endpoint = with_host(await self._operator_server.start(settings), host)
 
     @property
     def max_model_len(self) -> int:
@@ -276,48 +200,29 @@ class RouterService:
 
     @property
     def _state(self) -> RouterState:
-        """What the others are to know. The start ends even if nobody asks for `/ready`."""
+        """This router's, for the others. The start ends even if nobody asks for `/ready`."""
         if self.is_draining:
             return "draining"
-        return "starting" if self._startup.waiting_for(self._services()) else "ready"
-
-    def _services(self) -> list[dict[str, Any]]:
-        reachable = {link.worker_id for link in self._links}
-        return describe_services(self.directory.workers(), self.directory.others, reachable)
+        return "starting" if self.members.waiting_for() else "ready"
 
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`: what clients may know of the cluster."""
-        cluster = self.cluster()
+        cluster = self.describe_cluster()
         return {name: cluster[name] for name in ("status", "model")}
 
-    def cluster(self) -> dict[str, Any]:
+    def describe_cluster(self) -> dict[str, Any]:
         """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
-        services = self._services()
-        waiting_for = self._startup.waiting_for(services)
+        waiting_for = self.members.waiting_for()
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
             "status": "draining" if self.is_draining else status,
             "model": self.model.name,
-            "redis": "up" if self.directory.redis_ok else "down",
+            "redis": "up" if self.members.directory.redis_ok else "down",
             "protocol": PROTOCOL_VERSION,
             "waiting_for": waiting_for,
-            "routers": describe_routers([self.routers.own(), *self.routers.others()]),
-            "services": services,
+            "routers": self.members.describe_routers(),
+            "services": self.members.describe_services(),
         }
-
-    def live(self) -> LivePage:
-        """Return this router's own numbers and its last requests."""
-        own = own_numbers(self.routers.own(), self.metrics, self.dispatcher.admission)
-        return LivePage(router=own, requests=self.recent.newest_first())
-
-    async def _show_live(self, _request: Request) -> Response:
-        body = msgspec.json.encode(self.live())
-        return Response(body, media_type="application/json")
-
-    def targets(self) -> list[dict[str, Any]]:
-        """Return the body of `/sd`: where all routers and workers show their metrics."""
-        routers = [self.routers.own(), *self.routers.others()]
-        return describe_targets(routers, self.directory.workers(), self.directory.others)
 
 
 def _policy(settings: RouterSettings) -> Policy:

@@ -313,7 +313,7 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
     async def main() -> None:
         expected = ("decode-0",)
         async with live_router(redis_server.url, expected_workers=expected) as router:
-            status = ("status", "--operator-url", router.service.operator_endpoint)
+            status = ("status", "--operator-url", router.service.pages.operator_endpoint)
             wait = (*status, "--wait", "--timeout")
             late = await asyncio.to_thread(pagewire, *wait, "0.5")
             assert (late.exit_code, late.stdout, late.stderr.count("\n")) == (1, "", 1)

@@ -45,7 +45,7 @@ def ask(cluster: Cluster, request_id: str) -> None:
 
 
 async def document(router: LiveRouter) -> httpx.Response:
-    return await router.http.get(f"{router.service.operator_endpoint}/dashboard/data")
+    return await router.http.get(f"{router.service.pages.operator_endpoint}/dashboard/data")
 
 
 def test_each_router_shows_the_requests_and_numbers_of_all(redis_url: str) -> None:
@@ -58,8 +58,8 @@ def test_each_router_shows_the_requests_and_numbers_of_all(redis_url: str) -> No
         ):
             await first.ready()
             await second.ready()
-            await eventually(lambda: first.service.routers.others())
-            await eventually(lambda: second.service.routers.others())
+            await eventually(lambda: first.service.members.other_routers())
+            await eventually(lambda: second.service.members.other_routers())
             for router, name in ((first, "one"), (second, "two")):
                 headers = {"x-request-id": name}
                 asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 3}
@@ -94,7 +94,7 @@ def test_a_document_of_all_routers_stalls_no_stream(
             live_router(redis_url, router_id="router-0") as first,
             live_router(redis_url, router_id="router-1"),
         ):
-            await eventually(lambda: first.service.routers.others())
+            await eventually(lambda: first.service.members.other_routers())
             monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", load)
             assert (await document(first)).json()["silent"] == []
 
@@ -115,7 +115,7 @@ def test_a_router_that_does_not_answer_is_named_and_the_rest_is_shown(redis_url:
         other = RouterDirectory(redis, SECRET, "c", HEARTBEAT_S, LEASE_S, lambda: "ready")
         await other.start(f"http://127.0.0.1:{port}")
         async with server, live_router(redis_url, router_id="b") as router:
-            await eventually(lambda: router.service.routers.others())
+            await eventually(lambda: router.service.members.other_routers())
             found = (await document(router)).json()
             assert found["silent"] == ["c"]
             assert [each["id"] for each in found["live"]] == ["b"]
@@ -206,7 +206,6 @@ def page() -> Iterator[Browser]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_shows_workers_and_requests(cluster: Cluster, page: Browser, scheme: str) -> None:
     ask(cluster, f"first-{scheme}")
-    page.complaints.clear()
     page.show(f"{cluster.operator_url}/dashboard", scheme=scheme)
     page.wait_for(f"document.body.innerText.includes('first-{scheme}')")
     ask(cluster, f"second-{scheme}")  # comes without a reload
@@ -270,8 +269,8 @@ def test_many_workers_and_links_leave_requests_in_sight(redis_url: str, page: Br
                 await stack.enter_async_context(prefill_record(redis_url, SECRET, name))
             router = await stack.enter_async_context(live_router(redis_url))
             await router.ready()
-            await eventually(lambda: len(router.service.directory.workers()) == 41)
-            url = f"{router.service.operator_endpoint}/dashboard"
+            await eventually(lambda: len(router.service.members.directory.workers()) == 41)
+            url = f"{router.service.pages.operator_endpoint}/dashboard"
             await asyncio.to_thread(page.show, url, height=900)
             rows = "document.querySelectorAll('#workers tbody tr, #links tbody tr').length == 81"
             await asyncio.to_thread(page.wait_for, rows)
@@ -297,9 +296,8 @@ def test_names_that_look_like_html_are_text(redis_url: str, page: Browser) -> No
             prefill_record(redis_url, SECRET, HOSTILE),
         ):
             await router.ready()
-            await eventually(lambda: len(router.service.directory.workers()) == 2)
-            page.complaints.clear()
-            url = f"{router.service.operator_endpoint}/dashboard"
+            await eventually(lambda: len(router.service.members.directory.workers()) == 2)
+            url = f"{router.service.pages.operator_endpoint}/dashboard"
             await asyncio.to_thread(page.show, url)
             ready = "document.querySelectorAll('#workers tbody tr').length == 2"
             await asyncio.to_thread(page.wait_for, ready)
@@ -318,7 +316,7 @@ def test_names_that_look_like_html_are_text(redis_url: str, page: Browser) -> No
 def test_the_page_says_that_nobody_answers_and_goes_on(redis_url: str, page: Browser) -> None:
     async def main() -> None:
         async with live_router(redis_url) as router:
-            url = f"{router.service.operator_endpoint}/dashboard"
+            url = f"{router.service.pages.operator_endpoint}/dashboard"
             await asyncio.to_thread(page.show, url)
             await asyncio.to_thread(page.wait_for, "document.documentElement.dataset.shown")
         says = "document.getElementById('notice').textContent.startsWith('No answer')"

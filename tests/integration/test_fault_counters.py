@@ -130,7 +130,7 @@ def test_a_workers_faults_are_on_its_page(redis_server: RedisServer) -> None:
             httpx.AsyncClient(trust_env=False) as http,
         ):
             await router.ready()
-            record = router.service.directory.get("decode-0")
+            record = router.service.members.directory.get("decode-0")
             assert isinstance(worker.kv, KvReceiver)
             kv_endpoint = worker.kv.socket.endpoint
             shown = await page(http, record.metrics_endpoint)
@@ -157,7 +157,7 @@ def test_a_routers_faults_are_on_its_page(redis_server: RedisServer) -> None:
         workers = [FakeDecodeWorker(redis_server.url, SECRET, f"decode-{i}") for i in range(2)]
         async with live_router(redis_server.url) as router, workers[0], workers[1]:
             await router.ready(2)
-            url = router.service.metrics_endpoint
+            url = router.service.pages.metrics_endpoint
             shown = await page(router.http, url)
             assert [shown.get(each) for each in (*records, lookups)] == [0, 0, 0, 0]
             leave_records(redis_server)

@@ -87,7 +87,7 @@ async def worker(redis: RedisServer, role: Role) -> AsyncIterator[WorkerRuntime]
 
 
 async def record_of(router: LiveRouter, worker_id: str) -> WorkerRecord:
-    directory = router.service.directory
+    directory = router.service.members.directory
     await eventually(lambda: directory.get(worker_id), timeout=20)
     record = directory.get(worker_id)
     assert record is not None
@@ -113,13 +113,13 @@ def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(
             wanted = OF_DECODE | LOCAL
             assert {each: received.get(each) for each in wanted} == dict.fromkeys(wanted, 0)
 
-            directory = router.service.directory
+            directory = router.service.members.directory
             await eventually(lambda: directory.get("prefill-0").links, timeout=20)
             [link] = directory.get("prefill-0").links
             assert (link.peer, link.transport) == ("decode-0", "zmq")
             assert link.gbps > 0
             assert directory.get("decode-0").kv_transports == ["zmq"]
-            services = {each["id"]: each for each in router.service.cluster()["services"]}
+            services = {each["id"]: each for each in router.service.describe_cluster()["services"]}
             assert services["decode-0"]["missing_links"] == []
 
             answer = await router.complete(prompt=list(range(5, 55)), max_tokens=3)

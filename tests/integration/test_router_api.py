@@ -124,8 +124,8 @@ def test_head_is_answered_as_get_without_the_body(redis_url):
         for path in paths + wrong:
             await same_without_body(router, path, 200 if path in paths else None)
         for page in ("/sd", "/dashboard", "/dashboard/page.js"):
-            await same_without_body(router, router.service.operator_endpoint + page, 200)
-        metrics = router.service.metrics_endpoint
+            await same_without_body(router, router.service.pages.operator_endpoint + page, 200)
+        metrics = router.service.pages.metrics_endpoint
         await same_without_body(router, f"{metrics}/health", 200)
         assert (await router.http.head(f"{metrics}/metrics")).status_code == 200
 

@@ -164,7 +164,7 @@ def test_the_least_loaded_prefill_worker_takes_a_prompt(redis_url: str) -> None:
     async def scenario(router: LiveRouter, workers: dict[str, FakeDecodeWorker]) -> None:
         first, second = workers["prefill-0"], workers["prefill-1"]
         second.put_record(load=WorkerLoad(queued_prefill_tokens=100))
-        records = router.service.directory
+        records = router.service.members.directory
         await eventually(
             lambda: (found := records.get("prefill-1")) and found.load.queued_prefill_tokens
         )

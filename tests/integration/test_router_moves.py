@@ -185,7 +185,7 @@ def test_a_single_worker_that_comes_back_takes_its_requests_up_again(redis_url):
 
 def test_a_request_that_comes_while_connections_are_made_again_waits_for_them(redis_url):
     async def scenario(router: LiveRouter, workers: Workers) -> None:
-        for link in list(router.service._links):
+        for link in list(router.service.members.decode_links):
             link.lose("a stall of this process")
         answers = await asyncio.gather(
             *(router.complete(prompt="Hi", max_tokens=2) for _ in range(4))

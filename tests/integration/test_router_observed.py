@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pagewire.services.cli.client.cluster_status import fetch_status
-from pagewire.services.router.workers.worker_links import WorkerLink
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage
@@ -70,7 +70,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             assert (await router.chat()).status_code == 200  # it serves meanwhile
             async with prefill_record(redis_url, SECRET, "prefill-0"):
                 await eventually(lambda: router.service.health()["status"] == "ok")
-            await eventually(lambda: len(router.service.directory.workers()) == 1)
+            await eventually(lambda: len(router.service.members.directory.workers()) == 1)
             assert (await router.http.get("/ready")).status_code == 200  # it can serve
 
     run_async(main())
@@ -87,7 +87,7 @@ def test_health_names_workers_and_their_links(redis_url):
             prefill_record(redis_url, SECRET, "prefill-1"),
         ):
             await router.ready()
-            await eventually(lambda: len(router.service.directory.workers()) == 3)
+            await eventually(lambda: len(router.service.members.directory.workers()) == 3)
             body = (await router.cluster()).json()
         assert body["status"] == "ok"
         assert body["model"] == MODEL
@@ -112,8 +112,8 @@ def test_health_names_workers_of_another_release(redis_url):
             FakeDecodeWorker(redis_url, SECRET, "decode-0", protocol=later, epoch=7),
             prefill_record(redis_url, SECRET, "prefill-0"),
         ):
-            await eventually(lambda: router.service.directory.others)
-            await eventually(lambda: router.service.directory.workers())
+            await eventually(lambda: router.service.members.directory.others)
+            await eventually(lambda: router.service.members.directory.workers())
             response = await router.cluster()
             assert response.status_code == 503
             assert (await router.http.get("/ready")).status_code == 503
@@ -127,7 +127,7 @@ def test_health_names_workers_of_another_release(redis_url):
             names = [each["labels"]["instance"] for each in await router.targets()]
             assert names[:2] == ["decode-0", "prefill-0"]
             assert (await router.complete(prompt="Hi")).status_code == 503
-            shown = await fetch_status(router.http, router.service.operator_endpoint)
+            shown = await fetch_status(router.http, router.service.pages.operator_endpoint)
             assert not shown.ok
             assert [w.service.state for w in shown.workers] == ["ready", "another version"]
 
@@ -164,7 +164,7 @@ def test_an_answer_that_ends_at_a_stop_string_has_its_workers_times(redis_url):
         of_model = f'{{model_name="{MODEL}"}}'
         name = "vllm:request_prefill_time_seconds_sum"
         assert await router.metric(f"{name}{of_model}") == pytest.approx(0.02)
-        [shown] = router.service.live().requests
+        [shown] = router.service.recent.newest_first()
         assert {"queued", "prefill"} <= {part.name for part in shown.parts}
 
     with_worker(redis_url, scenario)
@@ -261,7 +261,9 @@ def test_a_forged_worker_record_is_neither_used_nor_listed(redis_url):
                 if await router.metric(name):
                     break
                 await asyncio.sleep(0.01)
-            assert {each.worker_id for each in router.service.directory.workers()} == {"decode-0"}
+            assert {each.worker_id for each in router.service.members.directory.workers()} == {
+                "decode-0"
+            }
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
             targets = [each["targets"] for each in await router.targets()]
             assert [here] not in targets
@@ -275,9 +277,9 @@ def test_clients_learn_neither_metrics_nor_the_cluster(redis_url):
         for path in ("/metrics", "/cluster", "/sd"):
             assert (await router.http.get(path)).status_code == 404
         assert (await router.http.get("/health")).json() == {"status": "ok", "model": MODEL}
-        answer = await router.http.get(f"{router.service.operator_endpoint}/metrics")
+        answer = await router.http.get(f"{router.service.pages.operator_endpoint}/metrics")
         assert (answer.status_code, "/sd lists" in answer.text) == (404, True)
-        answer = await router.http.get(f"{router.service.operator_endpoint}/v1/models")
+        answer = await router.http.get(f"{router.service.pages.operator_endpoint}/v1/models")
         assert answer.status_code == 404
 
     with_worker(redis_url, scenario)
@@ -289,7 +291,7 @@ def test_the_share_of_used_blocks_is_what_the_records_say(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         assert await router.metric(share) == 0
         worker.put_record(load=WorkerLoad(used_blocks=16, total_blocks=64))
-        directory = router.service.directory
+        directory = router.service.members.directory
         await eventually(lambda: directory.get("decode-0").load.used_blocks == 16)
         assert await router.metric(share) == 0.25
         (service,) = (await router.cluster()).json()["services"]
@@ -305,7 +307,7 @@ def test_a_worker_whose_metrics_address_is_nonsense_is_not_listed(redis_url, end
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         assert [each["labels"]["role"] for each in await router.targets()] == ["decode", "router"]
         worker.put_record(metrics_endpoint=endpoint)
-        directory = router.service.directory
+        directory = router.service.members.directory
         await eventually(lambda: directory.get("decode-0").metrics_endpoint == endpoint)
         assert [each["labels"]["role"] for each in await router.targets()] == ["router"]
 

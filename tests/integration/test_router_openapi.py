@@ -227,7 +227,6 @@ def test_a_browser_shows_each_route_and_its_fields(
 ) -> None:
     async def main() -> None:
         async with live_router(redis_url) as router:
-            page.complaints.clear()
             await asyncio.to_thread(page.show, f"{router.url}/docs", scheme=scheme)
             await asyncio.to_thread(page.wait_for, "document.documentElement.dataset.shown")
             paths = await asyncio.to_thread(

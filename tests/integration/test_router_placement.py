@@ -60,7 +60,7 @@ def with_cluster(
             for i in range(prefills):
                 await stack.enter_async_context(prefill_record(redis.url, SECRET, f"prefill-{i}"))
             await router.ready(decodes)
-            directory = router.service.directory
+            directory = router.service.members.directory
             await eventually(lambda: len(directory.workers("prefill")) == prefills)
             await scenario(Cluster(router, running))
 
@@ -149,7 +149,7 @@ def test_load_in_the_records_counts(redis):
     async def scenario(cluster: Cluster) -> None:
         busy, idle = cluster.decodes
         busy.put_record(load=WorkerLoad(used_blocks=60, total_blocks=64))
-        directory = cluster.router.service.directory
+        directory = cluster.router.service.members.directory
         await eventually(lambda: directory.get("decode-0").load.used_blocks == 60)
         for number in range(5):
             assert (await cluster.ask([number + 10] * 40))[0] == idle.record.worker_id
@@ -176,7 +176,7 @@ def test_without_prefill_workers_the_decode_worker_is_given_none(redis):
 def test_draining_prefill_workers_are_not_named(redis):
     async def scenario(cluster: Cluster) -> None:
         async with prefill_record(redis.url, SECRET, "prefill-9", state="draining"):
-            directory = cluster.router.service.directory
+            directory = cluster.router.service.members.directory
             await eventually(lambda: directory.get("prefill-9") is not None)
             assert "prefill-9" not in (await cluster.ask(LONG))[1]
 
@@ -192,7 +192,7 @@ def test_without_redis_requests_answer_by_load_alone(redis, trouble):
         else:
             redis.freeze()
         service = cluster.router.service
-        await eventually(lambda: not service.directory.redis_ok)
+        await eventually(lambda: not service.members.directory.redis_ok)
         for decode in cluster.decodes:
             decode.hold.clear()
         async with asyncio.timeout(5):
@@ -214,7 +214,7 @@ def test_without_redis_requests_answer_by_load_alone(redis, trouble):
             redis.start()
         else:
             redis.thaw()
-        await eventually(lambda: service.directory.redis_ok)
+        await eventually(lambda: service.members.directory.redis_ok)
         assert (await cluster.router.complete(prompt=LONG, max_tokens=1)).status_code == 200
 
     with_cluster(redis, scenario)
@@ -280,7 +280,9 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
 
 def reachable(router: LiveRouter) -> int:
     """Workers that the router has a connection to."""
-    return sum(service["state"] == "ready" for service in router.service.cluster()["services"])
+    return sum(
+        service["state"] == "ready" for service in router.service.describe_cluster()["services"]
+    )
 
 
 def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):

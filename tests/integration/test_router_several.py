@@ -57,8 +57,8 @@ def test_each_shows_its_own_metrics_and_lists_all(redis_server: RedisServer) -> 
         ):
             await first.ready()
             await second.ready()
-            await eventually(lambda: first.service.routers.others())
-            await eventually(lambda: second.service.routers.others())
+            await eventually(lambda: first.service.members.other_routers())
+            await eventually(lambda: second.service.members.other_routers())
             assert (await first.complete(prompt="Hi", max_tokens=3)).status_code == 200
             assert (await second.complete(prompt="Hi", max_tokens=5)).status_code == 200
             name = f'vllm:generation_tokens_total{{model_name="{MODEL}"}}'
@@ -68,11 +68,11 @@ def test_each_shows_its_own_metrics_and_lists_all(redis_server: RedisServer) -> 
             names = [each["labels"]["instance"] for each in targets]
             assert names == ["decode-0", "router-0", "router-1"]
             [at] = targets[2]["targets"]
-            assert f"http://{at}" == second.service.metrics_endpoint
+            assert f"http://{at}" == second.service.pages.metrics_endpoint
             routers = (await first.cluster()).json()["routers"]
             assert [each["id"] for each in routers] == ["router-0", "router-1"]
             assert [each["state"] for each in routers] == ["ready", "ready"]
-            assert routers[1]["epoch"] == second.service.routers.own().epoch
+            assert routers[1]["epoch"] == second.service.members.own_record().epoch
 
     run_async(main())
 
@@ -82,7 +82,7 @@ def test_the_start_of_one_ends_whoever_is_asked(redis_server: RedisServer) -> No
         url = redis_server.url
 
         def states() -> list[str]:
-            return [each["state"] for each in first.service.cluster()["routers"]]
+            return [each["state"] for each in first.service.describe_cluster()["routers"]]
 
         async with (
             live_router(url, router_id="router-0") as first,
@@ -91,7 +91,7 @@ def test_the_start_of_one_ends_whoever_is_asked(redis_server: RedisServer) -> No
             await eventually(lambda: states() == ["ready", "starting"])
             async with FakeDecodeWorker(url, SECRET, answer=ANSWER):
                 await eventually(lambda: states() == ["ready", "ready"])
-            await eventually(lambda: not first.service.directory.workers())
+            await eventually(lambda: not first.service.members.directory.workers())
             assert states() == ["ready", "ready"]
 
     run_async(main())
@@ -167,8 +167,8 @@ def test_one_that_ends_is_known_to_have_gone(redis_server: RedisServer) -> None:
     async def main() -> None:
         async with live_router(redis_server.url, router_id="router-0") as first:
             async with live_router(redis_server.url, router_id="router-1"):
-                await eventually(lambda: first.service.routers.others())
-            await eventually(lambda: not first.service.routers.others(), timeout=LEASE_S)
+                await eventually(lambda: first.service.members.other_routers())
+            await eventually(lambda: not first.service.members.other_routers(), timeout=LEASE_S)
             names = [each["labels"]["instance"] for each in await first.targets()]
             assert names == ["router-0"]
 
@@ -213,12 +213,12 @@ def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: Re
     async def main() -> None:
         url = redis_server.url
         async with live_router(url, router_id="a") as first, live_router(url, router_id="b"):
-            await eventually(lambda: first.service.routers.others())
+            await eventually(lambda: first.service.members.other_routers())
             redis_server.kill()
             await asyncio.sleep(3 * LEASE_S)  # nobody can say who is alive: the last view stays
             assert [each["id"] for each in (await first.cluster()).json()["routers"]] == ["a", "b"]
             redis_server.start()
-            await eventually(lambda: first.service.routers.others(), timeout=10)
+            await eventually(lambda: first.service.members.other_routers(), timeout=10)
 
     run_async(main())
 

@@ -39,7 +39,7 @@ async def router_that_lost_its_worker(
         await router.ready()
         await stack.aclose()
         await router.ready(0)
-        await eventually(lambda: not router.service.directory.workers())
+        await eventually(lambda: not router.service.members.directory.workers())
         yield router, start
 
 

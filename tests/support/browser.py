@@ -35,7 +35,7 @@ class Browser:
     """One page.
 
     Attributes:
-        complaints: errors and warnings of the page's console, and exceptions, as they came.
+        complaints: errors and warnings of the shown page's console, and exceptions, as they came.
     """
 
     def __init__(self, reads: int, writes: int) -> None:
@@ -53,15 +53,19 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def show(self, url: str, width: int = 1400, height: int = 900, scheme: str = "light") -> None:
-        """Load a page in a window of this size."""
+        """Load a page in a window of this size; complaints are of this page from now on."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.send("Emulation.setEmulatedMedia", features=[feature])
-        for each in ("about:blank", url):  # it may be there already
-            assert "errorText" not in self.send("Page.navigate", url=each)
-            at = f"location.href === {json.dumps(each)}"
-            self.wait_for(f"document.readyState === 'complete' && {at}")
+        self._navigate("about:blank")  # the page may be there already
+        self.complaints.clear()
+        self._navigate(url)
+
+    def _navigate(self, url: str) -> None:
+        assert "errorText" not in self.send("Page.navigate", url=url)
+        at = f"location.href === {json.dumps(url)}"
+        self.wait_for(f"document.readyState === 'complete' && {at}")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""

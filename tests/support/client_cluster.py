@@ -46,7 +46,7 @@ class Cluster:
             decode.cached_tokens = 3
             await router.ready()
             self.url, self.worker = router.url, decode
-            self.operator_url = router.service.operator_endpoint
+            self.operator_url = router.service.pages.operator_endpoint
             self.ready.set()
             await self.stop.wait()
 

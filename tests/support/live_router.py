@@ -51,16 +51,16 @@ class LiveRouter:
 
     async def metrics_page(self) -> str:
         """All of its /metrics."""
-        return (await self.http.get(f"{self.service.metrics_endpoint}/metrics")).text
+        return (await self.http.get(f"{self.service.pages.metrics_endpoint}/metrics")).text
 
     async def cluster(self) -> httpx.Response:
         """What its operator port says of the cluster."""
-        return await self.http.get(f"{self.service.operator_endpoint}/cluster")
+        return await self.http.get(f"{self.service.pages.operator_endpoint}/cluster")
 
     async def targets(self) -> list[dict[str, Any]]:
         """Where its operator port says that metrics are."""
         found: list[dict[str, Any]] = (
-            await self.http.get(f"{self.service.operator_endpoint}/sd")
+            await self.http.get(f"{self.service.pages.operator_endpoint}/sd")
         ).json()
         return found
 

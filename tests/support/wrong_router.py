@@ -10,7 +10,7 @@ import os
 import msgspec
 
 from pagewire.services.cli.main import app
-from pagewire.services.router.workers.worker_links import WorkerLink
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.shared.control.protocol import ControlMessage, TokenBatch, TokenOutput
 
 WRONG_AT = 20  # the message of each worker after which one stream's tokens are wrong

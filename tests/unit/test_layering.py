@@ -42,7 +42,7 @@ PACKAGES = (
     "shared.kv.carriers",
     "shared.kv.endpoint",
     "shared.worker",
-    "services.router.workers",
+    "services.router.cluster",
     "services.router.placement",
     "services.router.metrics",
     "services.router.dashboard",

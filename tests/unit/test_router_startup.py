@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagewire.services.router.startup import LINK_WAIT_S, Startup
+from pagewire.services.router.cluster.startup import LINK_WAIT_S, Startup
 
 
 def prefill(state: str = "ready") -> dict[str, Any]:

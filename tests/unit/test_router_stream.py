@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.http.answers.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
-from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, TokenOutput
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs

@@ -33,7 +33,7 @@ class ClusterData:
     """Makes the body of `/dashboard/data`.
 
     Args:
-        cluster: the body of `/cluster`, see `RouterService.cluster`.
+        cluster: the body of `/cluster`, see `RouterService.describe_cluster`.
         own: this router's own numbers.
         others: records of the other routers that are alive.
         clock: in seconds, from any time on.

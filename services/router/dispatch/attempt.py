@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
-from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.control.protocol import Cancel, Embed, Generate, Refused, TokenOutput
 from pagewire.shared.errors import ChannelError
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
 from pagewire.services.router.dispatch.times import AnswerTimes, Watch
 from pagewire.services.router.metrics.requests import AnswerLengths, RouterMetrics
@@ -28,7 +29,6 @@ from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
-from pagewire.services.router.workers.worker_links import WorkerLink, WorkerLinks
 from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
 from pagewire.shared.errors import (
     ChannelError,

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
-from pagewire.services.router.workers.worker_links import WorkerLink
 from pagewire.shared.aio import end_task
 from pagewire.shared.control.protocol import Embed, Refused, TokenOutput
 from pagewire.shared.errors import (

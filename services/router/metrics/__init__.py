@@ -5,6 +5,6 @@ buckets), `by_key.py` (the same by API key), `state.py` (read when `/metrics` is
 (the addresses).
 `shared/metrics/numbers.py` has counters and histograms that are cheap to update.
 
-May import: `placement` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
-`shared.metrics`. No HTTP.
+May import: `cluster` and `placement` of the router, `shared.control.protocol`, `shared.cluster`,
+`shared.index`, `shared.metrics`. No HTTP.
 """

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.cluster.registry import Registry, WorkerRecord
-from pagewire.shared.cluster.worker_directory import WorkerDirectory
+from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.metrics.faults import ignored_records
 
@@ -26,13 +25,11 @@ class StateCollector:
         self,
         model_name: str,
         admission: Admission,
-        directory: WorkerDirectory,
-        registry: Registry,
+        members: ClusterMembers,
         index: PrefixIndex,
     ) -> None:
         self._model_name = model_name
-        self._admission, self._directory = admission, directory
-        self._registry, self._index = registry, index
+        self._admission, self._members, self._index = admission, members, index
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
@@ -49,10 +46,10 @@ class StateCollector:
         yield GaugeMetricFamily(
             "pagewire_redis_up",
             "Whether the worker registry answers",
-            value=float(self._directory.redis_ok),
+            value=float(self._members.directory.redis_ok),
         )
         # Not under the workers' name: a family of the router hides those of workers with its name.
-        yield ignored_records("pagewire_router_ignored_worker_records", self._registry)
+        yield ignored_records("pagewire_router_ignored_worker_records", self._members.registry)
         yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
             "Lookups in the prefix index that Redis did not answer, or that were left out after "
@@ -68,21 +65,15 @@ class WorkersCollector:
 
     Args:
         model_name: what all of them serve.
-        directory: has their records.
-        services: describes them as `/cluster` does, with their states.
+        members: have their records and states.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        directory: WorkerDirectory,
-        services: Callable[[], Sequence[dict[str, Any]]],
-    ) -> None:
-        self._model_name, self._directory, self._services = model_name, directory, services
+    def __init__(self, model_name: str, members: ClusterMembers) -> None:
+        self._model_name, self._members = model_name, members
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
-        found = Counter((each["role"], each["state"]) for each in self._services())
+        found = Counter((each["role"], each["state"]) for each in self._members.describe_services())
         workers = GaugeMetricFamily(
             "pagewire_workers",
             "Workers that the router knows, by role and state",
@@ -92,7 +83,7 @@ class WorkersCollector:
             workers.add_metric([role, state.replace(" ", "_")], found[role, state])
         yield workers
         text = "Used share of the decode workers' KV blocks, 0 to 1, as their records say"
-        usage = used_share(self._directory.workers("decode"))
+        usage = used_share(self._members.directory.workers("decode"))
         yield of_model(self._model_name, "kv_cache_usage_perc", text, usage)
 
 

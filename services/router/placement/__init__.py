@@ -6,6 +6,6 @@ policy needs; leaves out workers of another model), `in_flight_load.py` (load th
 worker and that its reports do not show yet), `admission.py` (refuses requests when the queue is
 full).
 
-May import: `workers` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
+May import: `cluster` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
 `shared.kv.block_hash`, small modules. No HTTP.
 """

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
+from pagewire.services.router.cluster.members import ClusterMembers
+from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
-from pagewire.services.router.workers.worker_links import WorkerLink, WorkerLinks
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.control.protocol import BlockLayout, LoadReport
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
@@ -27,24 +27,21 @@ class WorkerSelector:
 
     Args:
         cluster_secret: block hashes are keyed by it.
-        directory: knows all workers' records.
-        links: to decode workers.
-        prefill_links: to prefill workers, used only for embeddings.
+        members: have all workers' records, and the links; those to prefill workers are used only
+            for embeddings.
     """
 
     def __init__(
         self,
         cluster_secret: str,
-        directory: WorkerDirectory,
-        links: WorkerLinks,
-        prefill_links: WorkerLinks,
+        members: ClusterMembers,
         index: PrefixIndex,
         policy: Policy,
         in_flight: InFlightLoad,
     ) -> None:
         self._cluster_secret = cluster_secret
-        self._directory, self._index = directory, index
-        self._links, self._prefill_links = links, prefill_links
+        self._directory, self._index = members.directory, index
+        self._links, self._prefill_links = members.decode_links, members.prefill_links
         self._policy, self._in_flight = policy, in_flight
         self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
         self._complaints = Complaints(logger)

@@ -1,0 +1,115 @@
+"""The workers and the other routers of a router's cluster."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from redis.asyncio import Redis
+
+from pagewire.services.router.cluster.description import describe_routers, describe_services
+from pagewire.services.router.cluster.startup import Startup
+from pagewire.services.router.cluster.worker_links import OnLoad, WorkerLinks
+from pagewire.shared.cluster.registry import Registry, WorkerRecord
+from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord, RouterState
+from pagewire.shared.cluster.worker_directory import WorkerDirectory
+from pagewire.shared.config import RouterSettings
+from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.protocol import Role
+
+
+class ClusterMembers:
+    """Follows the records in Redis, and keeps a link to each worker.
+
+    Args:
+        redis: shared with others; not closed here.
+        on_load: gets the loads that workers report with their tokens.
+        on_leave: gets the id of a worker that is gone.
+        state: this router's, for its own record, once the start is over.
+
+    Attributes:
+        registry: reads the workers' records.
+        directory: has the records of the workers that are alive.
+        decode_links, prefill_links: connections to them.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        redis: Redis,
+        on_load: OnLoad,
+        on_leave: Callable[[str], None],
+        state: Callable[[], RouterState],
+    ) -> None:
+        secret = settings.cluster_secret.get_secret_value()
+        keys, name = ClusterKeys.derive(secret), f"router-{secrets.token_hex(4)}"
+
+        def links(role: Role) -> WorkerLinks:
+            return WorkerLinks(role, keys, name, settings.heartbeat_s, settings.lease_s, on_load)
+
+        self.decode_links, self.prefill_links = links("decode"), links("prefill")
+        self._on_worker_leave = on_leave
+        # A worker's record is renewed each heartbeat and read each half.
+        interval_s = settings.heartbeat_s / 2
+        self.registry = Registry(redis, secret, settings.lease_s)
+        self.directory = WorkerDirectory(
+            self.registry,
+            interval_s,
+            grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
+            on_join=self._on_join,
+            on_leave=self._on_leave,
+        )
+        self._routers = RouterDirectory(
+            redis, secret, settings.router_id, interval_s, settings.lease_s, state
+        )
+        self._startup = Startup(settings.expected_workers)
+
+    async def start(self, metrics_endpoint: str) -> None:
+        """Look for workers, and announce this router. There may be no worker, and no Redis."""
+        await self.directory.start()
+        await self._routers.start(metrics_endpoint)
+
+    async def close(self) -> None:
+        """End all connections. Idempotent."""
+        await self._routers.close()
+        await self.directory.close()
+        await self.prefill_links.close()
+        await self.decode_links.close()
+
+    def own_record(self) -> RouterRecord:
+        """Return this router's record as it is now."""
+        return self._routers.own()
+
+    def other_routers(self) -> list[RouterRecord]:
+        """Return the records of the other routers that are alive, by id."""
+        return self._routers.others()
+
+    def all_routers(self) -> list[RouterRecord]:
+        """Return the records of the routers that are alive, this one first."""
+        return [self.own_record(), *self.other_routers()]
+
+    def describe_services(self) -> list[dict[str, Any]]:
+        """Return an object for each worker, as `/cluster` shows it."""
+        reachable = {link.worker_id for link in self.decode_links}
+        return describe_services(self.directory.workers(), self.directory.others, reachable)
+
+    def describe_routers(self) -> list[dict[str, Any]]:
+        """Return an object for each router, as `/cluster` shows it."""
+        return describe_routers(self.all_routers())
+
+    def waiting_for(self) -> list[str]:
+        """Return what a start still waits for, in words; empty once it is over."""
+        return self._startup.waiting_for(self.describe_services())
+
+    def _on_join(self, record: WorkerRecord) -> None:
+        """Connect to a run of a worker."""
+        self.decode_links.join(record)
+        self.prefill_links.join(record)
+
+    def _on_leave(self, record: WorkerRecord) -> None:
+        """End what is known of a run of a worker."""
+        self.decode_links.leave(record)
+        self.prefill_links.leave(record)
+        self._on_worker_leave(record.worker_id)
