@@ -172,7 +172,11 @@ def _threshold_kernel(
             floor = tl.load(note_ptr + _FLOOR, mask=inside, other=float("-inf"))
             floor = tl.max(floor, axis=0)
             mass = tl.load(note_ptr + _MASS, mask=inside, other=0.0)
-            total = tl.sum(mass * tl.exp((best - highest) / temperature), axis=0)
+            # Not a plain product: the compiler would make an fma of it and the addition of another
+            # lane's, of which only the latter is rounded. Totals would then differ between lanes,
+            # which would part at a branch and wait for each other for ever.
+            share = tl.exp((best - highest) / temperature)
+            total = tl.sum(tl.fma(mass, share, 0.0), axis=0)
             cells = tl.arange(0, CHUNKS_PAD * KEPT)
             count_ptr = row_notes_ptr + cells // KEPT * _NOTES + _COUNT
             count = tl.load(count_ptr, mask=cells < chunks * KEPT, other=0.0)

@@ -5,8 +5,9 @@
 
 Launchers run on tensors without memory, and where one launches a kernel, Triton compiles it with
 the ptxas that it brings. The interpreter, which the tests use, accepts programs that the compiler
-refuses, and knows neither registers nor shared memory. Exit code 1: a kernel spills registers or
-needs more shared memory than an SM has.
+refuses, and knows neither registers nor shared memory. Exit code 1: a kernel spills registers,
+needs more shared memory than an SM has, or has a branch that threads may take differently although
+they meet at a barrier or a shuffle on its way, see `ptx_uniformity`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
+from pagewire.tests.support.ptx_uniformity import find_divergences
 
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes of a thread that kernels spill, known and measured with it.
 _SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
 _SPILLS["_each_kernel"] = 16  # by Triton 3.9, not by 3.6 and 3.7
+_SPECIALISED = {"_hopper_prefill_kernel"}  # in which warps go different ways
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _V3 = Routing(
     top_k=8,
@@ -251,11 +254,14 @@ def main(arguments: list[str] | None = None) -> int:
     failed = False
     for name, kernel in compiled.kernels.items():
         took = _resources(kernel)
-        is_wrong = (
-            took["spilled"] > _SPILLS.get(name.split()[0], 0) or took["shared"] > _MOST_SHARED
-        )
+        kind = name.split()[0]
+        parting = [] if kind in _SPECIALISED else find_divergences(kernel.asm["ptx"])
+        is_wrong = took["spilled"] > _SPILLS.get(kind, 0) or took["shared"] > _MOST_SHARED
+        is_wrong |= bool(parting)
         failed |= is_wrong
         print(name, *(f"{what} {n}" for what, n in took.items()), "WRONG" if is_wrong else "ok")
+        for each in parting:
+            print(f"  {each}")
     return 1 if failed else 0
 
 
