@@ -61,12 +61,12 @@ class RouterService:
     """One router. Make it with `connect`; use it as an async context manager, once.
 
     Attributes:
-        is_draining: shutting down: nothing new is taken.
-        connections: of the HTTP endpoint.
-        metrics_endpoint, operator_endpoint: URLs of the ports for operators.
-        api_keys: of which requests need one; None: none is needed.
-        tracing: the spans of requests; None: there are none.
-        recent: requests that have ended.
+        is_draining: the router is shutting down and refuses new requests.
+        connections: the connections of the HTTP endpoint.
+        metrics_endpoint, operator_endpoint: URLs of the metrics port and the operator port.
+        api_keys: the keys that requests need; None if they need none.
+        tracing: makes the spans of requests; None if they are not traced.
+        recent: the last requests that have ended.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class RouterService:
         self._make_pages(workers)
 
     def _follow_cluster(self, workers: Registry, redis: Redis, secret: str) -> None:
-        """Make what knows the cluster's workers and routers."""
+        """Make the directories of workers and routers, and the links to workers."""
         settings = self.settings
-        # A worker's record is renewed each heartbeat and read each half.
+        # A worker's record is renewed once per heartbeat and read twice.
         self._in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self._links, self._prefill_links = (
             WorkerLinks(
@@ -134,7 +134,7 @@ class RouterService:
         self.directory = WorkerDirectory(
             workers,
             settings.heartbeat_s / 2,
-            grace_s=math.inf,  # the control channel shows who is alive where Redis cannot
+            grace_s=math.inf,  # while Redis is down, the control channel shows who is alive
             on_join=self._on_join,
             on_leave=self._on_leave,
         )
@@ -149,7 +149,7 @@ class RouterService:
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
-        """Read the model's tokenizer, reach Redis, and listen for those who want the metrics.
+        """Read the model's tokenizer, connect to Redis, open the metrics and operator ports.
 
         Raises:
             ModelLoadError: the model cannot be found or read.
@@ -169,7 +169,7 @@ class RouterService:
         return service
 
     async def __aenter__(self) -> RouterService:
-        """Begin to look for workers. There may be none."""
+        """Begin to look for workers; there may be none yet."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._redis.aclose)
             if self.tracing is not None:
@@ -201,13 +201,13 @@ class RouterService:
         self._prefill_links.join(record)
 
     def _on_leave(self, record: WorkerRecord) -> None:
-        """End what is known of a run of a worker."""
+        """Disconnect from a run of a worker and forget its load."""
         self._links.leave(record)
         self._prefill_links.leave(record)
         self._in_flight.forget(record.worker_id)
 
     def _make_pages(self, workers: Registry) -> None:
-        """Make what the metrics and the operator port show, and their servers."""
+        """Make the servers of the metrics port and the operator port, and what they show."""
         registry, name = self.metrics.registry, self.model.name
         admission = self.dispatcher.admission
         registry.register(StateCollector(name, admission, self.directory, workers, self._index))
@@ -225,11 +225,11 @@ class RouterService:
         self.metrics_endpoint = self.operator_endpoint = ""
 
     async def _close_pages(self) -> None:
-        """End their servers at the same time: each takes 0.2 s."""
+        """Close both servers at the same time, because each takes 0.2 s."""
         await asyncio.gather(self._metrics_server.close(), self._operator_server.close())
 
     async def _serve_metrics(self) -> None:
-        """Show this router's own metrics on a port, and the cluster on another.
+        """Open the metrics port and the operator port.
 
         Raises:
             ConfigError: a port is in use, or there is no address to announce.
@@ -242,7 +242,7 @@ class RouterService:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and answer together, in tokens."""
+        """Longest prompt plus answer, in tokens."""
         return self.selector.max_model_len(self.model.max_model_len)
 
     @property
@@ -251,7 +251,7 @@ class RouterService:
         return not self.is_draining and bool(self.selector.decode_records())
 
     def check_room(self) -> None:
-        """Check, before a request costs anything, that there is room for it.
+        """Check that there is room for a request, before its body is read.
 
         Raises:
             NoWorkerError: the router shuts down.
@@ -261,11 +261,11 @@ class RouterService:
         self.dispatcher.admission.check_room()
 
     def admit(self) -> AbstractContextManager[None]:
-        """Check again when its body is here, and count it while it is read.
+        """Check again when a request's body has arrived, and count the request while it is read.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full; on entering.
+            OverloadedError: the queue is full (raised on entering the context).
         """
         self._check_serving()
         return self.dispatcher.admission.reading()
@@ -276,7 +276,7 @@ class RouterService:
 
     @property
     def _state(self) -> RouterState:
-        """What the others are to know. The start ends even if nobody asks for `/ready`."""
+        """The state in this router's record; reading it may end the start, as `/ready` does."""
         if self.is_draining:
             return "draining"
         return "starting" if self._startup.waiting_for(self._services()) else "ready"
@@ -286,12 +286,12 @@ class RouterService:
         return describe_services(self.directory.workers(), self.directory.others, reachable)
 
     def health(self) -> dict[str, Any]:
-        """Return the body of `/health`: what clients may know of the cluster."""
+        """Return the body of `/health`: what clients may know about the cluster."""
         cluster = self.cluster()
         return {name: cluster[name] for name in ("status", "model")}
 
     def cluster(self) -> dict[str, Any]:
-        """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
+        """Return the body of `/cluster`; the cluster is ready if its status is "ok"."""
         services = self._services()
         waiting_for = self._startup.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"

@@ -1,4 +1,4 @@
-"""Gauges of the router's own state, read when somebody asks for them."""
+"""Gauges of the router's own state, read when `/metrics` is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKER_STATES = ("ready", "draining", "unreachable", "another version")
 
 
 class StateCollector:
-    """Reads how many requests there are, whether Redis answers, and what went wrong with it."""
+    """Reads the numbers of requests, whether Redis answers, and failures of Redis."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class StateCollector:
             "Whether the worker registry answers",
             value=float(self._directory.redis_ok),
         )
-        # Not under the workers' name: a family of the router hides those of workers with its name.
+        # Not the workers' name of this metric: the router's family would hide theirs.
         yield ignored_records("pagewire_router_ignored_worker_records", self._registry)
         yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
@@ -62,14 +62,14 @@ class StateCollector:
 
 
 class WorkersCollector:
-    """Reads which workers the router knows, and what their records say of them.
+    """Reads which workers the router knows, and their records.
 
-    A record is as old as the last heartbeat, and stands still while Redis does not answer.
+    A record is as old as the last heartbeat, and does not change while Redis does not answer.
 
     Args:
-        model_name: what all of them serve.
-        directory: has their records.
-        services: describes them as `/cluster` does, with their states.
+        model_name: name of the model that all workers serve.
+        directory: has the workers' records.
+        services: returns the workers with their states, as in `/cluster`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ def used_share(decodes: Sequence[WorkerRecord]) -> float:
 
 
 def of_model(model_name: str, name: str, text: str, value: float) -> Metric:
-    """Return a gauge by the name and label that vLLM has for it."""
+    """Return a gauge with vLLM's name and label."""
     family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
     family.add_metric([model_name], value)
     return family
