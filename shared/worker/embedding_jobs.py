@@ -1,7 +1,7 @@
 """Computes embeddings for routers, on a worker of either role.
 
-An `Embed` message gives the engine a sequence whose prompt is computed in chunks and pooled, without
-the prefix cache. One `TokenBatch` per message answers with the embedding.
+An `Embed` message gives the engine a sequence whose prompt is computed in chunks and pooled,
+without the prefix cache. One `TokenBatch` per message answers with the embedding.
 """
 
 from __future__ import annotations
