@@ -85,8 +85,8 @@ class RequestSpec(
             "processed": of the distribution that is sampled from.
         grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
         log_id: names the request in the logs of all services; None: it has no name.
-        cache_salt: goes into its block hashes, so that it shares cached blocks only with requests of
-            the same salt. None counts as a salt.
+        cache_salt: goes into the block hashes, so that cached blocks are shared only with requests
+            of the same salt. None counts as a salt.
     """
 
     temperature: Temperature = 1.0
