@@ -164,7 +164,7 @@ def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
 
 
 def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json, to which chat models add, else config.json."""
+    """Return the end tokens of generation_config.json, or else of config.json."""
     file = path / GENERATION_FILE
     if file.exists():
         generation = Fields(read_json(file), str(file))
