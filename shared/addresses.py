@@ -1,7 +1,7 @@
 """Chooses the address that a service advertises, and resolves the host names of others.
 
-A service in a container listens on all addresses (0.0.0.0), which is none that it could announce.
-What it announces may be a name: its address can then change while the service runs.
+A service in a container listens on all addresses (0.0.0.0), which it cannot advertise. It may
+advertise a name, whose address can then change while the service runs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _REDIS_PORT = 6379
 async def advertised_host(host: str, advertise_host: str | None, redis_url: str) -> str:
     """Return the name or address that a service announces itself with.
 
-    It is the one asked for, else the address it listens on; for a service that listens on all,
-    this machine's address on the way to Redis, since all of a cluster reach that.
+    This is `advertise_host` if it is set, else the address that the service listens on. If it
+    listens on all addresses, it is this machine's address on the route to Redis, because all
+    services of a cluster reach that network.
 
     Args:
-        host: that the service's sockets listen on.
-        advertise_host: what was asked for.
-        redis_url: of the cluster's Redis.
+        host: the address that the service listens on.
+        advertise_host: the setting.
+        redis_url: URL of the cluster's Redis.
 
     Raises:
-        ConfigError: there is no way to Redis.
+        ConfigError: there is no route to Redis.
     """
     if advertise_host is not None or host not in WILDCARDS:
         return advertise_host or host
@@ -53,8 +54,8 @@ async def advertised_host(host: str, advertise_host: str | None, redis_url: str)
 def usual_operator_port(port: int) -> int:
     """Return the operator port that goes with an endpoint's port by default.
 
-    It is not the next one, which a second cluster may have for its endpoint. 0, which takes a free
-    one, goes with 0 and with the highest ports.
+    It is not the next port, which may be the endpoint of a second cluster. For port 0 and for the
+    highest ports it is 0, which takes a free port.
     """
     return port + OPERATOR_OFFSET if 0 < port <= MAX_PORT - OPERATOR_OFFSET else 0
 
@@ -77,11 +78,11 @@ def with_host(endpoint: str, host: str) -> str:
 async def numeric_endpoint(endpoint: str) -> str:
     """Resolve the name in an endpoint, e.g. "tcp://prefill:1234", ahead of libzmq.
 
-    libzmq looks names up in the thread that serves all connections, and does not say when there
-    is nothing of that name.
+    libzmq looks names up in the thread that serves all connections, and does not report an unknown
+    name.
 
     Raises:
-        OSError: the name has no address at present, or it is not an endpoint.
+        OSError: the name has no address now, or this is not an endpoint.
     """
     try:
         host = urlsplit(endpoint).hostname

@@ -13,7 +13,7 @@ _CANCEL_INTERVAL_S = 0.5
 
 
 def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-    """Start a task whose failure, which can only be a bug, is logged at once.
+    """Start a task; log its failure at once, which can only be a bug.
 
     The caller keeps the task and ends it with `end_task`.
     """
@@ -23,7 +23,7 @@ def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
 
 
 async def end_task(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait until it has ended, however it ends; None is fine."""
+    """Cancel a task and wait until it has ended, in whatever way. Does nothing for None."""
     while task is not None and not task.done():
         # Again and again: asyncio.wait_for in Python 3.11 may swallow a cancellation.
         task.cancel()

@@ -37,7 +37,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Prefer keywords to the environment, and leave out what describes a Kubernetes Service."""
+        """Prefer keywords to the environment; ignore the variables that Kubernetes Services set."""
         if isinstance(env_settings, EnvSettingsSource):
             env_settings.env_vars = {
                 name: value

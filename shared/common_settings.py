@@ -22,8 +22,8 @@ MODEL_IMPL: Any = described(
 )
 SERVED_MODEL_NAME: Any = described(
     None,
-    "The name that clients ask for, or several, separated by commas. The first is that of the "
-    "metrics; an answer has the name that was asked for.",
+    "The name that clients ask for, or several, separated by commas. Metrics have the first "
+    "one; an answer has the name that was asked for.",
     unset="the last part of the model's directory or hub id",
 )
 METRICS_PORT: Any = described(0, "Port of /metrics and /health; 0 takes a free one.")

@@ -1,7 +1,7 @@
 """Settings of the services, and the one reader of the environment.
 
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
-Names, types, defaults and descriptions are here alone, and in the modules that this one imports:
+Names, types, defaults and descriptions are only here and in two modules that this one imports:
 `base_settings.py` has the settings of all services, `common_settings.py` those of several. The
 command line's options are made from them; tests compare `.env.example` and README with them.
 """
@@ -161,11 +161,11 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         "private: auto may take UCX, which is not encrypted. Anyone who reaches a UCX port can "
         "end the worker.",
     )
-    # A decode worker lends two or more to each prefill worker, so that it takes half as many links.
+    # Each link of a decode worker needs at least two of its staging slots.
     staging_slots: Annotated[int, Field(ge=2, le=256)] = described(
-        16, "KV segments in flight at once; a decode worker takes half as many links."
+        16, "KV segments in flight at once; a decode worker accepts at most half as many KV links."
     )
-    # Where workers differ, segments fit the smaller staging slots of the two.
+    # If two workers differ, segments fit into the smaller staging slots.
     staging_slot_bytes: Positive | None = described(
         None,
         "Largest KV segment, in bytes, rounded down to whole blocks.",

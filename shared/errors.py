@@ -7,14 +7,14 @@
     +-- InvalidRequestError    the client's fault; names the field  (HTTP 400)
     |   +-- ModelNotFoundError  (HTTP 404)
     +-- OverloadedError        a bounded queue is full  (HTTP 429)
-    +-- NoWorkerError          nobody alive who could do the work  (HTTP 503)
+    +-- NoWorkerError          no live worker can do the work  (HTTP 503)
     +-- RequestFailedError     a request died inside the system  (HTTP 500)
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
     |   +-- SealError              a worker record that no member of the cluster wrote
     +-- ChannelError           a control connection refuses, is full or is gone
     +-- RedisUnavailableError  Redis did not answer, or answered nonsense, at run time
-    +-- TransferError          KV blocks did not cross
+    +-- TransferError          KV blocks could not be transferred
     |   +-- TransferTimeoutError
     |   +-- LayoutMismatchError    the two sides' caches are shaped differently
     +-- IllegalTransitionError a request status change that the table does not allow: a bug
@@ -54,7 +54,7 @@ class InvalidRequestError(PagewireError):
 
     Attributes:
         param: name of the offending field, if one can be named.
-        code: OpenAI's name of the problem; None: of a field, that its value is wrong.
+        code: OpenAI's name of the problem; None if a field's value is wrong.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -81,7 +81,7 @@ class OverloadedError(PagewireError):
 
 
 class NoWorkerError(PagewireError):
-    """No worker is alive that could do the work.
+    """No live worker can do the work.
 
     Attributes:
         waited_s: seconds that the request waited for one.
@@ -105,7 +105,7 @@ class VersionMismatchError(ProtocolError):
 
 
 class SealError(ProtocolError):
-    """A worker record does not bear the cluster's seal."""
+    """A record does not have the cluster's seal."""
 
 
 class ChannelError(PagewireError):
@@ -113,15 +113,15 @@ class ChannelError(PagewireError):
 
 
 class RedisUnavailableError(PagewireError):
-    """Redis did not do, within its time, what was asked of it at run time."""
+    """Redis did not answer in time, or answered with an error, at run time."""
 
 
 class TransferError(PagewireError):
-    """KV blocks did not cross from one worker to another."""
+    """KV blocks could not be sent from one worker to another."""
 
 
 class TransferTimeoutError(TransferError):
-    """A transfer did not finish in its time."""
+    """A transfer did not finish in time."""
 
 
 class LayoutMismatchError(TransferError):
@@ -129,7 +129,7 @@ class LayoutMismatchError(TransferError):
 
 
 class IllegalTransitionError(PagewireError):
-    """A request was moved to a status that its present one does not lead to."""
+    """A request's current status does not allow a change to the new one."""
 
 
 class SchedulingError(PagewireError):

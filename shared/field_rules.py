@@ -1,4 +1,4 @@
-"""What the fields of a struct may hold, in words and as a check, from their declared types.
+"""Rules for the fields of a struct, as texts and as checks, from their declared types.
 
 A type's bounds and its rule in words are declared once:
 
@@ -64,7 +64,7 @@ def _check_field(name: str, value: Any, kind: inspect.Type) -> None:
 
 
 def rule_at(kind: inspect.Type, path: Sequence[str | int]) -> tuple[int, str]:
-    """Return what is right at a path inside a type.
+    """Return the rule for the value at a path inside a type.
 
     A union that has a description is described as a whole, whatever the path has after it.
 

@@ -1,7 +1,7 @@
 """The socket that routers accept connections from: bound here, or by another process.
 
-Routers that accept from one socket have one queue of connections. If one of them dies, the others
-serve what waits there; with a socket each (SO_REUSEPORT) it would be lost.
+Routers that accept from one socket have one queue of connections. If one router dies, the others
+accept the waiting connections; with a socket for each (SO_REUSEPORT) these would be lost.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes log lines in a thread of its own: no service waits for a stuck reader of stderr."""
+"""Writes log lines in a separate thread, so that no service waits for a stuck reader of stderr."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FLUSH_S = 2.0
 class LogWriter(logging.Handler):
     """A handler that never waits for its file. While its queue is full, further lines are lost.
 
-    The next line that is not lost comes after one that has the number of lost lines.
+    Before the next line that is not lost, it writes how many were lost.
 
     Args:
-        fd: of the file. It is written to without Python's buffer, whose lock a stuck write would
-            hold until the interpreter's end, which then aborts.
-        max_lines: that wait for the file.
+        fd: file descriptor of the file. Python's buffer is not used, because a stuck write would
+            hold its lock until the interpreter ends, which then aborts.
+        max_lines: most lines that wait for the file.
     """
 
     def __init__(self, fd: int, max_lines: int = MAX_LINES) -> None:

@@ -1,8 +1,8 @@
 """Tokens with their log probabilities, from the sampler to the answer.
 
-They travel in columns: 8 bytes a number pair rather than objects, cut and joined without a look at
-the numbers. Only who shows them makes a `Token` of each. Requests that do not ask have plain token
-ids, and none of this.
+They travel as columns, which take 8 bytes for an id and its log probability and are cut and joined
+without looking at the numbers. Only code that shows them makes `Token` objects. Requests that do
+not ask for log probabilities have plain token ids, and none of this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Token(NamedTuple):
     """One token.
 
     Attributes:
-        logprob: by the raw logits; may be -inf.
+        logprob: its log probability; may be -inf.
         rank: 1 for the most likely token.
         top: ids and log probabilities of the most likely tokens, as many as were asked for.
     """
@@ -94,7 +94,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return self.start + len(self.tokens)
 
     def since(self, position: int) -> PromptLogprobs:
-        """Return what there is from a position on, perhaps nothing."""
+        """Return the part from a position on, which may be empty."""
         known = max(0, position - self.start)
         return PromptLogprobs(self.start + known, self.tokens.part(known, len(self.tokens)))
 

@@ -27,7 +27,7 @@ current_request: ContextVar[str | None] = ContextVar("current_request", default=
 
 
 def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
-    """Write this project's log lines from a level on to stderr, and warnings of all others.
+    """Write Pagewire's log lines of this level and above to stderr, and warnings of libraries.
 
     A crash in native code also writes Python's stack there. No caller waits for a line.
 
@@ -48,7 +48,7 @@ def configure_logging(level: str, form: LogForm = "text", service: str = "") -> 
 
 
 def about(request_id: str | None) -> dict[str, Any]:
-    """Return the `extra` of a log line about a request that another task than its own writes."""
+    """Return the `extra` of a log line about a request, for lines that another task writes."""
     return {"request_id": request_id}
 
 
@@ -68,7 +68,7 @@ class TextFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
-        """Return the line without a traceback; what could end it or steer a terminal is escaped."""
+        """Return the line without a traceback; line ends and control characters are escaped."""
         record.message = _printable(record.message.rstrip("\n"))
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
@@ -83,7 +83,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: time (UTC), level, logger, service, message and the line's `fields`.
+    """One JSON object per line: time (UTC), level, logger, service, message, the line's `fields`.
 
     Args:
         service: name of this process; empty leaves it out.
@@ -142,7 +142,7 @@ def _shown(value: Any) -> str:
 
 
 class Complaints:
-    """Warnings about what is tried repeatedly: the same text is a warning only once in a row."""
+    """Warnings about repeated attempts: the same text in a row is a warning only the first time."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -158,5 +158,5 @@ class Complaints:
             self._last.popitem(last=False)
 
     def forget(self, worker_id: str, epoch: int) -> None:
-        """Note that the trouble is over: the same text is a warning the next time."""
+        """Note that the attempt succeeded: the next text is a warning again."""
         self._last.pop((worker_id, epoch), None)

@@ -1,4 +1,4 @@
-"""What a request asks for: what its caller says, what the model suggests, and the result.
+"""A request's parameters: the caller's, the model's defaults, and the result of both.
 
     SamplingParams (None: unset)  +  SamplingDefaults of the model  ->  RequestSpec
 
@@ -85,8 +85,8 @@ class RequestSpec(
             "processed": of the distribution that is sampled from.
         grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
         log_id: names the request in the logs of all services; None: it has no name.
-        cache_salt: part of the hash of each of its blocks: it shares cached ones only with requests
-            of the same salt. None is a salt of its own.
+        cache_salt: goes into the block hashes, so that cached blocks are shared only with requests
+            of the same salt. None counts as a salt.
     """
 
     temperature: Temperature = 1.0
@@ -165,7 +165,7 @@ class RequestSpec(
 
     @property
     def is_penalized(self) -> bool:
-        """Whether tokens of the output, or of the prompt as well, have other logits."""
+        """Whether the request has a penalty, which changes logits of tokens that occurred."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         return penalties != (0.0, 0.0, 1.0)
 
@@ -194,7 +194,7 @@ class RequestSpec(
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What applies where a request says nothing.
+    """The model's values for parameters that a request leaves out.
 
     Attributes:
         max_tokens: None if the model suggests none.
@@ -212,7 +212,7 @@ class SamplingDefaults:
 
         Args:
             room: tokens that fit after the prompt.
-            otherwise: if the model suggests none.
+            otherwise: the value if the model suggests none.
         """
         return min(room, otherwise if self.max_tokens is None else self.max_tokens)
 

@@ -1,8 +1,8 @@
 """Clients that ask for completions of random prompts and note when each token comes.
 
-A layer on the client of `pagewire bench`, which adds what only these benches need: several
-endpoints in turn, prompts that are made up and encoded before they are timed, vLLM's prefill on
-another server, and gaps of 0 between tokens of one chunk, as in the published tables.
+It extends the client of `pagewire bench` for these benches: several endpoints in turn, random
+prompts that are encoded before the timing starts, vLLM's prefill on another server, and gaps of 0
+between tokens of one chunk, as in the published tables.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python -P -m pagewire.loadtest.bench.host --rows 256
 
-Prints a JSON line each for decoding and for prefill, with and without prefix cache, in microseconds
-a step: the medians of several windows of steps, and the fastest window's total. In decoding all
-rows go on; in prefill each step has one new prompt, which ends with its first token. CPU time of
-the thread is counted, so that what else runs on the machine matters little. It covers what the
-engine's thread does between two launches: deciding (`schedule`), the runner's inputs (`prepare`),
-and accepting the tokens and handing out outputs (`postprocess`). CUDA's own calls are not in it.
+Prints one JSON line for decoding and one for prefill, each with and without prefix cache, in
+microseconds per step: the medians of several windows of steps, and the fastest window's total. In
+decoding, all rows continue; in prefill, each step has one new prompt, which ends with its first
+token. The thread's CPU time is counted, so that other processes on the machine matter little. It
+covers what the engine's thread does between two launches: scheduling (`schedule`), the runner's
+inputs (`prepare`), and accepting tokens and passing outputs on (`postprocess`). CUDA's own calls
+are not included.
 """
 
 from __future__ import annotations

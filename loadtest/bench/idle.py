@@ -1,4 +1,4 @@
-"""What the workers of an idle cluster use of the processor."""
+"""Measures the CPU time of the workers of an idle cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -P -m pagewire.loadtest.bench.placement`: what routers' knowledge of load is worth.
+"""`python -P -m pagewire.loadtest.bench.placement`: how much routers gain by knowing the load.
 
 A simulation in virtual time with the routers' own policy and accounting of load; workers, Redis and
 tokens are models. Requests come at random moments, prompt lengths are log-normal, answer lengths
@@ -7,10 +7,10 @@ exponential. A prefill worker computes one prompt after another. One line a case
     RESULT {"what": "placement", "routers": ..., "load": ..., "known": ..., "wait_mean_ms": ...,
             "wait_p99_ms": ..., "decode_excess": ...}
 
-`wait` is of a prompt in a prefill worker's queue; `decode_excess` is by how much the fullest decode
-worker is above the mean. `known`: "record" (what workers' records in Redis say and the router's own
-placements), "shared" (and what other routers have placed), "reports" (and the load that comes with
-tokens).
+`wait` is a prompt's time in a prefill worker's queue; `decode_excess` is by how much the fullest
+decode worker is above the mean. `known` is what a router knows: "record" (workers' records in Redis
+and its own placements), "shared" (also other routers' reserved load), "reports" (also the load
+reports that come with tokens).
 """
 
 from __future__ import annotations

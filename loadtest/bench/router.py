@@ -1,4 +1,4 @@
-"""How many streams a router carries, and how quickly: stub decode workers, real router and Redis.
+"""Throughput and added latency of a router: stub decode workers, a real router and Redis.
 
     python -P -m pagewire.loadtest.bench.router --streams 64 512 --tokens-per-event 1 4
 

@@ -1,4 +1,4 @@
-"""What large bodies cost the other clients of a router: gaps of their streams, and lag of its loop.
+"""The effect of large bodies on other clients of a router: gaps of streams, and event loop lag.
 
     python -P -m pagewire.loadtest.bench.router_bodies --streams 64 --seconds 5
 

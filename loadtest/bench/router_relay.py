@@ -1,6 +1,6 @@
-"""What else passes the bytes of the router bench on: a bare asyncio relay, and nginx.
+"""Baselines of the router bench, which pass the same bytes on: a bare asyncio relay, and nginx.
 
-They bound what a router can reach: both parse a request's head and then pass on what comes.
+They show what a router could reach: both parse a request's head and then only pass bytes on.
 """
 
 from __future__ import annotations

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class PrefillLink:
-    """One life of one prefill worker, or an attempt to reach it.
+    """A connection to one run of a prefill worker, or the attempt to open one.
 
     Attributes:
-        tested: blocks come by it: jobs may use it.
-        kv: the link that its blocks come by, once it has been offered.
-        opening: the attempt.
+        tested: set once the KV link has passed its test, so that jobs may use it.
+        kv: the KV link; None until it has been offered.
+        opening: the task that opens the connection and the KV link.
     """
 
     record: WorkerRecord
@@ -42,20 +42,20 @@ class PrefillLink:
 class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
 
-    Each is opened in a task of its own, so that a worker that does not answer delays no other. A
-    carrier by which nothing comes is left out for that life of the prefill worker, until nothing
-    comes by any other.
+    Each link is opened in its own task, so that a worker that does not answer delays no other. A
+    carrier whose test fails is not offered to that run of the prefill worker again, unless all
+    carriers have failed: then all are offered again.
 
     Args:
-        identity: of this worker.
+        identity: this worker's name and epoch.
         engine: its thread uses the links.
-        receiver: of this worker.
+        receiver: this worker's half of the KV endpoint.
         workers: returns the records of the prefill workers that are alive.
-        keys: the cluster's.
-        tasks: in which links are opened.
-        heartbeat_s: how often missing links are looked for, and control servers are pinged.
-        lease_s: silence after which a control server is gone.
-        timeout_s: of each step of a link's opening.
+        keys: the cluster's keys.
+        tasks: runs the tasks that open links.
+        heartbeat_s: interval of looking for missing links, and of pings to control servers.
+        lease_s: silence after which a control server counts as lost.
+        timeout_s: for each step of opening a link.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class PrefillLinks:
         self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
         self._links: dict[str, PrefillLink] = {}
         self._keeping: asyncio.Task[None] | None = None
-        self._unfit: dict[tuple[str, int], set[str]] = {}  # carriers, by name and epoch
+        self._unfit: dict[tuple[str, int], set[str]] = {}  # failed carriers, by worker and epoch
         self._complaints = Complaints(logger)
         receiver.on_link_tested = engine.in_loop(self._on_tested)
         receiver.on_link_lost = engine.in_loop(self._on_kv_lost)
 
     @property
     def open_epochs(self) -> dict[str, int]:
-        """The prefill workers whose links jobs may use, and which life of each it is."""
+        """The prefill workers whose links jobs may use, with their epochs."""
         links = self._links.values()
         return {link.record.worker_id: link.record.epoch for link in links if link.tested.is_set()}
 
@@ -98,7 +98,7 @@ class PrefillLinks:
             await asyncio.sleep(self._heartbeat_s)
 
     def _follow(self, record: WorkerRecord) -> None:
-        """See that there is a link to a worker's present life, or an attempt at one."""
+        """Open a link to a worker's current run, unless there is one or it is being opened."""
         link = self._links.get(record.worker_id)
         if link is not None and link.record.epoch != record.epoch:
             self._lose(link, "it was restarted")
@@ -113,15 +113,15 @@ class PrefillLinks:
             self._lose(link, str(exc) or "no answer")
 
     async def _open(self, link: PrefillLink) -> None:
-        """Connect, offer a link, wait until blocks come by it.
+        """Connect, offer a KV link, wait until it has passed its test.
 
         Raises:
-            PagewireError, TimeoutError: that failed.
+            PagewireError, TimeoutError: one of these steps failed.
         """
         record, timeout_s = link.record, self._timeout_s
         pong = await link.client.connect(timeout_s)
         if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
-            raise ChannelError(f"{record.endpoint} is another worker's by now")
+            raise ChannelError(f"{record.endpoint} now belongs to another worker")
         kv = await self._offer(link)
         try:
             async with asyncio.timeout(timeout_s):
@@ -133,11 +133,11 @@ class PrefillLinks:
         logger.info("linked to %s by %s", record.worker_id, kv.carrier)
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
-        """Offer a link for blocks."""
+        """Offer a KV link."""
         without = self._unfit.get((link.record.worker_id, link.record.epoch), ())
 
         def make_offer(_core: EngineCore) -> ReceiverLink:
-            # Noted in the engine's thread: `_end` closes it there, even if nobody waits by then.
+            # Set in the engine's thread: `_end` closes the link there, even if this call timed out.
             link.kv = self._receiver.offer(link.record.worker_id, without)
             return link.kv
 
@@ -159,7 +159,8 @@ class PrefillLinks:
     def _new_link(self, record: WorkerRecord) -> PrefillLink:
         def on_message(message: ControlMessage) -> None:
             if not isinstance(message, KvRefusal):
-                logger.warning("%s sent a %s here", record.worker_id, type(message).__name__)
+                name = type(message).__name__
+                logger.warning("unexpected %s message from %s", name, record.worker_id)
             elif link.kv is not None and message.link == link.kv.number:
                 self._on_kv_lost(link.kv, message.error)
 
@@ -188,18 +189,18 @@ class PrefillLinks:
             self._lose(link, reason)
 
     def _leave_out(self, link: PrefillLink) -> None:
-        """Note that nothing comes by a link's carrier; all may work again if none is left."""
+        """Note that a link's carrier failed its test; if all have failed, offer all again."""
         known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
-        self._unfit = {life: unfit for life, unfit in self._unfit.items() if life in known}
-        life = link.record.worker_id, link.record.epoch
-        unfit = self._unfit.pop(life, set())
+        self._unfit = {run: unfit for run, unfit in self._unfit.items() if run in known}
+        run = link.record.worker_id, link.record.epoch
+        unfit = self._unfit.pop(run, set())
         if link.kv is not None and link.kv.carrier:
             unfit = unfit | {link.kv.carrier}
             if not unfit.issuperset(self._receiver.carriers):
-                self._unfit[life] = unfit
+                self._unfit[run] = unfit
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
-        """End a link or an attempt; one that has ended is fine."""
+        """End a link, or the attempt to open it, if it has not ended yet."""
         if self._links.get(link.record.worker_id) is not link:
             return
         del self._links[link.record.worker_id]
@@ -221,7 +222,7 @@ class PrefillLinks:
         self._engine.submit(close, admitted=True)
 
     def close(self) -> None:
-        """Close all connections, give up attempts at more."""
+        """Close all connections and stop opening others."""
         if self._keeping is not None:
             self._keeping.cancel()
         for link in self._links.values():

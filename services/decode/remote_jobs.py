@@ -1,12 +1,12 @@
 """Prefill jobs of a decode worker: takes the router's choice, retries others, computes locally.
 
-    reserved --> Prefill --> segments (the KV receiver's) --------+-- all there: it runs on
+    reserved --> Prefill --> segments (received by KvReceiver) ---+-- both complete: it decodes
                     |                                             |
                     +------> PrefillDone: first token ------------+
                     |
-                    +------> failed, silent, lost: next worker; when none is left, a local prefill
+                    +------> failed, silent, lost: next worker; if none is left, a local prefill
 
-All of it runs in the engine's thread. A request has at most one job.
+All of this runs in the engine's thread. A request has at most one job at a time.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class RemoteJobs(JobCallbacks):
     """The prefill jobs of a decode worker's requests.
 
     Args:
-        engine: that goes on with what they compute.
-        receiver: of their blocks.
-        local_prefills: counts by reason what is computed here instead.
-        timeout_s: without a sign of a job's life, after which the next worker is asked.
+        engine: this worker's engine, which decodes after the prefill.
+        receiver: receives the jobs' blocks.
+        local_prefills: counts the prompts that this worker computes instead, by reason.
+        timeout_s: a job without any message for this long goes to the next worker.
 
     Attributes, which the service sets:
         find: returns a live request by its name in the engine.
-        on_first_token: called once a request, with the message and the worker that sent it.
-        on_prompt_scored: called with log probabilities of the request's prompt, before that; again
-            from the start if another worker computes it again.
-        on_arrived: called when all of a request's KV is there; its timings are then known.
+        on_first_token: called once per request, with the message and the worker that sent it.
+        on_prompt_scored: called before `on_first_token`, with log probabilities of the prompt. If
+            another worker computes the prompt again, they come again from its start.
+        on_arrived: called when all of a request's KV has arrived, and its timings are known.
     """
 
     find: Callable[[str], DecodeRequest | None]
@@ -77,7 +77,7 @@ class RemoteJobs(JobCallbacks):
         receiver.jobs = self
 
     def on_reserved(self, expected: Expected) -> None:
-        """Ask a prefill worker for a request's prompt; one that was cancelled needs none."""
+        """Have a prefill worker compute a request's prompt, unless the request was cancelled."""
         request = self.find(expected.request_id)
         if request is not None:
             request.is_remote = True
@@ -89,10 +89,10 @@ class RemoteJobs(JobCallbacks):
             self._begin(request, expected)
 
     def _begin(self, request: DecodeRequest, expected: Expected) -> None:
-        """Ask the next prefill worker; none left means that this one does it."""
+        """Send the job to the next prefill worker; if none is left, compute the prompt locally."""
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.peer)
-            if self._receiver.post(link, request.ticket(expected)):
+            if self._receiver.post(link, request.prefill_message(expected)):
                 self._jobs[request.engine_id] = _Job(request, expected, link)
                 logger.debug(
                     "%s: prefill by %s, job %s",
@@ -105,13 +105,13 @@ class RemoteJobs(JobCallbacks):
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
     def _next_link(self, request: DecodeRequest) -> ReceiverLink | None:
-        """The first of the router's choices that is alive and untried, else any such worker."""
+        """Return the link to the first untried worker: the router's choices first, then others."""
         links = {link.peer: link for link in self._receiver.tested_links}
         names = (*request.message.prefill_workers, *links)
         return next((links[n] for n in names if n in links and n not in request.tried), None)
 
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
-        """Take what a prefill worker reports of a job; of one that was given up, nothing."""
+        """Handle a prefill worker's report about a job; ignore it if the job was given up."""
         expected = self._receiver.expected.hear_of(message.job_id)
         job = None if expected is None else self._jobs.get(expected.request_id)
         if job is None or job.link is not link:
@@ -125,8 +125,8 @@ class RemoteJobs(JobCallbacks):
 
     def _on_done(self, job: _Job, done: PrefillDone) -> None:
         request, job.done_s = job.request, self._receiver.clock()
-        # The prefill worker does not know how long a job waits to be read, between its steps, nor
-        # that others have failed before.
+        # Not `done.queue_s` alone: the prefill worker does not know how long the message waited
+        # until it was read between two steps, or that another worker failed before.
         asked_s = request.arrived_s + request.timings.wait_s
         request.time(
             queue_s=max(done.queue_s, job.done_s - asked_s - done.prefill_s),
@@ -141,7 +141,7 @@ class RemoteJobs(JobCallbacks):
         self._receiver.complete(job.expected, request.first_token)
 
     def on_activated(self, expected: Expected) -> None:
-        """Note how the blocks came, and how long they took after the first token."""
+        """Record the transfer in the request's timings."""
         job, now = self._jobs.pop(expected.request_id), self._receiver.clock()
         first = expected.first_segment_s
         job.request.time(
@@ -155,21 +155,21 @@ class RemoteJobs(JobCallbacks):
         self.on_arrived(job.request)
 
     def on_withdrawn(self, request_id: str) -> None:
-        """Void a request's job at the prefill worker."""
+        """Cancel a request's job at the prefill worker."""
         job = self._jobs.pop(request_id, None)
         if job is not None:
             self._receiver.post(job.link, CancelPrefill(job_id=job.expected.job))
 
     def on_link_closed(self, link: ReceiverLink) -> None:
-        """Give a link's jobs to others."""
+        """Send the jobs of a lost link to other workers."""
         for job in [job for job in self._jobs.values() if job.link is link]:
-            self._on_failed(job, "the worker is gone")
+            self._on_failed(job, "the link is lost")
 
     def check_deadlines(self) -> None:
-        """Give jobs to others that show no sign of life."""
+        """Send jobs to other workers if nothing was heard of them for `timeout_s`."""
         latest = self._receiver.clock() - self._timeout_s
         for job in [job for job in self._jobs.values() if job.expected.heard_s < latest]:
-            self._on_failed(job, f"showed no life for {self._timeout_s:g} s")
+            self._on_failed(job, f"no message for {self._timeout_s:g} s")
 
     def _on_failed(self, job: _Job, reason: str) -> None:
         request = job.request
@@ -187,7 +187,7 @@ class RemoteJobs(JobCallbacks):
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         counter = self._local_prefills.labels(reason)
-        logger.debug("%s: prefill here, %s", request.engine_id, reason, extra=request.log)
+        logger.debug("%s: local prefill, %s", request.engine_id, reason, extra=request.log)
 
         def recompute_locally(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)

@@ -19,19 +19,20 @@ from pagewire.shared.worker.metrics import LocalPrefill
 class DecodeRequest:
     """One request of a router.
 
-    The event loop owns it. What the engine's thread learns of its prefill job, it writes here
-    before it hands over the outputs that depend on it.
+    The event loop owns this object. The engine's thread writes the results of the prefill job here
+    before it passes on the outputs that depend on them.
 
     Attributes:
-        engine_id: its name in the engine, unique whatever routers call it.
-        group: the requests that came in one message, this one among them; the first one's prompt
-            is computed, and the others fork from it.
-        tried: prefill workers that were asked.
-        is_remote: blocks were reserved for what a prefill worker sends.
-        first_token: sampled by a prefill worker.
-        arrived_s: when its message came, on the monotonic clock.
-        timings: as far as they are known.
-        span: of the request at this worker, if it is traced.
+        peer_id: the router's connection.
+        engine_id: the request's name in the engine; unique, unlike the names that routers give.
+        group: all requests of the same message, including this one. The first one's prompt is
+            computed, and the others fork from it.
+        tried: prefill workers that have been sent the job.
+        is_remote: blocks were reserved for a prefill worker to fill.
+        first_token: the one that a prefill worker sampled; None if there is none yet.
+        arrived_s: arrival of the message, on the monotonic clock.
+        timings: the durations that are known so far.
+        span: this worker's span of the request, if it is traced.
     """
 
     peer_id: str
@@ -47,22 +48,22 @@ class DecodeRequest:
 
     @property
     def local_reason(self) -> LocalPrefill | None:
-        """Why this worker was to compute the prompt from the start; None if it was not."""
+        """Why no prefill worker was asked to compute the prompt; None if one was."""
         if self.is_remote or self is not self.group[0]:
             return None
         return "short" if self.message.prefill_workers else "no_worker"
 
     @property
     def log(self) -> dict[str, Any]:
-        """The `extra` of log lines about it."""
+        """The `extra` of log lines about this request."""
         return about(self.message.spec.log_id)
 
     def time(self, **found: Any) -> None:
-        """Set fields of its `timings`."""
+        """Set fields of `timings`."""
         self.timings = msgspec.structs.replace(self.timings, **found)
 
     def note_transfer(self) -> None:
-        """Make the span of the KV's arrival, if the request is traced."""
+        """Add a span for the KV transfer, if the request is traced."""
         if self.span is not None:
             about: Attributes = {
                 "pagewire.kv_bytes": self.timings.kv_bytes,
@@ -72,7 +73,7 @@ class DecodeRequest:
             self.span.note_child("transfer", self.timings.arriving_s, about)
 
     def end_span(self, reason: str, error: str | None = None) -> None:
-        """End its span, if it is traced."""
+        """End the request's span, if it is traced."""
         if self.span is not None:
             about: Attributes = {
                 "pagewire.finish_reason": reason,
@@ -81,8 +82,8 @@ class DecodeRequest:
             }
             self.span.end(about, error)
 
-    def ticket(self, expected: Expected) -> Prefill:
-        """Return the message that asks a prefill worker for this request's blocks."""
+    def prefill_message(self, expected: Expected) -> Prefill:
+        """Return the message that has a prefill worker compute and send this request's blocks."""
         return Prefill(
             job_id=expected.job,
             token_ids=[*self.message.prompt_token_ids, *self.message.output_token_ids],

@@ -1,13 +1,13 @@
-"""The decode service: answer requests, with prompts computed by prefill workers.
+"""The decode service: answers requests of routers; prefill workers compute the long prompts.
 
     Generate --> engine: queue, reserve blocks --> prefill by another worker (remote_jobs.py)
                                  |                       |
-                                 +-- or here             +--> first token, KV
+                                 +-- or local prefill    +--> first token, KV
                                           |              v
-                                          +----------> batch --> TokenBatch a step
+                                          +----------> batch --> one TokenBatch per step
 
-A request owns its sequence in the engine and at most one prefill job. Requests that come in one
-message have one prompt: the first one is prefilled, and the sequences of the others fork from it.
+A request owns its sequence in the engine and at most one prefill job. All requests of one message
+have the same prompt: the first one is prefilled, and the sequences of the others fork from it.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeService:
-    """Requests of all routers that are connected.
+    """Answers the requests of all connected routers.
 
     Args:
-        epoch: of this run of the worker.
-        engine: that answers them.
-        links: to prefill workers.
-        jobs: that these do for it.
-        embeddings: that routers want where there is no prefill worker.
+        epoch: number of this run of the worker.
+        engine: this worker's engine.
+        links: the links to prefill workers.
+        jobs: the jobs that prefill workers do for this worker.
+        embeddings: serves `Embed` messages, which routers send if there is no prefill worker.
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
-        local_prefills: counts prompts computed here, by reason.
-        tracing: the spans of requests; None: there are none.
+        local_prefills: counts prompts that this worker computes, by reason.
+        tracing: makes the spans of requests; None if they are not traced.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class DecodeService:
         return len(self._requests) + len(self._embeddings)
 
     def start(self) -> None:
-        """Look for prefill workers."""
+        """Begin to open links to prefill workers."""
         self._links.start()
 
     async def close(self) -> None:
-        """Leave them."""
+        """Close the links to prefill workers."""
         self._links.close()
 
-    # Routers
+    # Messages of routers
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Take a router's message."""
+        """Handle a router's message."""
         match message:
             case Generate():
                 self._on_generate(peer_id, message)
@@ -118,7 +118,7 @@ class DecodeService:
             case Embed():
                 self._embeddings.start(peer_id, message)
             case _:
-                logger.warning("%s sent a %s here", peer_id, type(message).__name__)
+                logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
     def on_peer_lost(self, peer_id: str) -> None:
         """Cancel all requests of a router that is gone."""
@@ -145,7 +145,7 @@ class DecodeService:
         for request in group:
             self._requests[request.engine_id] = request
             self._by_router[peer_id, request.message.request_id] = request
-            logger.debug("%s comes from %s", request.engine_id, peer_id, extra=request.log)
+            logger.debug("%s is a request of %s", request.engine_id, peer_id, extra=request.log)
         try:
             self._engine.submit(lambda core: self._add(core, group))
         except OverloadedError as exc:
@@ -221,15 +221,15 @@ class DecodeService:
             self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
-        """Drop a request that has ended; returns whether it was known."""
+        """Remove a request that has ended; return whether it was known."""
         known = self._requests.pop(request.engine_id, None) is not None
         self._by_router.pop((request.peer_id, request.message.request_id), None)
         return known
 
-    # Tokens
+    # Outputs
 
     def _on_first_token(self, request: DecodeRequest, done: PrefillDone, worker_id: str) -> None:
-        """Pass a first token on that another worker has sampled; its KV may still be coming."""
+        """Send the router a first token that a prefill worker sampled; KV may still be arriving."""
         if request.engine_id not in self._requests:
             return  # cancelled meanwhile
         output = TokenOutput(
@@ -244,13 +244,13 @@ class DecodeService:
         self._post_outputs(request.peer_id, [output])
 
     def _on_prompt_scored(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
-        """Pass on what another worker says of a prompt, to all requests that have it."""
+        """Send the log probabilities of a prompt, for all requests of the group."""
         for each in request.group:
             if each.engine_id in self._requests:
                 self._post_scores(each, scored)
 
     def _on_arrived(self, request: DecodeRequest) -> None:
-        """Report a request's timings, if that cannot wait. Runs in the engine's thread."""
+        """Send a request's timings now if it needs them early. Runs in the engine's thread."""
         if request.message.timed:
             self._post_timings_soon(request)
 
@@ -260,12 +260,12 @@ class DecodeService:
             self._post_outputs(request.peer_id, [output])
 
     def _post_scores(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
-        """Pass a part of a prompt's log probabilities on, in a message of its own: it is large."""
+        """Send a part of a prompt's log probabilities, in its own message because it is large."""
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Post a step's outputs, one message a router."""
+        """Post a step's outputs: one message per router."""
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             request = self._requests.get(engine_id)
@@ -289,7 +289,8 @@ class DecodeService:
     def _token_output(self, request: DecodeRequest, output: StepOutput) -> TokenOutput:
         cached_tokens, is_early = output.cached_tokens, False
         if cached_tokens is not None and request.first_token is None:
-            # The engine takes requests between its steps, and one may have failed elsewhere before.
+            # Not `output.queue_s` alone: the request waited until the engine read it between two
+            # steps, and perhaps for a prefill worker that failed.
             waited_s = time.monotonic() - request.arrived_s - output.prefill_s
             request.time(
                 wait_s=0.0,
@@ -321,7 +322,7 @@ class DecodeService:
 
 
 def _log_end(request: DecodeRequest, output: StepOutput) -> None:
-    """Report how a request has ended, in its span and, if that is due to a fault, in the log."""
+    """Record how a request ended in its span and in the log, where an error is a warning."""
     reason = output.finish_reason or "stop"
     request.end_span(reason, output.error)
     if reason == "error":

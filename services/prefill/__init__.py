@@ -2,7 +2,7 @@
 
 Entry point: `run` (main.py).
 Read first: `service.py` (accepts and refuses jobs), `decode_links.py` (KV links to decode workers).
-The blocks themselves are sent by `shared/kv/endpoint/sender.py`.
+`shared/kv/endpoint/sender.py` sends the blocks.
 
 May import: `shared`.
 """

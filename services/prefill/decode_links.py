@@ -29,10 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker that has asked for a link.
+    """A decode worker that has offered a link.
 
     Attributes:
-        link: set in the engine's thread.
+        link: the open link; set in the engine's thread.
     """
 
     hello: KvHello
@@ -40,14 +40,14 @@ class _Peer:
 
 
 class DecodeLinks:
-    """Opens links as decode workers ask for them, and ends them with their connections.
+    """Opens the links that decode workers offer, and closes them when their connections end.
 
     Args:
         engine: its thread uses the links.
-        sender: of this worker.
+        sender: this worker's half of the KV endpoint.
         post: sends a control message to a connection.
-        tasks: in which links are opened.
-        timeout_s: for a link to be opened.
+        tasks: runs the tasks that open links.
+        timeout_s: for each step of opening a link.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class DecodeLinks:
         sender.on_link_lost = engine.in_loop(self._on_lost)
 
     def open(self, peer_id: str, hello: KvHello) -> None:
-        """Open the link that a decode worker asks for, or refuse it, in the background."""
-        self.close(peer_id)  # of an earlier attempt over this connection
+        """Open the link that a decode worker offers, or refuse it, in a background task."""
+        self.close(peer_id)  # an earlier link or attempt of this connection
         peer = self._peers[peer_id] = _Peer(hello)
         self._tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
 
@@ -93,20 +93,20 @@ class DecodeLinks:
             async with asyncio.timeout(self._timeout_s):
                 endpoint = await numeric_endpoint(hello.endpoint)
         except OSError as exc:
-            raise TransferError(f"there is nothing at {hello.endpoint!r}: {exc}") from exc
-        there = msgspec.structs.replace(hello, endpoint=endpoint)
-        if self._peers.get(peer_id) is not peer:  # it has left, or asked again
+            raise TransferError(f"cannot resolve {hello.endpoint!r}: {exc}") from exc
+        resolved = msgspec.structs.replace(hello, endpoint=endpoint)
+        if self._peers.get(peer_id) is not peer:  # it disconnected, or sent another offer
             raise TransferError("its control connection has ended")
 
         def connect(_core: EngineCore) -> SenderLink:
-            # Noted in the engine's thread: `close` ends it there, even if nobody waits by then.
-            peer.link = self._sender.connect(there)
+            # Set in the engine's thread: `close` ends the link there, even if this call timed out.
+            peer.link = self._sender.connect(resolved)
             return peer.link
 
         return await self._engine.call(connect, self._timeout_s)
 
     def close(self, peer_id: str) -> None:
-        """End the link of a connection; one that has none is fine."""
+        """End the link of a connection, if it has one."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             return
@@ -118,7 +118,7 @@ class DecodeLinks:
         self._engine.submit(close, admitted=True)
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:
-        """Let the decode worker open another link, by another carrier perhaps."""
+        """Notify the decode worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link

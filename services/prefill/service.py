@@ -1,12 +1,13 @@
-"""The prefill service: compute prompts, send their blocks, sample the first token.
+"""The prefill service: computes prompts, sends their blocks, samples the first token.
 
-    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: blocks become cached ones
+    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: the blocks are only cached now
                      |
                      +--> first token --> PrefillDone
 
-Jobs come and go over the KV links, in the engine's thread; the event loop opens the links. A job is
-known here until its first token has left; its blocks are the sender's until all are acknowledged.
-Routers want embeddings over the control channel (shared/worker/embedding_jobs.py).
+Messages about jobs pass over the KV links, in the engine's thread; the event loop opens the links.
+This service knows a job until its first token is sent. The sender keeps the job's blocks until all
+are acknowledged. Routers ask for embeddings over the control channel
+(shared/worker/embedding_jobs.py).
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A job without a first token.
+    """A job whose first token has not been sampled yet.
 
     Attributes:
-        log_id: of its request.
-        span: of the job, if its request is traced.
+        log_id: the request's id in logs.
+        span: the job's span, if its request is traced.
     """
 
     link: SenderLink
@@ -59,7 +60,7 @@ class _Job:
     span: TracedSpan | None = None
 
     def end_span(self, cached_tokens: int = 0, chunks: int = 0, error: str | None = None) -> None:
-        """End its span, if it is traced."""
+        """End the job's span, if it is traced."""
         if self.span is not None:
             found: Attributes = {
                 "pagewire.cached_tokens": cached_tokens,
@@ -69,16 +70,16 @@ class _Job:
 
 
 class PrefillService:
-    """Jobs of all decode workers that are linked, and embeddings for routers.
+    """Computes the jobs of all linked decode workers, and embeddings for routers.
 
     Args:
-        epoch: of this run of the worker.
-        engine: that computes them.
-        sender: that sends their blocks.
-        links: to the decode workers.
-        embeddings: that routers want.
+        epoch: number of this run of the worker.
+        engine: this worker's engine.
+        sender: sends the jobs' blocks.
+        links: the links to decode workers.
+        embeddings: serves the `Embed` messages of routers.
         is_draining: whether new jobs are refused.
-        tracing: the spans of requests; None: there are none.
+        tracing: makes the spans of jobs; None if they are not traced.
     """
 
     def __init__(
@@ -94,22 +95,22 @@ class PrefillService:
         self._tracing = tracing
         self._epoch, self._engine, self._sender = epoch, engine, sender
         self._links, self._embeddings, self._is_draining = links, embeddings, is_draining
-        self._jobs: dict[str, _Job] = {}  # without a first token; the engine thread's
+        self._jobs: dict[str, _Job] = {}  # used by the engine's thread only
         sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
 
     @property
     def num_active(self) -> int:
-        """Jobs that are not finished; from any thread."""
+        """Jobs that are not finished; may be called in any thread."""
         return max(len(self._jobs), self._sender.num_jobs) + len(self._embeddings)
 
     def start(self) -> None:
-        """Nothing runs by itself: decode workers come here."""
+        """Do nothing: decode workers open the connections."""
 
     async def close(self) -> None:
-        """Nothing waits."""
+        """Do nothing: there are no background tasks."""
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Take a message of a decode worker, or of a router."""
+        """Handle a message of a decode worker or a router."""
         match message:
             case KvHello():
                 self._links.open(peer_id, message)
@@ -118,10 +119,10 @@ class PrefillService:
             case Cancel():
                 self._embeddings.cancel(peer_id, message.request_id)
             case _:
-                logger.warning("%s sent a %s here", peer_id, type(message).__name__)
+                logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
     def on_peer_lost(self, peer_id: str) -> None:
-        """End the link to a decode worker that is gone, and its jobs, or a router's."""
+        """End the link and jobs of a lost decode worker, or the embeddings of a lost router."""
         self._links.close(peer_id)
         self._embeddings.on_peer_lost(peer_id)
 
@@ -141,39 +142,39 @@ class PrefillService:
         except (InvalidRequestError, OverloadedError, TransferError) as exc:
             self._report_failure(message.job_id, link, str(exc), message.spec.log_id)
 
-    def _start(self, ticket: Prefill, link: SenderLink) -> None:
+    def _start(self, message: Prefill, link: SenderLink) -> None:
         """Queue a job's sequence.
 
         Raises:
-            InvalidRequestError: the ticket makes no sense.
-            OverloadedError: no jobs are taken now.
+            InvalidRequestError: the message is invalid.
+            OverloadedError: the worker is draining, or the engine's queue is full.
             TransferError: the link has ended.
         """
         if self._is_draining():
             raise OverloadedError("this prefill worker is shutting down")
-        if max(ticket.token_ids, default=0) >= self._engine.vocab_size:
+        if max(message.token_ids, default=0) >= self._engine.vocab_size:
             raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
-        ticket.spec.check_vocabulary(self._engine.vocab_size)
-        eos = self._engine.eos_token_ids  # which a first token may not be, if the spec says so
-        sequence = new_sequence(ticket.job_id, ticket.token_ids, ticket.spec, eos)
-        sequence.output_start = min(ticket.num_prompt_tokens, len(ticket.token_ids))
+        message.spec.check_vocabulary(self._engine.vocab_size)
+        eos = self._engine.eos_token_ids  # the spec may forbid them as first token
+        sequence = new_sequence(message.job_id, message.token_ids, message.spec, eos)
+        sequence.output_start = min(message.num_prompt_tokens, len(message.token_ids))
         sequence.prefill_only = True
         core = self._engine.core
         core.add(sequence)
-        num_blocks = core.scheduler.pool.groups.num_job_blocks(len(ticket.token_ids))
+        num_blocks = core.scheduler.pool.groups.num_job_blocks(len(message.token_ids))
         try:
-            self._sender.export(ticket.job_id, link, ticket.first_block, num_blocks)
+            self._sender.export(message.job_id, link, message.first_block, num_blocks)
         except TransferError:
-            core.abort(ticket.job_id)
+            core.abort(message.job_id)
             raise
         span = None
-        if self._tracing is not None and ticket.trace is not None:
-            span = self._tracing.start("prefill", ticket.trace)
-        self._jobs[ticket.job_id] = _Job(link, ticket.spec.log_id, span)
-        logger.debug("job %s of %s", ticket.job_id, link.peer, extra=about(ticket.spec.log_id))
+        if self._tracing is not None and message.trace is not None:
+            span = self._tracing.start("prefill", message.trace)
+        self._jobs[message.job_id] = _Job(link, message.spec.log_id, span)
+        logger.debug("job %s of %s", message.job_id, link.peer, extra=about(message.spec.log_id))
 
     def on_outputs(self, outputs: StepOutputs) -> None:
-        """Take prompts' log probabilities, first tokens, or the news that there will be none."""
+        """Send log probabilities of prompts, first tokens, and failures to the decode workers."""
         for output in outputs:
             job = self._jobs.get(output.request_id)
             if job is not None:
@@ -210,7 +211,7 @@ class PrefillService:
             logger.debug("job %s has its first token", job_id, extra=about(job.log_id))
 
     def _on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
-        """Drop a job that is void, whether its first token has left or not."""
+        """Remove a failed job and report it, whether its first token was sent or not."""
         job = self._jobs.pop(job_id, None)
         if job is not None:
             job.end_span(error=reason)

@@ -29,10 +29,10 @@ from pagewire.shared.open_files import raise_open_file_limit
 logger = logging.getLogger(__name__)
 
 DRAIN_REPORT_S = 5.0
-CUT_S = 5.0  # for the clients of requests that are cut to take the error; then they are dropped
+CUT_S = 5.0  # how long clients of cut requests have to read the error, until they are disconnected
 BACKLOG = 2048
 YOUNG_OBJECTS = 5_000  # more than the outputs of one step of 2,048 streams
-YOUNG_PASSES, MIDDLE_PASSES = 5, 100  # after which objects that are older are looked at, too
+YOUNG_PASSES, MIDDLE_PASSES = 5, 100  # collections of one generation before the next older one
 
 
 def run(settings: RouterSettings) -> int:
@@ -90,10 +90,10 @@ async def _serve(settings: RouterSettings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `_serve`: uvicorn would raise them again once it has shut down.
+    """A server that leaves signals to `_serve`: uvicorn would raise them again after its shutdown.
 
     Args:
-        shared: the socket, if other routers accept from it, too.
+        shared: the socket if other routers also accept from it; else None.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class _Server(uvicorn.Server):
         self._must_cut = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the service, then accept."""
+        """Start the service, then accept connections."""
         await super().startup(sockets if self._shared is None else [])
         if self._shared is not None:
             acceptor = Acceptor(
@@ -133,7 +133,7 @@ class _Server(uvicorn.Server):
         self._service.is_draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the requests that run, then close the service."""
+        """Wait for running requests, then close the service."""
         drain = start_task(self._drain(), "drain")
         try:
             await super().shutdown(sockets)
@@ -141,7 +141,7 @@ class _Server(uvicorn.Server):
             await end_task(drain)
 
     async def _drain(self) -> None:
-        """Report what is waited for, and cut it when the time is over."""
+        """Log how many requests still run, and cut them when the drain time is over."""
         loop, tasks = asyncio.get_running_loop(), self.server_state.tasks
         deadline = loop.time() + self._service.settings.drain_timeout_s
         while (left := deadline - loop.time()) > 0 and not self._must_cut.is_set():
@@ -156,15 +156,16 @@ class _Server(uvicorn.Server):
             task.cancel()
         await asyncio.sleep(CUT_S)
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # its client takes nothing: closed, it would wait for it
+            connection.transport.abort()  # its client does not read: `close` would wait for it
 
 
 def collect_rarely() -> None:
-    """Have Python's garbage collector look at less, and less often: it stops all streams meanwhile.
+    """Make Python's garbage collector run rarely and briefly, because it stops all streams.
 
-    By default it looks at everything now and then, 0.1 s long. Nearly all that there is now stays
-    for as long as the process, and requests leave no cycles; so it is there for what libraries
-    leave. It begins when there are `YOUNG_OBJECTS` more than before, which takes it a millisecond.
+    By default, it now and then looks at all objects, which takes 0.1 s. Nearly all objects that
+    exist at the start stay until the process ends, so they are excluded. Requests leave no
+    reference cycles; only libraries may. A collection starts after `YOUNG_OBJECTS` new objects and
+    takes about a millisecond.
     """
     gc.collect()
     gc.freeze()
@@ -172,10 +173,10 @@ def collect_rarely() -> None:
 
 
 def _listener(settings: RouterSettings) -> socket.socket:
-    """Return the socket to accept from, of this router alone or of several.
+    """Return the listening socket: this router's own, or one that several routers share.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: it cannot be bound, or was not inherited.
     """
     if settings.fd is None:
         return bound_socket(settings.host, settings.port)

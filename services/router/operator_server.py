@@ -1,7 +1,7 @@
-"""The operator port: what the cluster consists of, for people, `pagewire` and Prometheus.
+"""The operator port: shows the cluster to people, to `pagewire` and to Prometheus.
 
-Clients never see it: a gateway leads to the HTTP endpoint alone. Routers that share a socket all
-give the same answers here. Each router's own metrics are at a port of its own, which `/sd` lists.
+Clients cannot reach it: a gateway forwards only to the HTTP endpoint. All routers that share the
+port's socket give the same answers. Each router has its own metrics port; `/sd` lists them.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ class RouterService:
     """One router. Make it with `connect`; use it as an async context manager, once.
 
     Attributes:
-        is_draining: shutting down: nothing new is taken.
-        connections: of the HTTP endpoint.
-        pages: for operators, on ports of their own.
-        api_keys: of which requests need one; None: none is needed.
-        tracing: the spans of requests; None: there are none.
-        recent: requests that have ended.
+        is_draining: the router is shutting down and refuses new requests.
+        connections: the connections of the HTTP endpoint.
+        pages: the metrics port and the operator port.
+        api_keys: the keys that requests need; None if they need none.
+        tracing: makes the spans of requests; None if they are not traced.
+        recent: the last requests that have ended.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RouterService:
 
     @classmethod
     async def connect(cls, settings: RouterSettings) -> RouterService:
-        """Read the model's tokenizer, reach Redis, and listen on the ports for operators.
+        """Read the model's tokenizer, connect to Redis, open the metrics and operator ports.
 
         Raises:
             ModelLoadError: the model cannot be found or read.
@@ -144,7 +144,7 @@ class RouterService:
         return service
 
     async def __aenter__(self) -> RouterService:
-        """Begin to look for workers. There may be none."""
+        """Begin to look for workers; there may be none yet."""
         async with self._stack as stack:
             if self.tracing is not None:
                 stack.push_async_callback(asyncio.to_thread, self.tracing.close)
@@ -166,7 +166,7 @@ class RouterService:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt and answer together, in tokens."""
+        """Longest prompt plus answer, in tokens."""
         return self.selector.max_model_len(self.model.max_model_len)
 
     @property
@@ -175,7 +175,7 @@ class RouterService:
         return not self.is_draining and bool(self.selector.decode_records())
 
     def check_room(self) -> None:
-        """Check, before a request costs anything, that there is room for it.
+        """Check that there is room for a request, before its body is read.
 
         Raises:
             NoWorkerError: the router shuts down.
@@ -185,11 +185,11 @@ class RouterService:
         self.dispatcher.admission.check_room()
 
     def admit(self) -> AbstractContextManager[None]:
-        """Check again when its body is here, and count it while it is read.
+        """Check again when a request's body has arrived, and count the request while it is read.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full; on entering.
+            OverloadedError: the queue is full (raised on entering the context).
         """
         self._check_serving()
         return self.dispatcher.admission.reading()

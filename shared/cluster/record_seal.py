@@ -1,8 +1,8 @@
-"""Records bear the cluster's seal: whoever else writes to Redis adds no worker and no router.
+"""The cluster's seal on records: only members of the cluster can add workers or routers in Redis.
 
 A sealed record is its HMAC-SHA256, 32 bytes, and the record. The key derives from the cluster
-secret. The record has the id and epoch of its worker or router; its name in Redis is sealed with
-it, so that no record counts in the place of another.
+secret. The record has the id and epoch of its worker or router. The HMAC covers its name in Redis,
+too, so that a record is not valid under another name.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class RecordSeal:
         """Return a record as it is stored.
 
         Args:
-            name: of its place in Redis.
-            record: in msgpack.
+            name: the record's name in Redis.
+            record: the record in msgpack.
         """
         return self._seal_of(name, record) + record
 
     def open(self, name: str, sealed: bytes) -> bytes:
-        """Return the record in what is stored.
+        """Return the record in a stored value.
 
         Raises:
-            SealError: it was not sealed with this cluster's secret for this place.
+            SealError: it was not sealed with this cluster's secret for this name.
         """
         seal, record = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal_of(name, record)):

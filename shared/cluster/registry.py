@@ -1,10 +1,10 @@
-"""Who works in the cluster: worker records with a lease, in Redis.
+"""The workers of a cluster: worker records with a lease, in Redis.
 
     pagewire:<tag>:workers        set of worker ids
     pagewire:<tag>:worker:<id>    the record, msgpack with a seal, expires after the lease
 
-A record that is not renewed is gone; ids without a record are swept by whoever lists. A record
-without the cluster's seal (`record_seal.py`) counts for nothing.
+A record that is not renewed expires. Each reader removes ids without a record. Readers ignore a
+record without the cluster's seal (`record_seal.py`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Registry:
 
     Args:
         redis: shared with others; not closed here.
-        cluster_secret: keeps the cluster's keys apart from others', and seals the records.
-        lease_s: how long a record lives unless renewed.
+        cluster_secret: separates the cluster's keys from those of others, and seals the records.
+        lease_s: how long a record is valid unless renewed.
         timeout_s: for each call.
 
     Attributes:
@@ -115,7 +115,7 @@ class Registry:
     async def new_epoch(self, worker_id: str) -> int:
         """Return an epoch greater than those of all earlier runs of a worker.
 
-        The clock gives it; a record that is still there guards against a clock set back.
+        It comes from the clock, or from an earlier record if the clock was set back.
         """
         now = time.time_ns()
         try:
@@ -136,7 +136,7 @@ class Registry:
         pipeline.sadd(self._ids_key, record.worker_id)
         _, added = await pipeline.execute(raise_on_error=False)
         if isinstance(added, ResponseError):
-            # Something that is not a set lies under the key: it is ours, so it goes.
+            # The key's value is not a set. The key is ours, so the value is deleted.
             await self._redis.delete(self._ids_key)
             await self._redis.sadd(self._ids_key, record.worker_id)
         elif isinstance(added, Exception):
@@ -196,7 +196,7 @@ class Registry:
         return record
 
     def _open(self, worker_id: str, raw: bytes) -> bytes:
-        """Return the record in what Redis has for a worker.
+        """Return the record in Redis' value for a worker.
 
         Raises:
             ProtocolError: it is too large.
@@ -224,7 +224,7 @@ class RecordPublisher:
 
     Args:
         make_record: called before each renewal.
-        heartbeat_s: how often; well below the registry's lease.
+        heartbeat_s: interval of renewals; well below the registry's lease.
 
     Attributes:
         failed_renewals: renewals that Redis did not take.

@@ -2,10 +2,10 @@
 
     pagewire:<tag>:routers    hash: router id -> seal and record, with the time when it expires
 
-That time is by Redis' clock: hosts' clocks differ.
+The time is by Redis' clock, because hosts' clocks differ.
 
-A record names a URL that the others read, so it is sealed (`record_seal.py`): nobody else
-who can write to Redis makes a router read a URL.
+A record has a URL that other routers read, so it is sealed (`record_seal.py`): someone who can only
+write to Redis cannot make a router read a URL.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class RouterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a router publishes about itself.
 
     Attributes:
-        epoch: of this run of the router; a later run under the same id has a greater one.
+        epoch: number of this run of the router; a later run under the same id has a greater one.
         metrics_endpoint: base URL of its own `/metrics`.
-        state: a starting one still waits for the workers that it expects.
-        expires_ms: by Redis' clock; after that it is dead unless it has renewed the record.
+        state: a starting router still waits for the workers that it expects.
+        expires_ms: by Redis' clock; the router counts as dead then, unless it renews the record.
     """
 
     router_id: Id
@@ -59,11 +59,11 @@ class RouterDirectory:
     Args:
         redis: shared with others; not closed here.
         cluster_secret: seals the records.
-        router_id: of this router.
+        router_id: this router's id.
         interval_s: how often the record is renewed and the others' are read.
-        lease_s: how long a record counts.
-        state: called before each renewal.
-        clock: in seconds, from any time on.
+        lease_s: how long a record is valid.
+        state: returns this router's state; called before each renewal.
+        clock: returns a time in seconds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RouterDirectory:
     def others(self) -> list[RouterRecord]:
         """Return the records of the other routers that are alive, by id.
 
-        While Redis does not answer, nobody can renew a record: then the last view stays.
+        While Redis does not answer, no router can renew its record, so the last view stays.
         """
         now = self._now_ms() if self._answers else 0
         return [each for _, each in sorted(self._others.items()) if each.expires_ms > now]
@@ -111,7 +111,7 @@ class RouterDirectory:
         self._task = start_task(self._run(), "router-directory")
 
     async def close(self) -> None:
-        """Take the record back if Redis is there. Idempotent."""
+        """Remove the record if Redis answers. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -147,7 +147,7 @@ class RouterDirectory:
         await self._take(entries)
 
     async def _take(self, entries: dict[bytes, bytes]) -> None:
-        """Keep the records of others that are alive; sweep out the dead and those without a seal.
+        """Keep the records of live routers; remove expired ones and those without a seal.
 
         Raises:
             RedisUnavailableError: Redis does not answer.

@@ -1,4 +1,4 @@
-"""The workers of a cluster as one process knows them, from reading the registry again and again."""
+"""One process's view of the cluster's workers, from polling the registry."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ logger = logging.getLogger(__name__)
 class WorkerDirectory:
     """Knows the workers without asking Redis at each request.
 
-    A worker that is missing from an answer stays for one lease more, so that a flushed or
-    restarted Redis costs nothing: records are back with the next heartbeat. While Redis does not
-    answer the last view stays for a grace time. Deaths show sooner on the control channel.
+    A worker that is missing from an answer stays for one more lease, so that a flushed or restarted
+    Redis costs nothing: records are back with the next heartbeat. While Redis does not answer, the
+    last view stays for a grace time. The control channel detects deaths sooner.
 
     Args:
         poll_s: how often the registry is read.
-        grace_s: how long the last view counts while Redis does not answer.
-        explain_after_s: with no worker for so long from the start on, the log says what may be why.
-        on_join: called with the record of a worker that is new.
-        on_leave: called with the last record of one that is gone. A worker that was restarted, so
+        grace_s: how long the last view is kept while Redis does not answer.
+        explain_after_s: if there is no worker for this long after the start, the log explains why
+            that may be.
+        on_join: called with the record of a new worker.
+        on_leave: called with the last record of a worker that is gone. A restarted worker, which
             has a new epoch, leaves and joins.
 
     Attributes:
@@ -102,7 +103,7 @@ class WorkerDirectory:
                 await self._explain_emptiness()
 
     async def _explain_emptiness(self) -> None:
-        """Warn once, if other workers share the Redis, that their secret may be meant."""
+        """Warn once if Redis has workers with another secret, which may be the right one."""
         if time.monotonic() - self._started < self._explain_after_s:
             return
         self._is_explained = True
@@ -156,5 +157,5 @@ class WorkerDirectory:
         try:
             callback(record)
         except Exception:
-            # A bug in one listener must not end the view that everybody places by.
+            # A bug in one listener must not end the view that placement needs.
             logger.exception("a listener of the worker directory failed for %s", record.worker_id)

@@ -1,7 +1,7 @@
 """The record that a worker publishes about itself, for routers and for other workers.
 
-A record of this protocol version may have fields that this release does not know. Of a record of
-another version only `RecordHead` is read: a later release may change everything else.
+A record of this protocol version may have fields that this release does not know. If a record has
+another version, only `RecordHead` is read: a later release may change everything else.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         running, waiting: requests in the engine.
         queued_prefill_tokens: prompt tokens that are still to be computed.
-        free_blocks, cached_blocks, used_blocks, total_blocks: of the KV pool.
-        iterations: of the engine so far; the number stands still if the engine does.
+        free_blocks, cached_blocks, used_blocks, total_blocks: blocks of the KV pool.
+        iterations: of the engine so far; the number does not change if the engine hangs.
         max_num_seqs: how many requests can run at once.
     """
 
@@ -47,7 +47,7 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's KV link to a peer: transport and measured GB/s.
 
     Attributes:
-        bytes: that this run of the worker has sent or received by this transport.
+        bytes: sent or received by this transport in this run of the worker.
     """
 
     peer: Id
@@ -60,15 +60,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker publishes about itself.
 
     Attributes:
-        epoch: of this run of the worker; a later run under the same id has a greater one.
-        endpoint: of the control server.
+        epoch: number of this run of the worker; a later run under the same id has a greater one.
+        endpoint: address of the control server.
         metrics_endpoint: base URL of `/metrics` and `/health`.
-        model: the name it is served under.
-        max_model_len: longest prompt plus answer that it takes.
-        full_model_len: what that would be if its KV pool were large enough.
-        state: a draining worker takes nothing new.
+        model: the model's name for clients.
+        max_model_len: longest prompt plus answer that the worker accepts.
+        full_model_len: what `max_model_len` would be if the KV pool were large enough.
+        state: a draining worker accepts no new requests.
         kv_transports: in its order of preference.
-        protocol: version of the control messages that it speaks, see `RecordHead`.
+        protocol: version of its control messages, see `RecordHead`.
     """
 
     worker_id: Id
@@ -114,12 +114,12 @@ class RecordHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_metrics_endpoint(self) -> str | None:
-        """Where its metrics are, if that is a text."""
+        """The URL of its metrics, if the record has a text there."""
         return _decode_known(self.metrics_endpoint, _endpoint_decoder)
 
 
 class OtherVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker of another release: what is known of it."""
+    """What is known about a live worker of another release."""
 
     worker_id: str
     protocol: int | str
@@ -136,7 +136,7 @@ _endpoint_decoder: msgspec.msgpack.Decoder[str] = msgspec.msgpack.Decoder(_Endpo
 
 
 def decode_head(raw: bytes) -> RecordHead:
-    """Return what every release's record has.
+    """Return the fields that a record has in every release.
 
     Raises:
         ProtocolError: the bytes are not a worker record of any release.

@@ -1,7 +1,7 @@
-"""Who may speak on ZeroMQ sockets: CURVE keys from the cluster secret, and the check of them.
+"""Who may connect to ZeroMQ sockets: CURVE keys from the cluster secret, and their check.
 
-Every member of a cluster holds the same key pair. A server takes only clients that prove to hold
-it as well, so a stranger gets no message in and none out; traffic is encrypted.
+All members of a cluster have the same key pair. A server accepts only clients that prove to have it
+as well, so a stranger can neither send nor receive a message; traffic is encrypted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ClusterKeys:
 
     @classmethod
     def derive(cls, cluster_secret: str) -> ClusterKeys:
-        """Return the key pair that every holder of the cluster secret derives alike."""
+        """Return the key pair, which is the same for everyone who has the cluster secret."""
         raw = hashlib.blake2b(
             cluster_secret.encode(), digest_size=32, person=b"pagewire-curve"
         ).digest()
@@ -64,11 +64,11 @@ class ClusterKeys:
 
 
 def explain_failure(event: int, value: int) -> str:
-    """Say why a connection failed before or in its handshake, as far as that is known.
+    """Return why a connection failed before or in its handshake, as far as that is known.
 
     Args:
-        event: a socket monitor's.
-        value: of the event.
+        event: an event of a socket monitor.
+        value: the event's value.
     """
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "authentication failed: is the cluster secret the same on both sides?"
@@ -91,15 +91,15 @@ def explain_failure(event: int, value: int) -> str:
 
 
 def no_answer(seconds: float) -> str:
-    """Say that a peer took the connection and then said nothing."""
+    """Return the message for a peer that accepted the connection and then sent nothing."""
     return f"connected, but no answer within {seconds:g} s: the process is frozen or overloaded"
 
 
 class ZapHandler:
     """Answers libzmq's question whether a client may connect (ZeroMQ RFC 27).
 
-    libzmq asks on an endpoint of which a context has one, so servers have a context of their own
-    each. Lives in the running event loop; the owner calls `close` before it ends the context.
+    libzmq asks on an endpoint that exists once per context, so each server has its own context. The
+    handler runs in the event loop; its owner calls `close` before it ends the context.
 
     Attributes:
         denied: clients turned away so far.
@@ -118,7 +118,7 @@ class ZapHandler:
         self._link = LoopSocket(socket, self._on_request)
 
     def close(self) -> None:
-        """Stop answering: from now on nobody new gets in."""
+        """Stop answering: from now on, no further client can connect."""
         self._link.close()
 
     def _on_request(self, frames: list[bytes]) -> None:

@@ -2,10 +2,10 @@
 
     ControlClient (DEALER) --Ping, requests--> ControlServer (ROUTER) --Pong, answers--> client
 
-A connection lives once. A client that loses its server (closed connection, silence for a lease, a
-new epoch) reports that once and is done; a server forgets a client that left, fell silent or
-does not read, and says so to it, should it speak again, by a `Pong` of epoch 0. So neither side
-goes on where messages may have been lost in between, and the owner starts again.
+A connection is never resumed. A client that loses its server (closed connection, silence for a
+lease, a new epoch) reports that once and ends. A server forgets a client that disconnected, fell
+silent or does not read; if the client sends anything afterwards, the server answers with a `Pong`
+of epoch 0. So neither side continues after messages may have been lost: the owner starts again.
 
 All calls are made in the event loop's thread. `post` never waits; queues are bounded.
 """

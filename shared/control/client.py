@@ -50,13 +50,13 @@ class ControlClient:
     """One connection to a server; after its loss the owner makes a new client.
 
     Args:
-        endpoint: of the server.
+        endpoint: the server's endpoint.
         client_id: how the server names this client, see `make_client_id`; never used twice.
-        on_message: called with each message but `Pong`s, in order.
+        on_message: called with each message except `Pong`s, in order.
         on_lost: called once, with the reason, if the connection ends after `connect` returned
             and before `close`.
         heartbeat_s: how often the server is pinged.
-        lease_s: silence after which the server is gone.
+        lease_s: silence after which the server counts as lost.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class ControlClient:
 
     @property
     def alive(self) -> bool:
-        """Whether the server was reached and not lost since."""
+        """Whether the server was reached and has not been lost since."""
         return self._server is not None and self._link is not None and not self._link.closed
 
     async def connect(self, timeout: float) -> Pong:
-        """Reach the server; return its first `Pong`, with worker id and epoch.
+        """Connect to the server; return its first `Pong`, with worker id and epoch.
 
         Raises:
-            ChannelError: nobody listens or answers there, the cluster secrets differ, or the
+            ChannelError: no server listens or answers there, the cluster secrets differ, or the
                 server speaks another protocol version.
         """
         if self._link is not None:
@@ -130,7 +130,7 @@ class ControlClient:
         self._send(encode(message))
 
     def close(self) -> None:
-        """End the connection; what was posted just before still leaves. Idempotent."""
+        """End the connection; messages that were posted just before are still sent. Idempotent."""
         self._end(_CLOSE_LINGER_MS)
 
     def _open(self, address: str) -> None:

@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 logger = logging.getLogger(__name__)
 
-# Messages handled before other callbacks of the loop get their turn.
+# Messages handled in a row before other callbacks of the loop run.
 _BATCH = 256
 _SEND_QUEUE = 4096  # messages to one peer
 _RECEIVE_QUEUE = 1024
@@ -20,7 +20,7 @@ _READABLE = int(zmq.POLLIN)
 
 
 class LoopSocket:
-    """Hands each multipart message of a socket to a callback; sends without waiting.
+    """Passes each multipart message of a socket to a callback; sends without waiting.
 
     libzmq's file descriptor is edge-triggered and any call on the socket may swallow the edge, so
     after each send the socket is read once more in the loop's next iteration.
@@ -29,7 +29,7 @@ class LoopSocket:
 
     Args:
         socket: bound or about to be bound or connected.
-        on_frames: gets the frames of one message. What it raises is logged with its traceback and
+        on_frames: gets the frames of one message. Its exceptions are logged with a traceback, and
             the next message is handled.
     """
 
@@ -88,7 +88,7 @@ class LoopSocket:
         self._wake()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; what is queued may leave for `linger_ms` more. Idempotent."""
+        """Close the socket; queued messages may be sent for `linger_ms` more. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -119,7 +119,8 @@ class LoopSocket:
 class Ticker:
     """Calls back every period. A tick that comes late is skipped.
 
-    A loop that was held up for a while has not seen who spoke meanwhile and must not judge.
+    After a delay, the loop has not yet read the messages that arrived meanwhile, so a late tick
+    must not find peers silent.
     """
 
     def __init__(self, period_s: float, on_tick: Callable[[], None]) -> None:
@@ -139,7 +140,7 @@ class Ticker:
 
 
 def bound_queues(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
-    """Bound a socket's queues and the size of what it takes in; call before bind or connect."""
+    """Bound a socket's queues and the size of incoming messages; call before bind or connect."""
     socket.sndhwm = _SEND_QUEUE
     socket.rcvhwm = _RECEIVE_QUEUE
     socket.maxmsgsize = max_message_bytes + _CURVE_OVERHEAD
@@ -149,11 +150,11 @@ def bound_queues(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
 def watch_connection(
     socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]
 ) -> LoopSocket:
-    """Report a socket's connection events; the caller closes what is returned, then the socket.
+    """Report a socket's connection events; the caller closes the result first, then the socket.
 
     Args:
-        socket: to be watched.
-        events: which ones.
+        socket: the socket to watch.
+        events: which events to report.
         on_event: gets an event and its value, see zmq_socket_monitor(3).
     """
     monitor = socket.get_monitor_socket(events)

@@ -8,8 +8,8 @@
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
 the version in every release; a server answers a client of another version with a `Pong` of its own,
 so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
-are `ProtocolError`s. A request id names a request between a router and a worker. What decode
-and prefill workers say of a request's prompt crosses their KV link (shared/kv/job_messages.py).
+are `ProtocolError`s. A request id names a request between a router and a worker. Decode and prefill
+workers exchange messages about prompts over their KV link (shared/kv/job_messages.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Ping(Message, frozen=True, kw_only=True):
 class Pong(Message, frozen=True, kw_only=True):
     """The server's loop is alive; `epoch` shows a client that its server was restarted.
 
-    `FORGOTTEN_EPOCH` says that the server does not know the client, or not any more.
+    `FORGOTTEN_EPOCH` means that the server does not know the client (any more).
     """
 
     worker_id: Id
@@ -74,18 +74,18 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Generate(Message, frozen=True, kw_only=True):
-    """Answer one request, or several that differ in nothing but their seeds.
+    """Answer one request, or several that differ only in their seeds.
 
     Attributes:
         prompt_token_ids: the prompt, at least one token.
-        output_token_ids: tokens already delivered by a worker that died; generation goes on
-            after them and they count against `spec.max_tokens`.
-        spec: with a seed, always: the router draws one where the client gave none.
+        output_token_ids: tokens that a lost worker has already delivered; generation continues
+            after them, and they count towards `spec.max_tokens`.
+        spec: always has a seed: the router chooses one if the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
-        forks: the other requests. The prompt is computed once, and they fork from there; outputs,
-            refusals and cancels name each of them, and none depends on another.
-        timed: the timings are wanted as soon as they are known, and not only with the last token:
-            an answer that ends at a stop string has none of its worker's.
+        forks: the other requests. The prompt is computed once, and they fork from there. Outputs,
+            refusals and cancels name each of them; none depends on another.
+        timed: send the timings as soon as they are known, not only with the last token. The worker
+            never sends the last token of an answer that the router ends at a stop string.
         trace: the router's span, which is the parent of this worker's.
     """
 
@@ -115,7 +115,7 @@ class Generate(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Stop a request and free all that it holds; no answer is sent."""
+    """Stop a request and free its resources; no answer is sent."""
 
     request_id: Id
 
@@ -145,21 +145,21 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     These are durations, each measured by one host: clocks of different hosts are never compared.
 
     Attributes:
-        wait_s: in the decode worker's queue, where another worker computes the prompt.
+        wait_s: in the decode worker's queue, if another worker computes the prompt.
         queue_s: in the queue of the worker that computes the prompt: all the time until the first
             token, except for `wait_s` and the computation.
-        prefill_s: from there to the first token.
+        prefill_s: computation of the prompt, until the first token.
         transfer_s: from the first token to the arrival of the last KV block.
-        chunks: steps that computed the prompt.
-        prefill_worker: who computed it; None: the decode worker.
-        cached_tokens: of the prompt, found in that worker's cache.
-        held_tokens: of the prompt, found in the decode worker's cache, where another worker
-            computes the rest; their KV is not sent.
-        arriving_s: from the first KV segment's arrival to that of the last block. It overlaps the
-            prefill.
-        kv_bytes: of these segments.
-        segments: how many there were.
-        carrier: that they came by.
+        chunks: number of steps that computed the prompt.
+        prefill_worker: the worker that computed the prompt; None if the decode worker did.
+        cached_tokens: prompt tokens found in that worker's cache.
+        held_tokens: prompt tokens found in the decode worker's cache, if another worker computes
+            the rest; their KV is not sent.
+        arriving_s: from the arrival of the first KV segment to that of the last block. This
+            overlaps the prefill.
+        kv_bytes: bytes of these segments.
+        segments: number of these segments.
+        carrier: the carrier that sent them.
     """
 
     wait_s: float = 0.0
@@ -177,11 +177,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's load at one moment, newer than what its record in Redis says.
+    """A worker's load at one moment, newer than in its record in Redis.
 
     Attributes:
-        epoch: of this run of the worker.
-        iterations: of its engine so far; of two reports of a run the one with more is newer.
+        epoch: number of this run of the worker.
+        iterations: of its engine so far; of two reports of one run, the one with more is newer.
         amount: active KV blocks of a decode worker, queued prompt tokens of a prefill worker.
     """
 
@@ -191,18 +191,19 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step gave one request.
+    """One step's output for one request.
 
     Attributes:
-        cached_tokens: prompt tokens that nobody had to compute; with the first output.
-        prefill_worker: who sampled the first token, None if this worker did; with that token.
-        prefill_load: of that worker when it had sampled the token.
+        cached_tokens: prompt tokens that were cached; only in the first output.
+        prefill_worker: the prefill worker that sampled the first token, in the output with that
+            token; None if this worker sampled it.
+        prefill_load: load of that prefill worker when it had sampled the token.
         error: why the request failed, if `finish_reason` is "error".
-        param: the request's field that this is due to, if it is the client's fault.
-        embedding: of the prompt, little-endian float32; with the one output of an `Embed`.
-        logprobs: of the tokens, if the request asks for them.
-        prompt_logprobs: of at most `MAX_POSITIONS` prompt tokens, before the first output with
-            tokens. A worker that computes the prompt again sends them again.
+        param: the request's field that caused the error, if it is the client's fault.
+        embedding: the prompt's embedding, little-endian float32; in the one output of an `Embed`.
+        logprobs: log probabilities of the tokens, if the request asks for them.
+        prompt_logprobs: those of at most `MAX_POSITIONS` prompt tokens, before the first output
+            with tokens. A worker that computes the prompt again sends them again.
     """
 
     request_id: Id
@@ -223,7 +224,7 @@ class TokenBatch(Message, frozen=True, kw_only=True):
     """One step's tokens of all sequences that belong to one router.
 
     Attributes:
-        load: of a decode worker after the step.
+        load: the decode worker's load after the step.
     """
 
     outputs: Annotated[list[TokenOutput], Meta(max_length=1 << 16)]
@@ -231,7 +232,7 @@ class TokenBatch(Message, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """A request was not taken; nothing of it is held."""
+    """The worker refused a request, and keeps nothing of it."""
 
     request_id: Id
     reason: RefusalReason
@@ -240,17 +241,18 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must agree on before blocks may cross.
+    """What two workers must agree on before they may send each other blocks.
 
     Attributes:
-        fingerprint: of the model's configuration and weights.
-        dtype: of the KV cache, as torch names it without the prefix, e.g. "bfloat16".
-        num_layers: that a block has, those of one cache group.
-        num_components: of a token in a layer: two, keys and values, or one latent vector.
-        num_kv_heads: of each component.
+        fingerprint: hash of the model's configuration and weights.
+        dtype: the KV cache's, as torch names it without the prefix, e.g. "bfloat16".
+        num_layers: layers in a block, which are those of one cache group.
+        num_components: parts of a token in a layer: two, keys and values, or one latent vector.
+        num_kv_heads: heads of each component.
         head_dim: numbers of each head.
-        block_bytes: of one block.
-        resume_blocks: how many of a prefix's last blocks a worker needs to go on after it; 0: all.
+        block_bytes: size of one block.
+        resume_blocks: how many of a prefix's last blocks a worker needs to continue after it; 0
+            means all.
         batch_invariant: whether blocks do not depend on the batches that computed them.
     """
 
@@ -266,7 +268,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     batch_invariant: bool = False
 
     def difference(self, other: BlockLayout, its_name: str, other_name: str) -> str | None:
-        """Return by which field another layout differs, with both values; None if by none."""
+        """Return the first field in which another layout differs, with both values, or None."""
         for field in self.__struct_fields__:
             here, there = getattr(self, field), getattr(other, field)
             if here != there:
@@ -278,11 +280,11 @@ class KvHello(Message, frozen=True, kw_only=True):
     """A decode worker opens a KV link to a prefill worker.
 
     Attributes:
-        link: the decode worker's number for it.
-        token: names the link on the decode worker's KV socket; 16 random bytes.
-        endpoint: that socket.
-        carriers: name -> what the carrier needs on the other side, in order of preference.
-        slot_bytes: of the decode worker's staging slots, the upper bound of a segment.
+        link: the decode worker's number of the link.
+        token: identifies the link on the decode worker's KV socket; 16 random bytes.
+        endpoint: address of that socket.
+        carriers: name -> what the sender's half of the carrier needs, in order of preference.
+        slot_bytes: size of the decode worker's staging slots, the upper bound of a segment.
     """
 
     worker_id: Id
@@ -299,7 +301,7 @@ class KvRefusal(Message, frozen=True, kw_only=True):
     """The prefill worker does not open a link, or has ended it.
 
     Attributes:
-        error: why no blocks can cross, or not any more.
+        error: why the link was refused, or has ended.
     """
 
     link: Count
@@ -316,7 +318,7 @@ _VERSION_BYTE = bytes([PROTOCOL_VERSION])
 
 
 def clip_text(text: str) -> str:
-    """Return a text of any origin, e.g. an exception's, so that it fits a `Text` field."""
+    """Return a text, e.g. of an exception, cut and cleaned so that it fits a `Text` field."""
     return text[:MAX_TEXT_CHARS].encode(errors="replace").decode()
 
 

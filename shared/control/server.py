@@ -35,17 +35,17 @@ _WARN_INTERVAL_S = 5.0
 
 
 class ControlServer:
-    """Takes messages of many clients and posts to each.
+    """Receives messages of many clients and sends messages to each.
 
     Args:
         bind_host: name or address of the interface to listen on.
         port: 0 takes a free one.
-        worker_id, epoch: what `Pong` says; the epoch is at least 1.
+        worker_id, epoch: sent in each `Pong`; the epoch is at least 1.
         on_message: called with peer id and message, in order per peer. Pings are answered here
             and not passed on.
-        on_peer_lost: called once for a client that is gone: what it owned is to be cancelled.
-        lease_s: silence after which a client is gone.
-        heartbeat_s: how often silence is looked for.
+        on_peer_lost: called once for each lost client, whose requests must then be cancelled.
+        lease_s: silence after which a client counts as lost.
+        heartbeat_s: how often silence is checked.
 
     Attributes:
         malformed_frames: frames dropped because they are not messages.
@@ -88,7 +88,7 @@ class ControlServer:
 
     @property
     def denied_clients(self) -> int:
-        """Clients turned away because they do not hold the cluster's key."""
+        """Clients refused because they do not have the cluster's key."""
         return 0 if self._zap is None else self._zap.denied
 
     @property
@@ -100,7 +100,7 @@ class ControlServer:
         """Listen; return the endpoint, e.g. "tcp://127.0.0.1:34567".
 
         Raises:
-            ConfigError: the address cannot be had.
+            ConfigError: the address cannot be bound.
         """
         address = await _resolve(self._bind_host, self._port)
         self._context = zmq.Context()
@@ -128,8 +128,8 @@ class ControlServer:
         """Queue a message to a client.
 
         Returns:
-            False if the client is gone, which `on_peer_lost` reports or has reported. A client that
-            does not read fast enough counts as gone.
+            False if the client is lost, which `on_peer_lost` reports or has reported. A client that
+            does not read fast enough counts as lost.
 
         Raises:
             ProtocolError: the message is larger than any peer accepts.
@@ -188,7 +188,7 @@ class ControlServer:
             self._on_message(peer.decode(), message)
 
     def _welcome(self, peer: bytes) -> bool:
-        """Whether a client not known so far is taken; otherwise it learns that it is forgotten."""
+        """Whether to accept an unknown client; if not, it is notified that it is forgotten."""
         if peer in self._forgotten or len(self._last_seen) >= MAX_PEERS:
             self._try_send(peer, self._goodbye)
             return False
@@ -201,7 +201,7 @@ class ControlServer:
         return problem is None
 
     def _try_send(self, peer: bytes, frame: bytes) -> str | None:
-        """Queue a frame, or say why that is impossible."""
+        """Queue a frame, or return why that is impossible."""
         if self._link is None or self._link.closed:
             return "this server is closed"
         try:

@@ -51,18 +51,18 @@ from pagewire.shared.sampling import RequestSpec
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
-WARM_UP_TOKENS = 512  # of a step on a CPU, where steps of any length launch the same
+WARM_UP_TOKENS = 512  # on a CPU, where steps of all lengths run the same code
 Progress = Callable[[str], None]
 OtherMemory = Callable[[LayerGroups, int], int]
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine and what its surroundings need to know of it.
+    """An engine, and facts about it that its worker or `LLM` needs.
 
     Attributes:
         max_model_len: longest prompt plus answer.
-        full_model_len: what it would be with a KV pool that is large enough.
+        full_model_len: what `max_model_len` would be if the KV pool were large enough.
     """
 
     core: EngineCore
@@ -83,17 +83,17 @@ def build_engine(
     progress: Progress = lambda _stage: None,
     other_memory: OtherMemory = lambda _groups, _total_bytes: 0,
 ) -> BuiltEngine:
-    """Load a model and make an engine of it.
+    """Load a model and make an engine with it.
 
     Args:
         settings: validated settings.
-        hash_secret: keys of block hashes derive from it; the same in all of a cluster. None makes
-            one up, for an engine whose hashes nobody else reads.
-        listener: hears what enters and leaves the prefix cache.
+        hash_secret: keys of block hashes derive from it; the same in all workers of a cluster. None
+            takes a random one, for an engine whose hashes nobody else reads.
+        listener: notified of blocks that enter and leave the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
-        progress: hears what is going on, for people to read.
-        other_memory: what the caller will allocate on the device as well, in bytes, given the
-            layer groups of a KV block and the device's bytes.
+        progress: called with a line for people at each stage.
+        other_memory: returns the bytes that the caller will allocate on the device itself, given
+            the layer groups of a KV block and the device's memory in bytes.
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.
@@ -145,7 +145,7 @@ def _load(
     max_positions: int,
     progress: Progress,
 ) -> LoadedModel:
-    """Return the model, of our own layers or of transformers' modules."""
+    """Return the model, made of our own layers or of transformers' modules."""
     if not isinstance(config, TransformersConfig):
         return load_model(path, config, device, dtype, ops, load_format, max_positions, progress)
     require_transformers()
@@ -198,7 +198,7 @@ def _hasher(secret: str, layout: BlockLayout) -> BlockHasher:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that a setting means.
+    """Return the device that a setting selects.
 
     Raises:
         ConfigError: CUDA was asked for and there is none.
@@ -246,13 +246,13 @@ def _log_pool(shape: KvShape, num_blocks: int, device: torch.device) -> None:
 def fit_context(
     settings: EngineSettings, full_model_len: int, num_blocks: int, groups: CacheGroups
 ) -> int:
-    """Return the length of the longest sequence, which the KV pool may shorten; then it is logged.
+    """Return the length of the longest sequence; log it if the KV pool shortens it.
 
     Args:
-        settings: whether `max_model_len` was set: then a shorter one is an error.
-        full_model_len: what was set, else the model's own.
-        num_blocks: of the pool.
-        groups: cache groups, which share it.
+        settings: if `max_model_len` was set, a pool that is too small for it is an error.
+        full_model_len: the length that was set, else the model's own.
+        num_blocks: blocks of the pool.
+        groups: the cache groups that share the pool.
 
     Raises:
         ConfigError: the pool does not hold the length that was set.
@@ -303,7 +303,7 @@ def _fitting_blocks(
     max_model_len: int,
     other_memory: OtherMemory,
 ) -> int:
-    """Size the KV pool by what memory is left next to weights, a full step's activations, and more.
+    """Size the KV pool: the memory that weights, a full step's activations and other uses leave.
 
     Raises:
         ConfigError: nothing is left.
@@ -342,7 +342,7 @@ def _fitting_blocks(
 def _prepare(
     runner: ModelRunner, settings: EngineSettings, max_model_len: int, progress: Progress
 ) -> None:
-    """Compile kernels and capture CUDA graphs, so that no request waits for it."""
+    """Compile kernels and capture CUDA graphs, so that no request waits for that."""
     progress("compiling kernels")
     for tokens in _warm_up_tokens(runner, settings, max_model_len):
         _warm_up(runner, tokens)
@@ -365,9 +365,9 @@ def _warm_up_tokens(runner: ModelRunner, settings: EngineSettings, max_model_len
 
 
 def _warm_up(runner: ModelRunner, most_tokens: int) -> None:
-    """Run a prefill step that fits the pool, a decode step, and a block's packing and unpacking.
+    """Run a prefill step that fits into the pool, a decode step, and pack and unpack a block.
 
-    Their content goes nowhere that matters.
+    They write only to blocks that are free.
     """
     num_groups = len(runner.groups)
     length = min(most_tokens, runner.kv_pool.shape[0] // num_groups * runner.block_size - 1)

@@ -1,13 +1,14 @@
-"""The rows of a step that follow a grammar: their masks, and what becomes of those without one.
+"""Masks for the rows of a step that follow a grammar, and what happens if a mask is late.
 
-Also the rows whose limits, such as allowed tokens and bad words, may leave no token to sample.
+This module also checks rows whose limits, such as allowed tokens and bad words, may leave no token
+to sample.
 
     step n + 1 launched --> tokens of step n read --> masks filled in threads --> supply of n + 1
     |<------------ the forward of step n + 1 runs on the device ------------->|
 
 A row whose mask is late is held: it samples nothing in this step, and runs again at the same
 position in the next one. The other rows wait for it for a bounded time (`MASK_WAIT_S`). A row that
-has no token to go on with fails, alone.
+has no allowed token fails; the other rows do not.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ OF_A_CALL = 2.0  # of the time that the call for the missing masks usually takes
 
 @dataclass(slots=True)
 class Masked:
-    """What a step's sampling is supplied with.
+    """The masks for a step's sampling.
 
     Attributes:
-        masks: index in the step's tokens -> what is allowed there.
-        held: rows whose mask is late, by that index.
-        failed: sequences that cannot go on, and why.
+        masks: index in the step's tokens -> the tokens that are allowed there.
+        held: rows whose mask is late, by the same index.
+        failed: sequences that cannot continue, and why.
     """
 
     masks: dict[int, bytes] = field(default_factory=dict)
@@ -104,9 +105,9 @@ class Constraints:
             follower.closed.set()
 
     def problem_of(self, sequence: Sequence, token: int) -> tuple[str, str] | None:
-        """Return why a sequence cannot go on with a token that was sampled, and the field.
+        """Return why a sequence cannot continue with a sampled token, and the request's field.
 
-        A token that is not permitted is drawn only where none is.
+        A token that is not permitted is sampled only if no token is permitted.
         """
         if sequence not in self.limited:
             return None
@@ -120,7 +121,7 @@ class Constraints:
         return None if permitted else (compiler.cannot_follow(compiler.NOTHING_LEFT), "grammar")
 
     def note_result(self) -> None:
-        """Note that a step's result is here, to measure how long steps usually take."""
+        """Record when a step's result has arrived, to measure how long steps usually take."""
         if self._followers:
             now = self.clock()
             self._usual_s = min(now - self._result_s, self._usual_s * 1.02)
@@ -134,11 +135,11 @@ class Constraints:
         return filler.news.is_set() or self.clock() > self._due_s
 
     def fill(self, launched: Launched, wait: bool) -> Masked | None:
-        """Return what a step's sampling is supplied with, or None if it is to wait for more.
+        """Return the masks for a step's sampling, or None if it should wait for more of them.
 
         Args:
             launched: the step; the tokens of all steps before it are known.
-            wait: until all masks are there or late; otherwise None is returned in the meantime.
+            wait: block until all masks are filled or late, instead of returning None.
         """
         filler = self.filler
         rows = self._rows_of(launched)
@@ -164,7 +165,7 @@ class Constraints:
         return _masked(rows)
 
     def _deadline(self, launched: Launched, missing: int, usual_s: float) -> float:
-        """Return until when masks are waited for, given how long the missing ones usually take."""
+        """Return until when to wait for masks, given how long the missing ones usually take."""
         shortest, longest = self.mask_wait_s
         wait_s = min(max(shortest, OF_A_STEP * self._usual_s, OF_A_CALL * usual_s), longest)
         if missing >= len(launched.schedule.sampled):
@@ -189,7 +190,7 @@ class Constraints:
 
 
 def _masked(rows: list[tuple[int, Sequence, Row]]) -> Masked:
-    """Sort rows by what is known of their masks."""
+    """Sort rows into those with a mask, those with a late mask, and those that fail."""
     masked = Masked()
     for index, sequence, row in rows:
         follower = row.follower

@@ -1,6 +1,6 @@
 """The engine's step loop: schedules and runs steps, accepts tokens, decides when sequences end.
 
-One iteration of a worker's engine (`EngineThread._iterate`) calls `advance`, hands out the outputs,
+One iteration of a worker's engine (`EngineThread._iterate`) calls `advance`, passes the outputs on,
 and calls `run_hooks`. Only one thread calls this class.
 
 With overlap, step n + 1 is launched before the tokens of step n are read, so that the host works
@@ -65,11 +65,11 @@ class EngineCore:
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
 
     def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
-        """Take a sequence into the queue; see `Scheduler.add` for its children.
+        """Queue a sequence; see `SequenceTable.add` for its children.
 
         Raises:
-            InvalidRequestError: a name is in use, or see `Scheduler.add`.
-            OverloadedError: see `Scheduler.add`.
+            InvalidRequestError: a name is in use, or see `SequenceTable.add`.
+            OverloadedError: see `SequenceTable.add`.
         """
         named = {each.request_id: each for each in (sequence, *children)}
         for name in named:
@@ -88,7 +88,7 @@ class EngineCore:
         return self._sequences.get(request_id)
 
     def abort(self, request_id: str) -> None:
-        """End a sequence in whatever state it is, and free all that it has; ignores unknown ids."""
+        """End a sequence in any state and free all its resources; ignore unknown ids."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._end(sequence, RequestStatus.FINISHED_ABORTED)
@@ -293,7 +293,7 @@ class EngineCore:
     def _accept_one(
         self, sequence: Sequence, token: int, launched: Launched, logprobs: Logprobs | None
     ) -> None:
-        """Accept one token that `Launched.special` has picked out; it may not count at all."""
+        """Accept one token of a sequence in `Launched.special`; some such tokens are dropped."""
         if sequence in launched.held:
             self.stats.tokens_generated -= 1  # the device has reported a token that means nothing
             return
@@ -338,19 +338,19 @@ class EngineCore:
         self._end_silently(sequence, first_token)
 
     def unpin(self, blocks: list[int]) -> None:
-        """Note that nothing writes to these blocks any more; those of ended sequences are free."""
+        """Release blocks that nothing writes to any more; those of ended sequences become free."""
         pool = self.scheduler.pool
         used = pool.counts().used
         self.scheduler.unpin(blocks)
         self._has_news |= pool.counts().used < used
 
     def recompute_locally(self, sequence: Sequence, first_token: int | None) -> None:
-        """Compute a reserved sequence's prompt here after all.
+        """Compute a reserved sequence's prompt on this worker after all.
 
         Args:
-            sequence: reserved for KV that does not come.
-            first_token: sampled and delivered by a prefill worker, if one has: generation goes on
-                after it.
+            sequence: a reserved sequence whose KV will not arrive.
+            first_token: the token that a prefill worker has sampled and delivered, if there is one:
+                generation continues after it.
         """
         self.scheduler.recompute_locally(sequence)
         if first_token is None:
@@ -361,7 +361,7 @@ class EngineCore:
         self._end_silently(sequence, first_token)
 
     def _end_silently(self, sequence: Sequence, token: int) -> None:
-        """End a sequence if this token, which another worker has delivered, is its last."""
+        """End a sequence if this token, which a prefill worker has delivered, is its last."""
         status = self._end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)

@@ -1,4 +1,4 @@
-"""A sequence that exists only for its prompt's embedding, and what becomes of its pooled vector."""
+"""A sequence that exists only for its prompt's embedding, and how the embedding is finished."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Launched:
     Attributes:
         schedule: the sequences that it computes.
         pending: its result, once the device is done.
-        awaits_supply: its forward is launched, its sampling is not: it waits for masks.
+        awaits_supply: its forward is launched, but its sampling waits for masks.
         lost: sequences that ended or were preempted after the launch. They have lost their blocks,
             so what the step computes for them is not kept.
         held: sequences that sample nothing in this step, because their mask is late.

@@ -1,8 +1,8 @@
-"""Whether what a request allows and bans has left a token to sample.
+"""Detects that a request's allowed and banned tokens leave no token to sample.
 
-The candidates of some requests may all be banned at some position, which no check of the request
-alone can see: after `a`, the bad words `a a` and `a b` ban all of the allowed tokens `a` and `b`.
-The device then draws one of the banned tokens, which shows that nothing was left.
+At some position, all allowed tokens of a request may be banned. A check of the request alone cannot
+find that: after `a`, the bad words `a a` and `a b` ban both of the allowed tokens `a` and `b`. The
+device then samples a banned token, which shows that no other was left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTHING_LEFT = (
 def may_run_out(spec: RequestSpec) -> bool:
     """Whether there may be positions without a token to sample.
 
-    Single tokens that are banned or come too soon are seen by `RequestSpec.check_vocabulary`.
+    `RequestSpec.check_vocabulary` has already refused requests that leave none from the start.
     """
     is_limited = spec.allowed_token_ids is not None
     if spec.grammar is not None:
@@ -28,12 +28,12 @@ def may_run_out(spec: RequestSpec) -> bool:
 
 
 def is_permitted(sequence: Sequence, allowed: frozenset[int] | None, token: int) -> bool:
-    """Whether a sequence may go on with a token, its grammar apart.
+    """Whether a sequence may continue with a token, regardless of its grammar.
 
     Args:
-        sequence: without the token.
+        sequence: the sequence without the token.
         allowed: its `allowed_token_ids`; None allows all.
-        token: that was sampled.
+        token: the sampled token.
     """
     spec, known = sequence.spec, sequence.token_ids
     num_output = len(known) - sequence.output_start

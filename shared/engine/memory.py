@@ -1,4 +1,4 @@
-"""How a GPU's memory is divided, as numbers: what a worker does, and what an estimate says."""
+"""How a GPU's memory is divided; a worker and `pagewire estimate` use the same arithmetic."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def pool_bytes(
     staging: int,
     in_use_by_others: int = 0,
 ) -> int:
-    """Return what is left for the KV pool, in bytes; negative if nothing is.
+    """Return how many bytes are left for the KV pool; negative if none are left.
 
     Args:
-        total: of the GPU.
-        utilization: share of it that the worker may take.
+        total: the GPU's memory.
+        utilization: share of it that the worker may use.
         peak: weights, tables, the trial pool and the activations of a full step.
         cuda_graphs: whether steps are captured.
-        staging: what KV transfer takes.
-        in_use_by_others: other processes.
+        staging: memory for KV transfer.
+        in_use_by_others: memory that other processes use.
     """
     graphs = GRAPH_BYTES if cuda_graphs else 0
     return min(int(total * utilization), total - in_use_by_others) - peak - graphs - staging

@@ -15,16 +15,18 @@ from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 
 
 class StepOutput(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave one sequence.
+    """One step's output for one sequence.
 
     Attributes:
-        cached_tokens: prompt tokens found in the prefix cache; with the first output only.
-        queue_s, prefill_s: time waited and computed until the first token; likewise.
-        chunks: steps that computed the prompt; likewise.
-        logprobs: of the tokens, if the sequence asks for them.
-        prompt_logprobs: of a part of the prompt, in an output of their own.
-        embedding: of the prompt, float32, before the output that ends it.
-        param: the request's field that the error is due to, if it is the client's fault.
+        cached_tokens: prompt tokens found in the prefix cache; only in the first output.
+        queue_s, prefill_s: time waited and computed until the first token; only in the first
+            output.
+        chunks: steps that computed the prompt; only in the first output.
+        logprobs: log probabilities of the tokens, if the sequence asks for them.
+        prompt_logprobs: log probabilities of a part of the prompt; such an output has nothing else.
+        embedding: the prompt's embedding, float32; it comes before the output that ends the
+            sequence.
+        param: the request's field that caused the error, if it is the client's fault.
     """
 
     request_id: str
@@ -42,7 +44,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):
-    """What one step gave all its sequences.
+    """One step's outputs for all its sequences.
 
     Most sequences get one token and nothing else. They are in the columns, which need no object for
     each sequence. First and last tokens and errors are in `others`; no sequence is in both. The
@@ -50,8 +52,8 @@ class StepOutputs(msgspec.Struct, frozen=True, gc=False):
     which is simple and slow.
 
     Attributes:
-        request_ids: whose token it is.
-        token_ids: the token.
+        request_ids: column of request ids.
+        token_ids: column of their tokens.
         others: outputs that have more than a token.
     """
 
@@ -78,11 +80,11 @@ def token_output(
     """Return the output of a token.
 
     Args:
-        sequence: whose it is.
-        token: its id.
-        status: that ended the sequence with it, None if it goes on.
-        logprobs: of the token, if they were asked for.
-        now_s: given with the first token, whose output reports what the prompt took.
+        sequence: the token's sequence.
+        token: the token's id.
+        status: the status with which the token ended the sequence; None if it continues.
+        logprobs: the token's log probabilities, if they were asked for.
+        now_s: given for the first token, whose output reports the times of the prompt.
     """
     reason = status.finish_reason if status is not None else None
     if now_s is None:
@@ -101,10 +103,7 @@ def token_output(
 
 
 def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
-    """Return the embeddings of prompts that a step gave, and their log probabilities.
-
-    The latter as `prompt_outputs` does.
-    """
+    """Return a step's embeddings of prompts and, as `prompt_outputs` does, log probabilities."""
     outputs: list[StepOutput] = []
     for index, embedding in scores.embeddings.items():
         sequence = schedule.chunks[index].sequence
@@ -119,12 +118,12 @@ def scored_prompts(schedule: Schedule, scores: StepScores) -> list[StepOutput]:
 
 
 def prompt_outputs(sequence: Sequence, start: int, scored: Logprobs) -> list[StepOutput]:
-    """Return what has not been reported of a prompt's log probabilities, in bounded parts.
+    """Return those log probabilities of a prompt that were not reported yet, in bounded parts.
 
     Args:
-        sequence: counts what is reported.
-        start: position of the first token.
-        scored: from there on; a prompt that is computed again begins from its start.
+        sequence: counts what has been reported.
+        start: position of the first scored token.
+        scored: log probabilities from `start` on; if a prompt is computed again, they come again.
     """
     news = PromptLogprobs(start, scored).since(sequence.scored_until)
     sequence.scored_until = max(sequence.scored_until, news.end)

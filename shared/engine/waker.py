@@ -10,10 +10,10 @@ _DRAIN_BYTES = 4096
 
 
 class Waker:
-    """One thread waits, any may wake it.
+    """One thread waits, and any thread may wake it.
 
-    The waiting thread calls `prepare`, looks whether it has anything to do, then `wait`s, then
-    `finish`es. A `wake` after `prepare` ends the wait; one before it costs nothing.
+    The waiting thread calls `prepare`, checks whether it has anything to do, then calls `wait` and
+    `finish`. A `wake` after `prepare` ends the wait; a `wake` before it does nothing.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Waker:
         self._selector.register(fd, selectors.EVENT_READ)
 
     def unwatch(self, fd: int) -> None:
-        """Do so no longer; to be called before it is closed."""
+        """Stop watching a file descriptor; call this before it is closed."""
         if not self._is_closed:
             self._selector.unregister(fd)
 
@@ -44,23 +44,23 @@ class Waker:
                 os.write(self._write, b"\0")
 
     def prepare(self) -> None:
-        """Begin to be woken."""
+        """Begin a wait: from now on, `wake` ends it."""
         with self._lock:
             self._sleeps, self._is_woken = True, False
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep for so long at most."""
+        """Sleep until `wake`, for this long at most."""
         self._selector.select(timeout_s)
 
     def finish(self) -> None:
-        """End to be woken."""
+        """End a wait: from now on, `wake` does nothing."""
         with self._lock:
             self._sleeps = False
             if self._is_woken:
                 os.read(self._read, _DRAIN_BYTES)
 
     def close(self) -> None:
-        """Free it; nobody waits any more."""
+        """Free its resources; no thread may be waiting."""
         self._is_closed = True
         self._selector.close()
         os.close(self._read)

@@ -1,7 +1,7 @@
 """Bounds the connections of one HTTP port and ends those that wait too long for their clients.
 
-Silent connections keep nobody out: at the bound, the one that has waited longest for its client
-makes room for a new one. A new one is refused only if all others are being served.
+Silent connections do not block new ones: at the bound, the connection that has waited longest for
+its client is closed for a new one. A new connection is refused only if all others are being served.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Peer(Protocol):
 
 
 class Connections:
-    """Those of one port.
+    """The connections of one port.
 
     Attributes:
-        name: of the port, in the log and in the metrics' texts.
-        limit: the most there may be.
-        keep_alive_s: how long one may wait for its next request.
+        name: the port's name in the log and in texts of metrics.
+        limit: most connections at once.
+        keep_alive_s: how long a connection may wait for its next request.
         closed_early: connections that the server ended, by reason: refused at the bound, dropped
             for a new one, slow, invalid.
     """
@@ -67,16 +67,16 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Connections at present."""
+        """Open connections."""
         return len(self._phases)
 
     @property
     def is_full(self) -> bool:
-        """Whether a new one would be refused."""
+        """Whether a new connection would be refused."""
         return len(self._phases) >= self.limit and self._phases.longest_waiting() is None
 
     def enter(self, peer: Peer) -> bool:
-        """Count a new connection; False if there is no room and none that waits to make some."""
+        """Count a new connection; return False if there is no room and none to close for it."""
         loop = asyncio.get_running_loop()
         if len(self._phases) >= self.limit:
             waiting = self._phases.longest_waiting()
@@ -92,11 +92,11 @@ class Connections:
         return True
 
     def move(self, peer: Peer, phase: Phase | None, now: float) -> None:
-        """Note what a connection waits for; None if it is served."""
+        """Record what a connection waits for; None if it is being served."""
         self._phases.move(peer, phase, now)
 
     def leave(self, peer: Peer) -> None:
-        """Uncount a connection. Idempotent."""
+        """Stop counting a connection. Idempotent."""
         self._phases.remove(peer)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:

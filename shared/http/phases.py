@@ -12,7 +12,7 @@ PeerT = TypeVar("PeerT")
 
 
 class Phase(IntEnum):
-    """What a connection waits for. The first ones make room for new connections first."""
+    """What a connection waits for. Connections in earlier phases are closed first for new ones."""
 
     ENDING = 0  # answered with an error; the client is to take that and close
     HEADER = 1  # a request's header, of which some may be there
@@ -37,12 +37,12 @@ class Phases(Generic[PeerT]):
         return len(self._phase_of)
 
     def add(self, peer: PeerT, phase: Phase, now: float) -> None:
-        """Note a new connection."""
+        """Add a new connection."""
         self._phase_of[peer] = phase
         self._since[phase][peer] = now
 
     def move(self, peer: PeerT, phase: Phase | None, now: float) -> None:
-        """Note what a connection waits for now, None if it is served; one removed stays so."""
+        """Record what a connection waits for, None if it is served; ignore removed connections."""
         before = self._phase_of.get(peer, phase)
         if before is phase:
             return
@@ -59,7 +59,7 @@ class Phases(Generic[PeerT]):
             del self._since[phase][peer]
 
     def longest_waiting(self) -> PeerT | None:
-        """Return the connection that makes room first; None if all are served."""
+        """Return the connection to close first for a new one; None if all are being served."""
         return next((next(iter(peers)) for peers in self._since.values() if peers), None)
 
     def overdue(self, now: float) -> list[tuple[PeerT, Phase]]:

@@ -38,9 +38,9 @@ def protocol_factory(
     """Return what `uvicorn.Config(http=...)` makes connections with.
 
     Args:
-        kind: of protocol.
-        connections: those of the port.
-        trust_proxy: a PROXY header in front of the first request names its client.
+        kind: class of the protocol.
+        connections: the port's connections.
+        trust_proxy: use the client's address from a PROXY header before the first request.
     """
     factory = partial(kind, connections=connections, trust_proxy=trust_proxy)
     return cast("type[asyncio.Protocol]", factory)  # uvicorn only calls it
@@ -49,8 +49,9 @@ def protocol_factory(
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection.
 
-    A response that begins before the request's body is here ends the connection. What follows is
-    then read and dropped for a while: closed with unread bytes, it would lose the response.
+    A response that begins before the request's body has arrived ends the connection. Further bytes
+    are then read and dropped for a while: if a connection is closed with unread bytes, the response
+    is lost.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._refusal = MALFORMED  # where the parser fails
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; refuse it where all others are served."""
+        """Accept the connection, or refuse it if all others are being served."""
         if self._all.enter(self):
             super().connection_made(transport)
             return
@@ -92,7 +93,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, within bounds."""
+        """Parse the bytes that have arrived, within bounds."""
         if self._proxy_bytes is not None:
             data = self._after_proxy_header(self._proxy_bytes + data)
         if self._is_ending or self._is_last or not data:
@@ -161,7 +162,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the body is here."""
+        """Note that the body is complete."""
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
@@ -172,24 +173,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = self._wants_keep_alive and not self._is_stopping
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or serve it if it is here."""
+        """Wait for the next request, or serve it if it has arrived."""
         if not self._is_ending:
             super().on_response_complete()
             self._note_phase(Phase.HEADER if self._in_header else Phase.IDLE)
 
     def pause_writing(self) -> None:
-        """Wait for the client to take what is sent."""
+        """Wait until the client reads what was sent."""
         super().pause_writing()
         self._unsent = self.transport.get_write_buffer_size()
         self._note_phase(Phase.TAKING)
 
     def resume_writing(self) -> None:
-        """Go on: the client has taken most."""
+        """Continue: the client has read most of it."""
         super().resume_writing()
         self._note_phase(Phase.HEADER if self._in_header else Phase.IDLE)
 
     def on_overdue(self, phase: Phase) -> None:
-        """Give a client up that was waited for too long."""
+        """End a connection whose client has been too slow."""
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         if phase is Phase.HEADER:
             self._end(SLOW_HEADER)
@@ -206,7 +207,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def linger(self) -> None:
-        """Close once the client has, or has had time to."""
+        """Close once the client has closed, or after a while."""
         self._is_ending = True
         self.flow.resume_reading()
         self.transport.write_eof()
@@ -246,7 +247,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.linger()
 
     def _note_phase(self, otherwise: Phase) -> None:
-        """Note what is waited for: `otherwise` if no request is served."""
+        """Record what the connection waits for: `otherwise` if no request is being served."""
         phase: Phase | None
         if self._is_ending:
             phase = Phase.ENDING
@@ -281,7 +282,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _LingeringTransport(asyncio.Transport):
-    """What a response is written to while its request's body still comes."""
+    """The transport of a response while its request's body is still arriving."""
 
     def __init__(self, protocol: BoundedHttpProtocol) -> None:
         super().__init__()

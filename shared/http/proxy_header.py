@@ -26,10 +26,10 @@ _ADDRESSES = {
 
 @dataclass(frozen=True, slots=True)
 class ProxyHeader:
-    """What the gateway has said.
+    """The gateway's header.
 
     Attributes:
-        num_bytes: of the header; the client's first byte follows.
+        num_bytes: length of the header; the client's first byte follows.
         client: address and port; None if the gateway speaks for itself or does not know.
     """
 
@@ -38,12 +38,12 @@ class ProxyHeader:
 
 
 def may_begin(data: bytes) -> bool:
-    """Whether a connection's first bytes, maybe few, are those of a header."""
+    """Whether a connection's first bytes, perhaps very few, may begin a header."""
     return data.startswith(SIGNATURE[: len(data)])
 
 
 def parse(data: bytes) -> ProxyHeader | None:
-    """Return the header at the front of `data`, which `may_begin` one; None if some is missing.
+    """Return the header at the start of `data`; None if it is incomplete.
 
     Raises:
         ProtocolError: it is malformed, or longer than `MOST_BYTES`.

@@ -13,7 +13,7 @@ _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:;=+/@~-]{1,%d}" % MAX_CHARS)
 
 
 def new_request_id() -> str:
-    """Return an id that no other request has."""
+    """Return a new, unique id."""
     return secrets.token_hex(16)
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP server on a port of its own, in addition to a process's main work."""
+"""A small HTTP server on a separate port, in addition to a process's main work."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SideServer:
     """Serves routes on one socket, with bounds on its connections.
 
     Args:
-        name: of the port, for the log.
-        routes: of the application.
+        name: the port's name in the log.
+        routes: the application's routes.
 
     Attributes:
-        connections: of the port.
+        connections: the port's connections.
     """
 
     def __init__(self, name: str, routes: Sequence[BaseRoute]) -> None:
@@ -73,8 +73,8 @@ async def listening_socket(host: str, port: int, option: str, purpose: str) -> s
     Args:
         host: name or address; empty means all.
         port: 0 takes a free one.
-        option: of the command line that chooses the port, for the error.
-        purpose: of the port, likewise.
+        option: the command line option that chooses the port, for the error.
+        purpose: the port's purpose, for the error.
 
     Raises:
         ConfigError: the port is in use, or the host has no address.

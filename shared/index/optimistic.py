@@ -1,4 +1,4 @@
-"""A router's own short-lived guesses of what will be cached where."""
+"""A router's optimistic entries: which blocks workers will soon have cached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _MAX_BLOCKS = 1 << 16
 class OptimisticEntries:
     """Blocks that workers will have soon, because this process just placed a prompt there.
 
-    In memory, so that a burst of equal prompts sees them without a wait. Bounded: the oldest go.
+    They are in memory, so that a burst of equal prompts sees them without a wait. Their number is
+    bounded: the oldest ones are dropped.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """Which worker has which KV blocks cached: block hash -> workers, in Redis.
 
-    pagewire:<tag>:b:<hash>    hash: worker id -> epoch, or epoch and end of an optimistic entry
-    pagewire:<tag>:w:<id>      the worker's epoch, its sign of life; gone if Redis lost data
-    pagewire:<tag>:l:<id>      hash: router id -> load that it has reserved there, and its end
+    pagewire:<tag>:b:<hash>    hash: worker id -> epoch, or epoch and expiry of an optimistic entry
+    pagewire:<tag>:w:<id>      the worker's epoch, its sign of life; missing if Redis lost data
+    pagewire:<tag>:l:<id>      hash: router id -> load that it has reserved there, and its expiry
 
-Soft state: a wrong or missing entry costs time, never correctness. Entries of another epoch mean
-nothing and are swept later. Nothing here raises into the path of a request.
+This is soft state: a wrong or missing entry costs time, never correctness. Entries of another epoch
+are ignored, and deleted later. No error here fails a request.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _NOTHING: Mapping[str, tuple[int, float]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a lookup has found.
+    """The result of a lookup.
 
     Attributes:
-        hits: leading blocks of the prompt after which each worker can go on; without those that
-            have none.
-        reserved: load that other routers have placed on a worker and that its record may not show
-            yet, for each worker with any; in the worker's unit.
+        hits: worker id -> number of leading blocks of the prompt after which it can continue;
+            without workers that have none.
+        reserved: worker id -> load that other routers have placed there and that the worker's
+            record may not show yet; in the worker's unit.
     """
 
     hits: Mapping[str, int]
@@ -62,10 +62,10 @@ class PrefixIndex:
 
     Args:
         redis: shared with others; not closed here.
-        tag: of the cluster, see `cluster_tag`.
-        router_id: whose reservations are left out of lookups.
-        lookup_timeout_s: what a request waits for at most.
-        note_lookup: called with the seconds of each lookup that Redis was asked for.
+        tag: the cluster's tag, see `cluster_tag`.
+        router_id: this router, whose own reserved load is left out of lookups.
+        lookup_timeout_s: how long a request waits at most.
+        note_lookup: called with the seconds of each lookup in Redis.
 
     Attributes:
         failed_lookups: lookups that Redis did not answer, or was not asked because of a pause.
@@ -93,14 +93,14 @@ class PrefixIndex:
     async def lookup(
         self, hashes: Sequence[BlockHash], epochs: Mapping[str, int], resume_blocks: int = 0
     ) -> Found:
-        """Return after how many blocks of a prompt each worker can go on, and what is reserved.
+        """Return after how many blocks of a prompt each worker can continue, and reserved load.
 
-        One round trip. Without an answer from Redis, there is only what this process itself
-        assumes.
+        This takes one round trip. If Redis does not answer, the result has only the optimistic
+        entries of this process.
 
         Args:
             hashes: of the prompt's full blocks, in order; the first `MAX_LOOKUP_BLOCKS` count.
-            epochs: of the live workers, by id. Entries of other epochs are ignored.
+            epochs: epochs of the live workers, by id. Entries of other epochs are ignored.
             resume_blocks: see `BlockLayout`.
         """
         hashes = hashes[:MAX_LOOKUP_BLOCKS]
@@ -117,17 +117,17 @@ class PrefixIndex:
         reserved: Mapping[str, tuple[int, float]] = _NOTHING,
         ttl_s: float = 5.0,
     ) -> None:
-        """Note that workers will have these blocks soon, since a request was placed there.
+        """Add optimistic entries for the workers of a request that was just placed.
 
-        Counts at once in this process; other routers see it a round trip later. Never waits; is
-        dropped where Redis is in trouble.
+        They count at once in this process; other routers see them a round trip later. This never
+        waits, and writes nothing to Redis while Redis does not answer.
 
         Args:
             hashes: of the prompt's full blocks, in order; the first `MAX_LOOKUP_BLOCKS` count.
-            epochs: of the chosen workers, by id.
-            reserved: all that this router has reserved on a worker by now, and for how many
+            epochs: epochs of the chosen workers, by id.
+            reserved: the load that this router has now reserved on a worker, and for how many
                 seconds it counts; for workers where that has changed.
-            ttl_s: how long the blocks are assumed to be there.
+            ttl_s: how long the optimistic entries are valid.
         """
         hashes = hashes[:MAX_LOOKUP_BLOCKS]
         for worker_id, epoch in epochs.items():
@@ -170,7 +170,7 @@ class PrefixIndex:
         return bool(known)
 
     async def withdraw(self, worker_id: str) -> None:
-        """Take back a worker's sign of life, so that others sweep its entries.
+        """Delete a worker's sign of life, so that other workers delete its entries.
 
         Raises:
             RedisUnavailableError: Redis does not answer.

@@ -1,4 +1,4 @@
-"""Publishes to the prefix index what a worker caches, in the background."""
+"""Publishes a worker's cached blocks to the prefix index, in the background."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _BACKOFF_S = (0.1, 5.0)
 
 
 class IndexPublisher:
-    """Publishes what a worker caches and no longer caches, in batches, in the background.
+    """Publishes changes of a worker's prefix cache in batches, in the background.
 
-    While Redis is away changes are kept up to a bound; past it, and whenever Redis turns out to
-    have lost data, everything is published again from a snapshot.
+    While Redis is down, changes are kept up to a bound. Beyond it, and if Redis has lost data,
+    everything is published again from a snapshot.
 
     Args:
-        snapshot: returns the hashes of all blocks that are cached now. Called in the event loop's
-            thread, so it must be safe alongside the engine's; a change that it misses or has early
-            is reported by `added` or `removed` afterwards.
+        snapshot: returns the hashes of all blocks that are cached now. It is called in the event
+            loop's thread while the engine's thread runs, so it may miss a change or have one early;
+            `added` or `removed` reports that change afterwards.
         flush_interval_s: how long changes are collected.
         touch_interval_s: how often Redis is asked whether it still knows the worker.
 
@@ -90,7 +90,7 @@ class IndexPublisher:
             self._wake()
 
     async def close(self) -> None:
-        """Stop, and let others sweep this worker's entries if Redis is there. Idempotent."""
+        """Stop, and let others delete this worker's entries if Redis answers. Idempotent."""
         task, self._task = self._task, None
         with self._lock:
             self._loop = None

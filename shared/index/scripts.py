@@ -59,8 +59,8 @@ for _, sum in ipairs(reserved) do counts[#counts + 1] = sum end
 return counts
 """
 
-# Add and remove a worker's entries; sweep those of workers without a sign of life from the added.
-# Returns 1 if the worker's own sign of life was there, so nothing was lost since it was set.
+# Add and remove a worker's entries. In the added hashes, delete entries of workers without a sign
+# of life. Returns 1 if the worker's own sign of life was there: then Redis has lost nothing since.
 # ARGV: key prefix, sign prefix, worker id, epoch, entry TTL in s, sign TTL in s, added, removed.
 PUBLISH = """
 local prefix, sign_prefix, id, epoch = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -94,7 +94,7 @@ end
 return known and 1 or 0
 """
 
-# Note blocks that workers will soon have, where they have none yet, and what a router has reserved.
+# Add optimistic entries of workers that do not have the blocks yet, and a router's reserved load.
 # ARGV: key prefix, hashes, TTL in ms, load prefix, router id, number of workers, then id, epoch of
 # each, then worker id, amount, TTL in ms of each reservation.
 ASSUME = """

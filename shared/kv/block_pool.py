@@ -4,14 +4,14 @@ A block is in exactly one of three states, and at every moment
 
     free + cached + used == total
 
-    free    nobody refers to it and its content means nothing
-    cached  nobody refers to it, but its content is known by hash and may be taken up again
+    free    no sequence refers to it, and its content means nothing
+    cached  no sequence refers to it, but its content can be found by its hash and used again
     used    at least one sequence refers to it
 
-Cached blocks are evicted least recently used first. Sequences release their blocks last first,
-and a block of a group that attends to everything is only registered after a registered parent, so
-that a parent always leaves the cache after its children: such a prefix has no holes. In a group
-with a window holes are usual: a prefix can be taken up again where the last blocks are there.
+Cached blocks are evicted least recently used first. A sequence releases its last block first, and
+in a group without a window a block is registered only after its parent. So a parent always leaves
+the cache after its children, and a cached prefix has no holes. In a group with a window, holes are
+normal: a prefix can be used again if the last blocks, which the window covers, are cached.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 
 
 class CacheListener(Protocol):
-    """Hears which hashes enter and leave the cache, for the index in Redis.
+    """Is notified of hashes that enter and leave the cache, for the index in Redis.
 
     A hash is in the cache while all groups have a block for it.
     """
 
     def added(self, hashes: Sequence[BlockHash]) -> None:
-        """Hear of blocks that can be found from now on."""
+        """Handle that blocks can be found from now on."""
         ...
 
     def removed(self, hashes: Sequence[BlockHash]) -> None:
-        """Hear of blocks that cannot be found any more."""
+        """Handle that blocks cannot be found any more."""
         ...
 
 
@@ -58,9 +58,9 @@ class BlockPool:
 
     Attributes:
         num_blocks: size of the pool.
-        groups: cache groups, all of which take their blocks here.
-        enable_caching: without it nothing is ever registered.
-        listener: hears of every change of the cache's content.
+        groups: the cache groups, which all take blocks from this pool.
+        enable_caching: if false, no block is registered.
+        listener: notified of each change of the cache's content.
     """
 
     num_blocks: int
@@ -83,7 +83,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now."""
+        """Blocks that `allocate` could return now."""
         return len(self._free) + len(self._cached)
 
     def counts(self) -> BlockCounts:
@@ -92,7 +92,7 @@ class BlockPool:
         return BlockCounts(free, cached, self.num_blocks - free - cached, self.num_blocks)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[BlockTable]:
-        """Return the blocks of the longest prefix that can be taken up again; takes no reference.
+        """Return the blocks of the longest usable prefix; takes no reference.
 
         Returns:
             A table for each group, all equally long.
@@ -111,7 +111,7 @@ class BlockPool:
         return tables
 
     def _resumable_end(self, hashes: Sequence[BlockHash]) -> int:
-        """Return the longest prefix whose end has all blocks that each window covers."""
+        """Return the longest prefix at whose end each window's blocks are cached."""
         runs = [
             (number, _runs(self._by_hash[number], hashes))
             for number, group in enumerate(self.groups.groups)
@@ -124,7 +124,7 @@ class BlockPool:
         return 0
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
-        """How many of these blocks `acquire` would take out of what is available."""
+        """How many of these blocks `acquire` would remove from the available ones."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -135,7 +135,7 @@ class BlockPool:
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks of no content, evicting cached ones if there are too few free.
+        """Take free blocks, and evict cached ones if there are too few.
 
         Raises:
             IntegrityError: fewer than `count` are available; check `num_available` first.
@@ -162,17 +162,17 @@ class BlockPool:
         """Take the blocks of a sequence for a second one that continues its tokens.
 
         Args:
-            tables: of the first sequence.
-            num_blocks: positions that the second one takes up.
-            num_shared: of these are full, so that nobody writes to them any more. Both refer to
-                them from now on; of the others the second gets blocks of its own, into which the
-                content is to be copied.
+            tables: the first sequence's tables.
+            num_blocks: number of block positions of the second sequence.
+            num_shared: how many of these positions have full blocks, to which nothing is written
+                any more. Both sequences refer to these blocks. For the other positions, the second
+                sequence gets new blocks, into which the content must be copied.
 
         Returns:
             The second sequence's tables, and pairs (from, to) of the blocks to copy.
 
         Raises:
-            IntegrityError: too few blocks are available for its own; check `num_available` first.
+            IntegrityError: too few blocks are available; check `num_available` first.
         """
         num_own = num_blocks - num_shared
         own = self.allocate(num_own * len(tables))
@@ -202,8 +202,9 @@ class BlockPool:
     ) -> None:
         """Make a sequence's blocks `start .. end - 1` findable by hash; their content is final.
 
-        A block whose hash another block already stands for is left out. Without a window, so is
-        what follows it: otherwise its children could outlive the cached parent.
+        A block is left out if another block is already cached under its hash. In a group without a
+        window, the blocks after it are left out, too: otherwise a child could stay in the cache
+        longer than the cached parent.
         """
         if not self.enable_caching:
             return
@@ -222,7 +223,7 @@ class BlockPool:
         end: int,
         added: list[BlockHash],
     ) -> None:
-        """Register one group's blocks; appends to `added` the hashes that all groups now have."""
+        """Register one group's blocks; append to `added` the hashes that all groups now have."""
         by_hash, blocks = self._by_hash[number], table.block_ids
         has_window = self.groups.groups[number].window is not None
         for i in range(max(start, table.first), end):
@@ -247,12 +248,12 @@ class BlockPool:
         return all(block_hash in by_hash for by_hash in self._by_hash)
 
     def cached_hashes(self) -> list[BlockHash]:
-        """All hashes that all groups have now, in one group's order; from any thread."""
+        """Return the hashes that all groups have now, in one group's order; from any thread."""
         hashes = list(self._by_hash[0])  # parents before their children, if it has no window
         return hashes if len(self._by_hash) == 1 else [h for h in hashes if self._is_complete(h)]
 
     def drop_cache(self) -> None:
-        """Forget all cached content that nobody uses, e.g. before a benchmark."""
+        """Evict all cached blocks that are not in use, e.g. before a benchmark."""
         dropped: list[BlockHash] = []
         for block in self._cached:
             self._unregister(block, dropped)
@@ -262,7 +263,7 @@ class BlockPool:
             self.listener.removed(dropped)
 
     def _unregister(self, block: int, removed: list[BlockHash]) -> None:
-        """Forget a block's hash; appends it to `removed` if all groups had it until now."""
+        """Forget a block's hash; append it to `removed` if all groups had it until now."""
         block_hash = self._hash_of[block]
         if block_hash is None:
             raise IntegrityError(f"block {block} is in the cache without a hash")

@@ -28,12 +28,12 @@ class BlockTable:
         return self.block_ids[self.first :] if self.first else self.block_ids
 
     def skip_to(self, position: int) -> None:
-        """Leave out positions after the present last one, up to `position`."""
+        """Append positions without a block, up to `position`."""
         self.block_ids += [NO_BLOCK] * (position - len(self.block_ids))
         self.first = max(self.first, position)
 
     def drop_before(self, position: int) -> list[int]:
-        """Give up the blocks before a position; returns them."""
+        """Remove the blocks before a position, and return them."""
         end = min(position, len(self.block_ids))
         dropped = self.block_ids[self.first : end]
         if dropped:

@@ -8,8 +8,8 @@ equally many layers, so that all blocks are of one size and come from one pool:
     window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 3
                                            group 2: window of W, layers 1, 4
 
-A group's last block rows stay empty where the layers of its kind do not divide evenly. Sharing one
-pool by groups of equally many layers is how vLLM's hybrid KV cache manager does it, too.
+If the layers of a kind do not divide evenly, the last rows of a group's blocks stay empty. vLLM's
+hybrid KV cache manager also shares one pool among groups of equally many layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagewire.shared.kv.block_table import BlockTable
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Some layers.
+    """The layers of one group.
 
     Attributes:
         layers: their numbers in the model, ascending; layer `layers[i]` has row i of a block.
@@ -101,37 +101,37 @@ class CacheGroups:
 
     @cached_property
     def resume_blocks(self) -> int:
-        """How many of a prefix's last blocks must be cached in all groups to go on after it.
+        """How many of a prefix's last blocks must be cached in all groups to continue after it.
 
-        0: all, since no group has a window. Of earlier blocks those without a window are there as
-        well: they leave the cache after what follows them.
+        0 means all blocks, because no group has a window. Earlier blocks of groups without a window
+        are cached as well, because a parent leaves the cache after its children.
         """
         windows = [group.window for group in self.groups if group.window is not None]
         return max((self.blocks_for(window) for window in windows), default=0)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks of one group that a number of positions takes up."""
+        """Return how many blocks of one group a number of positions needs."""
         return -(-num_tokens // self.block_size)
 
     def first_block(self, group: int, num_tokens: int) -> int:
         """Return the first block of a group that is read after `num_tokens` tokens.
 
-        The last of them may run again: it is sampled from in each sequence that forks there.
+        The last of these tokens may run again, in each sequence that forks there.
         """
         window = self.groups[group].window
         return 0 if window is None else max(0, num_tokens - window) // self.block_size
 
     def first_blocks(self, num_tokens: int) -> list[int]:
-        """The same of all groups."""
+        """Return `first_block` of each group."""
         return [self.first_block(group, num_tokens) for group in range(len(self.groups))]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:
         """Most blocks that a sequence holds at once.
 
         Args:
-            num_tokens: of the sequence.
-            max_chunk: most tokens of a step. The blocks of two steps are held in full: one may be
-                decided while the other runs.
+            num_tokens: length of the sequence.
+            max_chunk: most tokens of a step. The blocks of two steps are held in full, because one
+                step may be scheduled while the other runs.
         """
         total = 0
         for group in self.groups:
@@ -167,15 +167,15 @@ class CacheGroups:
         """Return a prompt's blocks in the order in which jobs number them: by position, then group.
 
         Args:
-            tables: of the sequence, one for each group.
-            num_tokens: of the prompt. Blocks that no later token reads are left out.
+            tables: the sequence's tables, one for each group.
+            num_tokens: length of the prompt. Blocks that no later token reads are left out.
         """
         return self.job_range(tables, 0, self.blocks_for(num_tokens), num_tokens)
 
     def job_range(
         self, tables: Sequence[BlockTable], start: int, end: int, num_tokens: int
     ) -> list[int]:
-        """Return those at positions `start .. end - 1`, in blocks."""
+        """Return the job's blocks at block positions `start .. end - 1`."""
         if len(tables) == 1:
             return tables[0].block_ids[max(start, self.first_block(0, num_tokens)) : end]
         firsts = self.first_blocks(num_tokens)
@@ -187,7 +187,7 @@ class CacheGroups:
         ]
 
     def job_index(self, position: int, num_tokens: int) -> int:
-        """Return how many of a job's blocks come before a position, in blocks."""
+        """Return how many of a job's blocks come before a block position."""
         return sum(max(0, position - first) for first in self.first_blocks(num_tokens))
 
     def num_job_blocks(self, num_tokens: int) -> int:
@@ -196,7 +196,7 @@ class CacheGroups:
 
 
 def _layers_per_block(counts: Mapping[int | None, int]) -> int:
-    """Return the rows of a block: as many as leave few of them empty.
+    """Return the number of rows of a block: the largest one that leaves few rows empty.
 
     Empty rows cost most in layers without a window, which keep every position.
 

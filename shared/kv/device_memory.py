@@ -1,8 +1,8 @@
 """Device memory that other processes of the host may map, by CUDA IPC.
 
-Staging on a GPU is a `cudaMalloc` allocation of its own: the caching allocator would share one with
-other tensors, and may free it while a peer still writes. This one lasts as long as the process.
-cuda-bindings is imported only where there is such memory.
+Staging on a GPU is a `cudaMalloc` allocation of its own. An allocation of the caching allocator
+would be shared with other tensors, and might be freed while a peer still writes. This one is never
+freed while the process runs. cuda-bindings is imported only if there is such memory.
 """
 
 from __future__ import annotations

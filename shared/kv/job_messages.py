@@ -51,8 +51,8 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     """The prompt is computed and its first token sampled; segments may still be under way.
 
     Attributes:
-        load: of the prefill worker without this prompt.
-        chunks: steps that computed the prompt.
+        load: the prefill worker's load without this prompt.
+        chunks: number of steps that computed the prompt.
     """
 
     job_id: Id
@@ -73,7 +73,7 @@ class PromptScored(Message, frozen=True, kw_only=True):
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True):
-    """The job is void and its blocks are freed; another worker is to compute the prompt."""
+    """The job has failed and its blocks are freed; another worker must compute the prompt."""
 
     job_id: Id
     reason: Text

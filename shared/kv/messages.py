@@ -4,13 +4,13 @@
 
 and, between them, the messages of prefill jobs (job_messages.py).
 
-A credit is a staging slot of the receiver that the sender may write to. A use is one segment in
-it; uses of a credit count up. Each `Segment` gets exactly one `Ack`, after which the credit is
-the sender's again. To `Reclaim` the answer is `Return`, or the `Segment` that is under way: then
-its `Ack` does not give the credit back. `KvHello`, which comes before, and `KvRefusal` are control
-messages (shared/control/protocol.py).
+A credit is a staging slot of the receiver that the sender may write to. A use of a credit is one
+segment; uses are numbered. Each `Segment` gets exactly one `Ack`, which returns the credit to the
+sender. The sender answers a `Reclaim` with a `Return`; if a `Segment` with that credit is under
+way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, which comes first,
+and `KvRefusal` are control messages (shared/control/protocol.py).
 
-Segments are announced once they are packed, so that none is ever taken back.
+A segment is announced only when it is packed, so that no announcement must be withdrawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pagewire.shared.control.protocol import MAX_FRAME_BYTES, MAX_LAYER_GROUPS, 
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.kv.job_messages import JobReport, JobRequest
 
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a ticket's prompt is the largest
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a `Prefill` with a long prompt is the largest
 MAX_CREDITS = 256  # of all links of a receiver
 
 CreditIndex = Annotated[int, Meta(ge=0, lt=MAX_CREDITS)]
@@ -42,8 +42,8 @@ class Open(_Message, frozen=True):
     """The sender has connected; the receiver answers with credits.
 
     Attributes:
-        carrier: the one of `KvHello` that it has chosen.
-        reply: of the carrier's half here to the half there.
+        carrier: the carrier that it has chosen from `KvHello`.
+        reply: what the receiver's half of the carrier needs to know.
     """
 
     carrier: Id
@@ -54,13 +54,13 @@ class Segment(_Message, frozen=True):
     """A contiguous range of a job's blocks, and of the layer groups of each of them.
 
     Attributes:
-        credit, use: where the payload lies or is going to.
-        job: as `Prefill` named it.
+        credit, use: the staging slot of the payload, and the number of this use.
+        job: the job's id, from `Prefill`.
         first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`; 0 blocks are a
-            test of the carrier.
+            test of the link.
         first_group, num_groups: layer groups of each block.
-        seed: of the checksums after the blocks.
-        nbytes: of the payload: blocks and checksums.
+        seed: added to the checksums after the blocks.
+        nbytes: size of the payload: blocks and checksums.
     """
 
     credit: CreditIndex
@@ -100,8 +100,8 @@ class Ack(_Message, frozen=True):
     """The receiver is done with a segment.
 
     Attributes:
-        outcome: "ok": the blocks are in place; "corrupt": a checksum is wrong, so that it is to be
-            packed again; "dropped": nobody waits for it any more.
+        outcome: "ok": the blocks are in place; "corrupt": a checksum is wrong, so the segment must
+            be packed again; "dropped": no sequence waits for it any more.
     """
 
     credit: CreditIndex

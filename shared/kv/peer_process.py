@@ -50,15 +50,15 @@ def this_process() -> Process:
 
 
 class Quarantine:
-    """Memory that a peer may still write to, until its process has gone or a time is over.
+    """Memory that a peer may still write to, until its process has ended or a time is over.
 
     Args:
-        seconds: from `begin` on; nothing that was queued before can be under way after it.
-        process: of the peer, now alive; watched if it is of this host and PID namespace and the
-            kernel can watch it. A process that has gone has ended its GPU work, too.
+        seconds: time from `begin` on, after which no copy that was queued before is under way.
+        process: the peer's process, which is alive now. It is watched if it is in this host's PID
+            namespace and the kernel can watch it. When it has ended, so has its GPU work.
 
     Attributes:
-        is_over: nothing is held any more.
+        is_over: the quarantine has ended.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Quarantine:
         return self.is_over
 
     def close(self) -> None:
-        """Hold nothing any more."""
+        """End the quarantine."""
         self.is_over = True
         if self._pidfd is not None:
             os.close(self._pidfd)

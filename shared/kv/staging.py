@@ -1,4 +1,4 @@
-"""Staging: the bounded memory through which KV blocks cross."""
+"""Staging: the bounded memory from which KV blocks are sent, and into which they are received."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Staging:
 
     @property
     def num_free(self) -> int:
-        """How many nobody holds."""
+        """How many staging slots are free."""
         return len(self._free)
 
     def acquire(self) -> int:
-        """Take the staging slot that has been free longest; there is one."""
+        """Take the staging slot that has been free longest. One must be free."""
         return self._free.popleft()
 
     def release(self, slot: int) -> None:
-        """Give a staging slot back.
+        """Release a staging slot.
 
         Raises:
-            IntegrityError: nobody holds it.
+            IntegrityError: it is free already.
         """
         if slot in self._free:
             raise IntegrityError(f"staging slot {slot} was released twice")

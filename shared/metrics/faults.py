@@ -1,4 +1,4 @@
-"""Counters of faults that several services show, from numbers that others count."""
+"""Counters of faults that several services have, from numbers that other modules count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pagewire.shared.cluster.registry import Registry
 
 
 def ignored_records(name: str, registry: Registry) -> Metric:
-    """Return a counter of the worker records that a registry's reader passed over."""
+    """Return a counter of the worker records that a registry's reader ignored."""
     return labelled(
         name,
         "Reads of a worker record that is malformed, of another protocol version, or without the "

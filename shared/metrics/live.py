@@ -28,8 +28,8 @@ class Histogram(msgspec.Struct, frozen=True):
     """A histogram since a router's start.
 
     Attributes:
-        bounds: upper ones of the buckets, in ascending order; one without a bound follows.
-        counts: of each bucket, and of the one that follows.
+        bounds: upper bounds of the buckets, in ascending order; one bucket without a bound follows.
+        counts: number of values in each bucket, including the last one.
     """
 
     bounds: Annotated[list[float], Meta(max_length=64)] = []
@@ -39,30 +39,30 @@ class Histogram(msgspec.Struct, frozen=True):
         """Check the number of counts.
 
         Raises:
-            ValueError: it is wrong; a decoder reports it as a field that is.
+            ValueError: it is wrong; a decoder reports that as a wrong field.
         """
         if len(self.counts) != (len(self.bounds) + 1 if self.bounds else 0):
             raise ValueError(f"{len(self.counts)} counts for {len(self.bounds)} bounds")
 
     def since(self, before: Histogram) -> Histogram:
-        """Return what has been added since an earlier one of the same router."""
+        """Return what was added since an earlier histogram of the same router."""
         if before.bounds != self.bounds:
             return self
         counts = [now - then for now, then in zip(self.counts, before.counts, strict=True)]
         return Histogram(self.bounds, [max(0, count) for count in counts])
 
     def plus(self, other: Histogram) -> Histogram:
-        """Return the histogram of both; one that is empty has no bounds."""
+        """Return the sum of both; an empty histogram has no bounds."""
         if self.bounds != other.bounds:
             return self if self.bounds else other
         counts = [one + two for one, two in zip(self.counts, other.counts, strict=True)]
         return Histogram(self.bounds, counts)
 
     def quantile(self, share: float) -> float | None:
-        """Return the value that a share of all lies below, as Prometheus' histogram_quantile does.
+        """Return the value below which this share of all values lies; None without values.
 
-        Within a bucket, values count as evenly spread; above the last bound, as that bound.
-        None if there are no values.
+        As in Prometheus' histogram_quantile, values count as evenly spread within a bucket, and
+        those above the last bound as that bound.
         """
         rank = share * sum(self.counts)
         if not rank:
@@ -88,9 +88,9 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     Attributes:
         ended_at: Unix time in seconds, by the router's clock.
         key: name of its API key.
-        ttft_s: to its first token, from its arrival; None if there was none.
-        workers: that have answered; no more than `MAX_WORKERS_SHOWN`.
-        parts: of its duration, in order; their sum is the duration.
+        ttft_s: time from its arrival to its first token; None if there was none.
+        workers: the workers that have answered, at most `MAX_WORKERS_SHOWN`.
+        parts: the parts of its duration, in order; their sum is the duration.
     """
 
     id: _Text
@@ -113,9 +113,9 @@ class RouterLive(msgspec.Struct, frozen=True, kw_only=True):
     """One router's own numbers.
 
     Attributes:
-        running, waiting, queue_limit: sequences, as the router's metrics have them.
-        prompt_tokens, cached_tokens, output_tokens: since its start.
-        ttft, gaps: in seconds.
+        running, waiting, queue_limit: numbers of sequences, as in the router's metrics.
+        prompt_tokens, cached_tokens, output_tokens: tokens since its start.
+        ttft, gaps: times in seconds.
     """
 
     id: Id

@@ -1,4 +1,4 @@
-"""A worker's load as Prometheus' gauges: on its own page, and from its record where that is all."""
+"""A worker's load as Prometheus gauges: on the worker's page, or from its record."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Counters and histograms that are plain numbers until somebody reads them.
 
-They belong to the event loop's thread alone, and so need no lock: prometheus_client's own take
-several microseconds a token.
+Only the event loop's thread uses them, so they need no lock: prometheus_client's own counters take
+several microseconds per token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PlainCounter:
     """A counter.
 
     Attributes:
-        value: so far; add to it.
+        value: the count so far; callers add to it.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class PlainHistogram:
     """A histogram.
 
     Args:
-        buckets: their upper bounds, inclusive, in ascending order; one without a bound follows.
+        buckets: their inclusive upper bounds, in ascending order; one without a bound follows.
 
     Attributes:
-        bounds: those of the buckets.
-        counts: of values in each bucket, and in the one that follows.
+        bounds: the upper bounds of the buckets.
+        counts: number of values in each bucket, including the last one.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PlainHistogram:
         self._sum += value * times
 
     def show_also_as(self, name: str, registry: CollectorRegistry) -> None:
-        """Show it under another name, too."""
+        """Also show the histogram under another name."""
         registry.register(_Alias(name, self))
 
     def collect(self) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""What a model directory says about its model, and its identity; torch is not imported."""
+"""Reads a model's configuration and computes its fingerprint; torch is not imported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
 
     Args:
         path: the directory.
-        model_impl: whose code is to compute the model. `auto` takes no other than ours: that of
-            transformers is slower, and must be chosen.
+        model_impl: whose code computes the model. `auto` takes only Pagewire's own; transformers'
+            code is slower and must be chosen by name.
 
     Raises:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
@@ -60,9 +60,10 @@ def model_fingerprint(
 
     Args:
         path: the model's directory.
-        config: what `load_config` says of it.
+        config: the result of `load_config`.
         load_format: as for the loader.
-        longest: sequence that is served, which may decide how keys turn; None: the model's.
+        longest: longest sequence that is served, which may change the rotation of keys; None takes
+            the model's own.
 
     Raises:
         ModelLoadError: a file cannot be read.
@@ -125,7 +126,7 @@ def _named(fields: Fields) -> list[str]:
 def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
     """Return the first of a model's architectures that has a family.
 
-    One that is saved without its head, as embedding models are, is of the same family.
+    A model that was saved without its output head, as embedding models are, has the same family.
     """
     named = _named(fields)
     for name in named:
@@ -147,14 +148,14 @@ def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
 
 
 def _condition(fields: Fields) -> str:
-    """Return on what that depends, to append; only workers can ask transformers itself."""
+    """Return the condition for that, to append; only workers can ask transformers itself."""
     if not fields.raw.get("auto_map"):
         return ""
     return ", if that has this architecture: code that a model brings along is not run"
 
 
 def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
-    """Whether nothing in config.json speaks against it; a worker says the rest when it loads."""
+    """Whether config.json has no reason against it; a worker checks the rest when it loads."""
     try:
         parse_config(architecture, fields)
     except ModelLoadError:
@@ -163,7 +164,7 @@ def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
 
 
 def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens, those for generation first: chat models add theirs there."""
+    """Return the end tokens of generation_config.json, or else of config.json."""
     file = path / GENERATION_FILE
     if file.exists():
         generation = Fields(read_json(file), str(file))

@@ -1,4 +1,4 @@
-"""What a mixture of experts is, and how it is read from config.json; torch is not imported."""
+"""Mixtures of experts: their configuration, read from config.json; torch is not imported."""
 
 from __future__ import annotations
 

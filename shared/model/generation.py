@@ -1,7 +1,7 @@
 """Sampling defaults from a model's `generation_config.json`, as vLLM and SGLang apply them.
 
-The fields of `SamplingDefaults` hold where a request says nothing. As in both, `do_sample` is not
-applied: a temperature of 0 is what makes a model greedy.
+A request that leaves a parameter out gets the value in `SamplingDefaults`. As in vLLM and SGLang,
+`do_sample` is not applied: a temperature of 0 makes a model greedy.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def download(hub_id: str, weights: bool, revision: str | None) -> Path:
         revision: branch, tag or commit; None: its main branch.
 
     Raises:
-        ModelLoadError: it cannot be had; one line.
+        ModelLoadError: it cannot be downloaded; one line.
     """
     try:
         path = snapshot_download(

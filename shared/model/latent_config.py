@@ -1,7 +1,7 @@
 """Multi-head latent attention, as config.json describes it; torch is not imported.
 
-DeepSeek-V2 (arXiv 2405.04434) introduced it: of each token a layer caches one latent vector, of
-which all heads make their keys and values, and one rotated key that they share.
+DeepSeek-V2 (arXiv 2405.04434) introduced it: for each token a layer caches one latent vector, from
+which all heads derive their keys and values, and one rotated key that they share.
 """
 
 from __future__ import annotations

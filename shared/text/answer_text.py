@@ -24,12 +24,12 @@ class TextDelta(msgspec.Struct, gc=False):
     """A part of an answer.
 
     Attributes:
-        text: may be empty.
-        finish_reason: why the answer ends here, None if it continues.
-        token_ids: that came with it; their text may come later.
-        logprobs: of these tokens, if they were asked for.
-        prompt_logprobs: of the next prompt tokens, before any text.
-        stop_string: that ends the answer here, if one does.
+        text: the text, which may be empty.
+        finish_reason: why the answer ends here; None if it continues.
+        token_ids: the tokens that came with it; their text may come later.
+        logprobs: log probabilities of these tokens, if they were asked for.
+        prompt_logprobs: those of the next prompt tokens, before any text.
+        stop_string: the stop string that ends the answer here, if one does.
     """
 
     text: str
@@ -41,7 +41,7 @@ class TextDelta(msgspec.Struct, gc=False):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the answer ends here where the model would have gone on."""
+        """Whether the answer was ended here although the model might have continued."""
         return self.finish_reason == "length" or self.stop_string is not None
 
 
@@ -58,7 +58,7 @@ def join_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
 
 
 class TextRules(msgspec.Struct, frozen=True):
-    """What of an answer's tokens becomes its text, and what ends it.
+    """The rules by which an answer's tokens become its text, and which texts end it.
 
     Attributes:
         stops: strings that end an answer.
@@ -80,7 +80,7 @@ class TextRules(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, asked: SamplingFields, stops: tuple[str, ...]) -> TextRules:
-        """Return what a request says of its text."""
+        """Return the rules that a request asks for."""
         return cls(
             stops,
             bool(asked.include_stop_str_in_output),
@@ -91,7 +91,7 @@ class TextRules(msgspec.Struct, frozen=True):
         )
 
     def hidden(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Return the stop tokens that would have a text and are not to have it."""
+        """Return the stop tokens that have a text which the answer must not show."""
         if self.include_stop:
             return frozenset()
         if self.skip_special or self.ignore_eos:
@@ -105,7 +105,7 @@ class TextAssembler:
     Args:
         tokenizer: the model's.
         prompt_ids: the answer's left context.
-        rules: of its text, or only its stop strings.
+        rules: the rules for its text, or only its stop strings.
 
     Attributes:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
@@ -137,8 +137,8 @@ class TextAssembler:
     ) -> TextDelta:
         """Add tokens, with their log probabilities if wanted; the last ones have a `finish_reason`.
 
-        Stop strings are sought token by token, so that the count stops with the one that completes
-        one, in whatever groups they come.
+        Stop strings are looked for token by token. So the count of tokens ends with the token that
+        completes a stop string, however the tokens are grouped.
         """
         if not self._has_stops:
             self.num_tokens += len(token_ids)

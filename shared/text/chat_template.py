@@ -1,8 +1,7 @@
 """Chat templates: a conversation becomes a prompt, by Hugging Face's conventions for Jinja.
 
-Templates come with a model, from the hub perhaps, and run in Jinja's sandbox. What they may write
-is bounded; they are otherwise trusted as the model itself is, since whoever starts the server
-chose both.
+Templates come with a model, perhaps from the hub, and run in Jinja's sandbox. The length of their
+output is bounded. Apart from that they are trusted like the model: the operator chose both.
 """
 
 from __future__ import annotations
@@ -54,13 +53,14 @@ OWN_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a template is given besides the messages.
+    """The input of a template in addition to the messages.
 
     Attributes:
-        tools: as OpenAI has them; None if there are none.
-        variables: further ones, such as `enable_thinking`; none of `OWN_VARIABLES`.
-        add_generation_prompt: end where the answer begins.
-        continue_final_message: end within the last message, so that the answer goes on with it.
+        tools: in OpenAI's form; None if there are none.
+        variables: further variables, such as `enable_thinking`; none of `OWN_VARIABLES`.
+        add_generation_prompt: the prompt ends where the answer begins.
+        continue_final_message: the prompt ends within the last message, so that the answer
+            continues it.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -99,12 +99,12 @@ class ChatOptions:
 
 
 class Fitted(NamedTuple):
-    """What a template is given.
+    """The input of a template, adapted to what it can show.
 
     Attributes:
         messages: as `template_message` makes them.
-        tools: as OpenAI has them.
-        variables: that the template knows, unless the caller has set them.
+        tools: in OpenAI's form.
+        variables: further variables that the template knows, unless the caller has set them.
     """
 
     messages: list[dict[str, Any]]
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja source.
-        fit: makes of a conversation what the template can show; None: it shows all.
+        fit: adapts a conversation to what the template can show; None if it can show everything.
 
     Raises:
         ModelLoadError: the source is not valid Jinja.

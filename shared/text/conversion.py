@@ -1,7 +1,7 @@
 """Makes a tokenizer.json for a model directory that has only an older form of its tokenizer.
 
-SentencePiece's `tokenizer.model` is converted here. What `vocab.json` and `merges.txt` mean depends
-on a tokenizer's class, which transformers knows, so that its code converts these.
+SentencePiece's `tokenizer.model` is converted here. The meaning of `vocab.json` and `merges.txt`
+depends on the tokenizer's class, so transformers' code converts these.
 """
 
 from __future__ import annotations

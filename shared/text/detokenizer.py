@@ -20,7 +20,7 @@ class Detokenizer(Protocol):
     """The text of one answer."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they finish, perhaps none."""
+        """Add tokens; return the text that they finish, perhaps none."""
         ...
 
     def flush(self) -> str:

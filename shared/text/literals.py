@@ -1,10 +1,10 @@
-"""Special tokens that messages spell out stay text: no message ends itself or speaks as another.
+"""Keeps special tokens that messages spell out as text, so that no message can end itself.
 
-Hugging Face's `apply_chat_template` makes tokens of them. Here each is replaced by a mark before
-the template runs, so that they differ from the template's own special tokens. The rendered text is
-then encoded as a whole, by a copy of the tokenizer that takes special tokens for text and has
-stand-ins for those of the template: their ids are replaced afterwards. So text around a literal is
-tokenized as if no special token had that name.
+Hugging Face's `apply_chat_template` makes special tokens of them. Here each is replaced by a mark
+before the template runs, so that it differs from the template's own special tokens. The rendered
+text is then encoded as a whole, by a copy of the tokenizer that treats special tokens as text. The
+copy has stand-ins for the template's special tokens, whose ids are replaced afterwards. So text
+around a literal is tokenized as if no special token had that name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The texts of a vocabulary that grammars know by their tokens' ids alone."""
+"""The special tokens that grammars can name only by their ids, not by their texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Markers:
     """Finds special tokens that a text spells out.
 
     Args:
-        ids: of the tokens, by their texts.
+        ids: the tokens' ids, by their texts.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -19,7 +19,7 @@ class Markers:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def split(self, text: str) -> list[str | int]:
-        """Return a text as what lies between such tokens, never empty, and the tokens' ids."""
+        """Split a text into the tokens' ids and the texts between them, which are never empty."""
         found: list[str | int] = []
         end = 0
         for match in self._pattern.finditer(text):

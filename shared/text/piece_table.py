@@ -1,4 +1,4 @@
-"""What the tokens of a SentencePiece-like vocabulary add to a text."""
+"""The texts of the tokens of a SentencePiece-like vocabulary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads SentencePiece's `tokenizer.model`, a protocol buffer, as far as tokenizing needs it.
 
-The fields are those of sentencepiece_model.proto; others are passed over.
+The fields are those of sentencepiece_model.proto; others are ignored.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """What a file says.
+    """The content of a file.
 
     Attributes:
         kind: how a text is cut into tokens.
-        byte_fallback: whether characters that no token has become tokens of one byte each.
-        unk_id: of the unknown token, as the next two; below 0: there is none.
+        byte_fallback: whether characters without a token become tokens of one byte each.
+        unk_id: id of the unknown token; here and in the next two fields, below 0 means none.
         charsmap: a compiled table of characters to replace; may be empty.
         add_dummy_prefix: whether a text begins with a space.
         remove_extra_whitespaces: whether spaces at both ends are left out, and others joined.

@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives bit by bit."""
+"""Finds stop strings in text that arrives in parts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 class StopMatcher:
     """Lets text through up to the first stop string.
 
-    The first is the one that is complete first, and of several that end at once the longest. So
-    the result does not depend on how the text is cut.
+    The first stop string is the one that is complete first; if several end at once, it is the
+    longest of them. So the result does not depend on how the text is cut into parts.
 
     Args:
         stops: the stop strings.
         include: let the stop string through as well.
 
     Attributes:
-        matched_stop: the stop string that was found; then nothing more comes through.
+        matched_stop: the stop string that was found; no text after it is let through.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -30,7 +30,7 @@ class StopMatcher:
         return self.matched_stop is not None
 
     def push(self, text: str, may_stop: bool = True) -> str:
-        """Add text; return what of it, and of the text held back, is certain.
+        """Add text; return the text, including held text, that cannot be part of a stop string.
 
         Args:
             text: what comes next.

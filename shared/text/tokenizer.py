@@ -1,6 +1,6 @@
 """Text to token ids and back, and chat templates, without torch.
 
-The router and the offline `LLM` share it. It reads what a Hugging Face model directory carries:
+The router and the offline `LLM` share it. It reads the files of a Hugging Face model directory:
 `tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, and the chat template.
 """
 
@@ -66,8 +66,8 @@ class Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
 
         Args:
-            path: of the directory.
-            special_tokens: what those that messages spell out are, see
+            path: the directory.
+            special_tokens: how to treat special tokens that messages spell out, see
                 `RouterSettings.special_tokens_in_messages`.
 
         Raises:
@@ -132,10 +132,10 @@ class Tokenizer:
         return None if self._tools_template is None else self._tools_template.source
 
     def fit_chats(self, fit_for: Callable[[str], Fit | None]) -> None:
-        """Have conversations made what a chat template can show, before it is given them.
+        """Adapt conversations to what the chat template can show, before it renders them.
 
         Args:
-            fit_for: returns what makes them, by the template's source.
+            fit_for: returns the function that adapts them, for a template's source.
         """
         for template in (self._chat_template, self._tools_template):
             if template is not None:
@@ -160,7 +160,7 @@ class Tokenizer:
         return Markers({text: token_id for text, token_id in ids.items() if token_id is not None})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with special tokens, as the model wants a text to begin and end."""
+        """Return the token ids of a text, optionally with the tokenizer's special tokens."""
         return encode_text(self._backend, text, add_special_tokens)
 
     @cached_property
@@ -209,9 +209,8 @@ class Tokenizer:
 
         Args:
             messages: the conversation.
-            options: what else the template is given.
-            add_special_tokens: begin and end the prompt as the model wants a text, besides the
-                special tokens of the template.
+            options: the template's further input.
+            add_special_tokens: add the tokenizer's special tokens, in addition to the template's.
 
         Raises:
             InvalidRequestError: the model has no chat template, or the template refuses, or a

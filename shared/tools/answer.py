@@ -29,14 +29,14 @@ class AnswerReading(msgspec.Struct, frozen=True):
     """How the answers to one request are read.
 
     Attributes:
-        names: of the functions whose calls are looked for; none: calls are text.
+        names: names of the functions whose calls are looked for; if empty, calls are text.
         only_one: calls after the first are left out.
-        must_call: the answer is nothing but calls, after its reasoning.
+        must_call: after its reasoning, the answer has only calls.
         is_named: the request names the function that is called.
-        reasoning: where an answer begins; None: reasoning is not split off.
-        include_reasoning: the client is to have it.
-        shown: special tokens that the text must have to be read.
-        kinds: how the functions' arguments are written, where the calls do not show it.
+        reasoning: where an answer begins, see `Begins`; None if reasoning is not split off.
+        include_reasoning: the client gets the reasoning.
+        shown: special tokens that the text must contain so that it can be parsed.
+        kinds: types of the functions' arguments, for formats whose calls do not show them.
     """
 
     names: tuple[str, ...] = ()
@@ -80,13 +80,13 @@ class AnswerParser(Protocol):
         """End the answer; return what was held back.
 
         Args:
-            is_cut: the model would have gone on: the beginning of a call is not content.
+            is_cut: the answer was cut off: the beginning of a call is then not content.
         """
         ...
 
 
 def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
-    """Return what reads one answer of a model."""
+    """Return the parser for one answer of a model."""
     if not syntax.has_channels:
         return TaggedAnswer(syntax, reading)
     form = TOOL_FORMATS["harmony"]

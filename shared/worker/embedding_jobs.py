@@ -1,6 +1,7 @@
 """Computes embeddings for routers, on a worker of either role.
 
-Embed --> engine: prompt in chunks, pooled, no prefix cache --> TokenBatch, one for each
+An `Embed` message gives the engine a sequence whose prompt is computed in chunks and pooled,
+without the prefix cache. One `TokenBatch` per message answers with the embedding.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class _Job:
 
     Attributes:
         peer_id: the router's connection.
-        message: what the router asks for.
-        engine_id: its name in the engine, unique for all routers.
+        message: the router's request.
+        engine_id: the job's name in the engine, unique among all routers.
     """
 
     peer_id: str
@@ -70,7 +71,7 @@ class EmbeddingJobs:
         self.take_soon: Callable[[StepOutput], None] = engine.in_loop(self.take)
 
     def __len__(self) -> int:
-        """How many are not finished."""
+        """Number of jobs that are not finished."""
         return len(self._jobs)
 
     def start(self, peer_id: str, message: Embed) -> None:
@@ -155,6 +156,6 @@ class EmbeddingJobs:
         self._post(job.peer_id, refused)
 
     def _forget(self, job: _Job) -> bool:
-        """Drop a job that has ended; returns whether it was known."""
+        """Remove a job that has ended; return whether it was known."""
         self._by_router.pop((job.peer_id, job.message.request_id), None)
         return self._jobs.pop(job.engine_id, None) is not None

@@ -1,4 +1,4 @@
-"""A worker's engine, as the service around it sees it."""
+"""What a service may use of its worker's engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineHandle:
-    """What a service needs to give the engine work and to hear from it.
+    """What a service needs to give the engine work and to get its results.
 
     Attributes:
-        core: to be used in the engine's thread alone.
-        moves: of its KV blocks, likewise.
-        thread: runs it.
-        layout: of its blocks.
+        core: the engine; use it only in the engine's thread.
+        moves: moves its KV blocks; use it only in the engine's thread.
+        thread: the thread that runs it.
+        layout: layout of its blocks.
         vocab_size: token ids are below it.
-        eos_token_ids: of the model.
+        eos_token_ids: the model's end-of-sequence tokens.
         in_loop: wraps a callback so that it may be called from any thread and runs in the event
             loop.
     """
@@ -58,8 +58,8 @@ class EngineHandle:
 
         Raises:
             OverloadedError: the engine does not keep up.
-            TransferTimeoutError: the engine did not come to it in time; it may do it yet.
-            PagewireError: whatever the work raises.
+            TransferTimeoutError: the engine did not do it in time; it may still do it later.
+            PagewireError: raised by the work.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 

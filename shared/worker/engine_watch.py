@@ -10,7 +10,7 @@ POLL_INTERVAL_S = 1.0
 
 
 class Beating(Protocol):
-    """A loop in a thread of its own."""
+    """A loop in its own thread, whose iterations show that it is alive."""
 
     @property
     def iterations(self) -> int:
@@ -25,9 +25,9 @@ class Beating(Protocol):
 class EngineWatch:
     """Polls the engine's iterations, and adds up the time in which there were none.
 
-    The caller stands still with a process that is stopped (by a signal, a paused container or a
-    suspended machine). What passed since the last poll is therefore not all the engine's silence:
-    it counts as one poll interval at most. Poll that often.
+    If the whole process is stopped (by a signal, a paused container or a suspended machine), the
+    caller does not poll either. So the time since the last poll counts as one poll interval at
+    most. Poll that often.
     """
 
     def __init__(self, engine: Beating, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,7 +1,7 @@
-"""What goes wrong around a worker's engine, as Prometheus counters.
+"""Prometheus counters of faults around a worker's engine.
 
-Sockets and publishers count in their attributes; the collectors here read these for
-`/metrics`. All labels of a family are there from the start, with 0.
+Sockets and publishers count in their attributes; the collectors here read these for `/metrics`. All
+labels of a family exist from the start, with 0.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """One life of one worker.
+    """One run of one worker.
 
     Attributes:
-        worker_id: the same in each life.
-        epoch: greater than that of each earlier life.
+        worker_id: the same in each run.
+        epoch: greater than in each earlier run.
     """
 
     worker_id: str

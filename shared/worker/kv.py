@@ -82,7 +82,9 @@ async def open_endpoint(
     staging: Staging,
     advertise_host: str,
 ) -> KvSender | KvReceiver:
-    """Open the half that a role needs; `stack` closes it, after the engine's thread has ended.
+    """Open the half of the KV endpoint that a role needs.
+
+    `stack` closes it, after the engine's thread has ended.
 
     Raises:
         ConfigError: a carrier is not available, or this machine does not have the host's address.

@@ -1,4 +1,4 @@
-"""What crosses by a worker's KV links, as Prometheus metrics."""
+"""Prometheus metrics of a worker's KV links."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _speeds(sender: KvSender) -> Metric:
 
 
 class KvCollector:
-    """Reads the counters of one half of the endpoint when somebody asks for them."""
+    """Reads the counters of one half of the endpoint when `/metrics` is read."""
 
     def __init__(self, half: KvSender | KvReceiver) -> None:
         self._half = half

@@ -30,11 +30,11 @@ def local_prefill_counter(registry: CollectorRegistry) -> Counter:
 
 
 class EngineCollector:
-    """Reads the engine's counters when somebody asks for them.
+    """Reads the engine's counters when `/metrics` is read.
 
     Args:
-        engine: its thread.
-        model_name: for what has vLLM's name and labels.
+        engine: the engine's thread.
+        model_name: label of the metrics with vLLM's names.
     """
 
     def __init__(self, engine: EngineThread, model_name: str) -> None:
@@ -68,7 +68,7 @@ class EngineCollector:
 
 
 def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
-    """Return how busy an engine is that runs up to `max_num_seqs` sequences at once."""
+    """Return the load of an engine that runs up to `max_num_seqs` sequences at once."""
     snapshot = engine.snapshot
     return WorkerLoad(
         running=snapshot.running,

@@ -4,9 +4,9 @@
     stop:   draining record -> running work ends -> record withdrawn -> service -> engine
             -> background tasks -> server -> KV endpoint -> Redis
 
-A service (prefill or decode) plugs its handlers in. A worker whose engine's loop is silent has a
-draining record, and soon after ends without waiting for its work, so that it is started again. One
-that has lost too many UCX links drains, and is started again, too.
+A service (prefill or decode) adds its handlers. If the engine's loop is silent, the worker's record
+says "draining", and soon after the process ends without waiting for running work, so that it is
+started again. A worker that has lost too many UCX links drains and ends, and is started again, too.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ ENGINE_SILENCE_S = 5.0
 ENGINE_STOP_S = 10.0
 DRAIN_POLL_S = 0.05
 DRAIN_REPORT_S = 5.0
-# The engine's thread launches kernels for milliseconds under the interpreter's lock. With Python's
-# own interval the event loop's messages would wait for 5 ms at a time.
+# The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
+# Python's default interval, the event loop's messages would wait for 5 ms each time.
 SWITCH_INTERVAL_S = 0.0005
 
 
@@ -77,8 +77,8 @@ class WorkerRuntime:
 
     Attributes:
         built: the engine and its facts, from `open` on.
-        kv: the half of the KV endpoint that the role has.
-        tracing: the spans of requests; None: there are none.
+        kv: the role's half of the KV endpoint.
+        tracing: makes the spans of requests; None if they are not traced.
     """
 
     built: BuiltEngine
@@ -106,7 +106,7 @@ class WorkerRuntime:
 
     @property
     def identity(self) -> WorkerIdentity:
-        """This life of this worker, from `_open` on."""
+        """This run of this worker, from `_open` on."""
         return WorkerIdentity(self.worker_id, self.epoch)
 
     @property
@@ -179,7 +179,7 @@ class WorkerRuntime:
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         service = self._service = make_service(self)
-        # Once more after the engine: what it hands over while it stops may start tasks.
+        # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         self.engine.start()
         stack.push_async_callback(self._stop_engine)
@@ -210,7 +210,7 @@ class WorkerRuntime:
         )
 
     def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
-        """What this worker's staging takes of a device's memory."""
+        """Return how much of a device's memory this worker's staging takes."""
         return self.settings.staging_slots * self._staging_slot_bytes(groups, total_bytes)
 
     def _staging_slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
@@ -237,7 +237,7 @@ class WorkerRuntime:
         self.metrics_registry.register(KvCollector(self.kv))
 
     def _capture_moves(self, buffers: list[torch.Tensor]) -> None:
-        """Make moves between the KV pool and staging quick to launch, before the engine runs."""
+        """Capture moves between KV pool and staging as CUDA graphs, before the engine runs."""
         mover = self.built.runner.mover
         if self.role == "prefill":
             mover.capture_packing(buffers)
@@ -267,7 +267,7 @@ class WorkerRuntime:
         stack.push_async_callback(self.server.close)
 
     def _kv_links(self) -> list[LinkInfo]:
-        """Return the links that a prefill worker sends by."""
+        """Return the KV links of a prefill worker."""
         if not isinstance(kv := self.kv, KvSender):
             return []
         found = [(link, kv.stats.bytes[link.peer, link.carrier]) for link in list(kv.links)]
@@ -294,9 +294,9 @@ class WorkerRuntime:
         return not self.is_draining and self._engine_watch.poll(ENGINE_SILENCE_S)
 
     async def _serve(self) -> int:
-        """Wait for the end; a dead engine ends the process so that it is started again.
+        """Wait for a signal; end the process if its engine hangs, so that it is started again.
 
-        Others poll the engine, too, but only this does so as often as the watch wants.
+        Others poll the engine, too, but only this does so as often as `EngineWatch` requires.
         """
         while not self._stop.is_set():
             if not self._engine_watch.poll(2 * ENGINE_SILENCE_S):
@@ -315,7 +315,7 @@ class WorkerRuntime:
         return any(carrier.should_restart for carrier in carriers.values())
 
     async def _drain(self) -> None:
-        """Let what runs end, within bounds; without an engine nothing does."""
+        """Let running work finish, within the drain time; not if the engine hangs."""
         self._publisher.renew_now()
         report_at = self._loop.time()
         deadline = report_at + self.settings.drain_timeout_s

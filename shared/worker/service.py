@@ -10,11 +10,11 @@ from pagewire.shared.engine.step_output import StepOutputs
 
 
 class Service(Protocol):
-    """The role's half of a worker. All calls but `on_outputs` come from the event loop."""
+    """A worker's part that depends on its role. The event loop makes all calls but `on_outputs`."""
 
     @property
     def num_active(self) -> int:
-        """Work that draining waits for."""
+        """Number of requests or jobs that draining waits for."""
         ...
 
     def start(self) -> None:
@@ -22,11 +22,11 @@ class Service(Protocol):
         ...
 
     async def close(self) -> None:
-        """End it."""
+        """End background work."""
         ...
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Take a peer's message."""
+        """Handle a peer's message."""
         ...
 
     def on_peer_lost(self, peer_id: str) -> None:
@@ -35,5 +35,5 @@ class Service(Protocol):
 
     @property
     def on_outputs(self) -> Callable[[StepOutputs], None]:
-        """Takes a step's outputs, in the engine's thread, which goes on after it."""
+        """Called with a step's outputs, in the engine's thread, which waits for it."""
         ...

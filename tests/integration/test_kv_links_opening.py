@@ -107,7 +107,7 @@ def test_another_life_than_the_records_is_not_linked_to(caplog: pytest.LogCaptur
     async def scenario() -> None:
         async with prefill_worker(epoch=2) as p, decode_worker() as d:
             d.records = [p.record(epoch=1)]
-            await eventually(lambda: "is another worker's by now" in caplog.text)
+            await eventually(lambda: "now belongs to another worker" in caplog.text)
             d.records = [p.record(worker_id="prefill-9")]
             await eventually(lambda: "no link to prefill-9" in caplog.text)
             assert not d.links.open_epochs

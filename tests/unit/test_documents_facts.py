@@ -63,8 +63,8 @@ def test_restarts_last_as_long_as_the_readme_says() -> None:
     hard_stop = setting(r"hard-stop-after (\d+)s", HAPROXY)
     assert f"{drain} s to finish (`PAGEWIRE_DRAIN_TIMEOUT_S`)" in noticed["decode worker"]
     assert f"at most {WORKER_WAIT_S:g} s, then they are answered 503" in noticed["decode worker"]
-    assert f"more than another {drain} s ends with an error" in noticed["router"]
-    assert f"more than another {hard_stop} s breaks off" in noticed["gateway"]
+    assert f"not complete after {drain} s ends with an error" in noticed["router"]
+    assert f"not complete after {hard_stop} s breaks off" in noticed["gateway"]
     assert f"requests have {DRAIN_TIMEOUT_S:g} s to finish (`--drain-timeout-s`)" in README.replace(
         "\n", " "
     )

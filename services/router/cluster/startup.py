@@ -1,4 +1,4 @@
-"""What the router waits for before `/ready` answers 200, if it starts together with its cluster."""
+"""What a router that starts with its cluster waits for before `/ready` answers 200."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ LINK_WAIT_S = 15.0
 
 
 class Startup:
-    """The start of a cluster: over, for good, once all expected workers are ready and linked.
+    """The start of a cluster. It is over once all expected workers have been ready and linked.
 
     The wait for links lasts `LINK_WAIT_S` at most, from the first call that finds all ready.
 
     Args:
-        expected: ids of the workers; empty: there is nothing to wait for.
-        clock: in seconds.
+        expected: ids of the workers; empty if there is nothing to wait for.
+        clock: returns a time in seconds.
     """
 
     def __init__(

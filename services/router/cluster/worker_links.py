@@ -37,23 +37,23 @@ OnLoad = Callable[[str, LoadReport], None]
 
 
 class RequestListener(Protocol):
-    """Hears what becomes of one request on one link."""
+    """Gets the outputs and the end of one request on one link."""
 
     def on_output(self, output: TokenOutput, now: float) -> None:
-        """Take what a step gave, at a time of the monotonic clock."""
+        """Handle a step's output, which arrived at `now` on the monotonic clock."""
 
     def on_refused(self, refused: Refused) -> None:
-        """The worker did not take the request."""
+        """Handle that the worker refused the request."""
 
     def on_lost(self, reason: str) -> None:
-        """The worker is gone."""
+        """Handle that the worker is lost."""
 
 
 class WorkerLink:
     """A usable connection to one run of a worker.
 
-    Outputs are handed on when all messages that have arrived are read: a request's tokens of
-    several steps, of which there are some only if the event loop lags, then go on as one output.
+    Outputs are passed on once all messages that have arrived are read. If the event loop lags, a
+    request's tokens of several steps are joined to one output.
     """
 
     def __init__(self, worker_id: str, epoch: int, on_load: OnLoad) -> None:
@@ -73,15 +73,15 @@ class WorkerLink:
         self.client.post(message)
 
     def listen(self, request_id: str, listener: RequestListener) -> None:
-        """Pass on what comes for a request, until `forget`."""
+        """Pass a request's messages to its listener, until `forget`."""
         self._listeners[request_id] = listener
 
     def forget(self, request_id: str) -> None:
-        """Drop what still comes for a request. Idempotent."""
+        """Drop further messages of a request. Idempotent."""
         self._listeners.pop(request_id, None)
 
     def on_message(self, message: ControlMessage) -> None:
-        """Hand a message to the requests that it is about, except those that have ended."""
+        """Pass a message to the listeners of its requests, except those that have ended."""
         match message:
             case TokenBatch():
                 if message.load is not None:
@@ -91,7 +91,8 @@ class WorkerLink:
                 if (listener := self._listeners.get(message.request_id)) is not None:
                     listener.on_refused(message)
             case _:
-                logger.warning("%s sent a %s here", self.worker_id, type(message).__name__)
+                name = type(message).__name__
+                logger.warning("unexpected %s message from %s", name, self.worker_id)
 
     def _collect(self, outputs: list[TokenOutput]) -> None:
         now = time.monotonic()
@@ -112,7 +113,7 @@ class WorkerLink:
                 listener.on_output(output, now)
 
     def lose(self, reason: str) -> None:
-        """Notify all requests that the worker is gone. Idempotent."""
+        """Notify all requests that the worker is lost. Idempotent."""
         if self.lost.is_set():
             return
         self.lost.set()
@@ -124,9 +125,9 @@ class WorkerLink:
 
 
 def joined_steps(steps: Iterable[list[TokenOutput]]) -> Iterable[TokenOutput]:
-    """Return what several steps gave, as one output for each request.
+    """Join the outputs of several steps to one output for each request.
 
-    Log probabilities of a prompt stay by themselves, and come before any tokens.
+    Log probabilities of a prompt stay separate outputs, which come before any tokens.
     """
     of_prompts: list[TokenOutput] = []
     found: dict[str, TokenOutput] = {}
@@ -141,7 +142,7 @@ def joined_steps(steps: Iterable[list[TokenOutput]]) -> Iterable[TokenOutput]:
 
 
 def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
-    """Return what two steps in a row gave a request, as one step's output."""
+    """Join a request's outputs of two consecutive steps to one."""
     parts = [output.logprobs for output in (first, second) if output.logprobs is not None]
     return msgspec.structs.replace(
         second,
@@ -158,10 +159,10 @@ class WorkerLinks:
     """Keeps a link to every worker of a role that `join`ed and has not `leave`d.
 
     Args:
-        role: workers of the other are left out.
-        name: of this router, part of its id at the workers.
-        lease_s: silence after which a worker is gone.
-        on_load: gets the loads that workers report with their tokens.
+        role: role of the workers; others are left out.
+        name: this router's name, part of its client id at the workers.
+        lease_s: silence after which a worker counts as lost.
+        on_load: gets the load reports that come with tokens.
     """
 
     def __init__(
@@ -192,18 +193,18 @@ class WorkerLinks:
 
     @property
     def expects_worker(self) -> bool:
-        """Whether a worker is known, or there was one that may come back."""
+        """Whether a worker is known, or was known and may come back."""
         return self._has_linked or bool(self._keepers)
 
     def join(self, record: WorkerRecord) -> None:
-        """Begin to keep a link to a run of a worker."""
+        """Connect to a run of a worker, and keep the connection."""
         if record.role == self._role:
             self._keepers[record.worker_id] = start_task(
                 self._keep(record), f"link to {record.worker_id}"
             )
 
     def leave(self, record: WorkerRecord) -> None:
-        """End the link to a run of a worker; its requests are lost there."""
+        """End the link to a run of a worker; its requests lose their worker."""
         keeper = self._keepers.pop(record.worker_id, None)
         if keeper is not None:
             keeper.cancel()
@@ -260,5 +261,5 @@ class WorkerLinks:
         pong = await link.client.connect(CONNECT_TIMEOUT_S)
         if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
             link.client.close()
-            raise ChannelError(f"{record.endpoint} is another worker's by now")
+            raise ChannelError(f"{record.endpoint} now belongs to another worker")
         return link

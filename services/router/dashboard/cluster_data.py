@@ -1,8 +1,8 @@
-"""One document of a whole cluster: what this router knows of it, and the numbers of all routers.
+"""One document about a whole cluster: what this router knows, and the numbers of all routers.
 
-If routers share a socket, any of them may answer, and each counts only its own requests. The one
-that answers reads the others' numbers at their metrics ports, whose addresses are in their sealed
-records. So a browser needs to reach the operator port only.
+If routers share a socket, any of them may answer, and each counts only its own requests. The router
+that answers reads the others' numbers from their metrics ports, whose addresses are in their sealed
+records. So a browser needs to reach only the operator port.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagewire.shared.metrics.live import MAX_LIVE_BYTES, LivePage, decode_live, 
 logger = logging.getLogger(__name__)
 
 LIVE_PATH = "/live"
-# A document younger than this is used again. `pagewire top` may ask each 0.2 s.
+# A document younger than this is returned again: `pagewire top` may ask every 0.2 s.
 FRESH_S = 0.1
 TIMEOUT_S = 1.0
 MAX_AT_ONCE = 16

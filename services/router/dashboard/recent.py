@@ -16,7 +16,7 @@ UNAUTHORIZED = 401
 
 
 class _Entry(NamedTuple):
-    """What is kept of a request until somebody asks."""
+    """What is kept of a request until it is shown."""
 
     request_id: str
     ended_at: float
@@ -25,10 +25,10 @@ class _Entry(NamedTuple):
 
 
 def is_shown(method: str, path: str, status: int) -> bool:
-    """Whether a request asked for an answer.
+    """Whether a request asked for an answer, so that the dashboard shows it.
 
-    Those without a valid key are left out, and so are a browser's preflights, which need none:
-    anyone could push out all others with them.
+    Requests without a valid key are left out, and so are a browser's preflight requests, which need
+    no key: anyone could use them to push out all other requests.
     """
     return method == "POST" and path in ANSWER_PATHS and status != UNAUTHORIZED
 
@@ -37,7 +37,7 @@ class RecentRequests:
     """A bounded ring of requests that have ended.
 
     Args:
-        model: that all of them are answered with.
+        model: name of the model that answers all of them.
     """
 
     def __init__(self, model: str) -> None:
@@ -50,9 +50,9 @@ class RecentRequests:
         """Keep a request that is shown.
 
         Args:
-            request_id: names it.
-            fields: of its log line, see `RequestRecord.fields`.
-            timings: what its workers have measured, if that is known.
+            request_id: its id.
+            fields: the fields of its log line, see `RequestRecord.fields`.
+            timings: what its workers measured; None if that is not known.
             now: Unix time in seconds.
         """
         self._ring.append(_Entry(request_id, now, fields, timings))
@@ -82,16 +82,16 @@ class RecentRequests:
 
 
 def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -> list[Part]:
-    """Return the parts of a request's time, in order. They make up its duration.
+    """Return the parts of a request's time, in order. They add up to its duration.
 
-    "first token" is what remains of the time to the first token after what the workers measured:
-    the router's own work and the network. No part is longer than what remains, since the numbers
-    come from several hosts.
+    "first token" is the time to the first token minus what the workers measured: the router's own
+    work and the network. Each part is cut to the time that is left, since the numbers come from
+    several hosts.
 
     Args:
-        duration_s: of the whole request.
-        ttft_s: to the first token; None if there was none.
-        timings: what its workers have measured; None if that is not known.
+        duration_s: duration of the whole request.
+        ttft_s: time to first token; None if there was none.
+        timings: what its workers measured; None if that is not known.
     """
     if ttft_s is None:
         return [Part("no token", duration_s)]

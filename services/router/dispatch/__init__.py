@@ -1,8 +1,8 @@
 """Requests in progress: sent to a decode worker, and migrated to another one if that dies.
 
 `dispatcher.py` decides what makes a request migrate, and how often. It gives each request a seed,
-so that a migrated answer keeps its tokens. If no decode worker can take a request, it waits up to
-30 s for one and then fails with status 503. It fails at once if this router has never known a
+so that a migrated answer keeps its tokens. If no decode worker can be reached, a request waits up
+to 30 s for one and then fails with status 503. It fails at once if this router has never known a
 decode worker.
 
 Entry points: `Dispatcher.open` (dispatcher.py) returns a `TokenStream` for each answer;

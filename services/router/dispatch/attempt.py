@@ -1,4 +1,4 @@
-"""One try to have a request answered by one worker."""
+"""One attempt to have one worker answer a request."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ OnOutput = Callable[[TokenOutput, float], None]
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The worker is gone, and the request with it."""
+    """Outcome of an attempt whose worker was lost."""
 
     reason: str
 
 
 class Attempt:
-    """What a request holds while one worker works on it.
+    """A request at one worker, from its message until it ends there.
 
     Attributes:
-        request_id: random and of this attempt alone, so that nothing late is taken for another's.
-        prefilled_by: the prefill worker that has sampled the first token, if one has.
+        link: the connection to the worker.
+        request_id: random and different in each attempt, so that a late message of an earlier
+            attempt is not mistaken for one of this attempt.
+        prefilled_by: the prefill worker that sampled the first token; None if none did.
 
     Args:
-        on_output: gets each output and the time of its arrival; what it raises ends the attempt.
+        on_output: gets each output and the time of its arrival; an exception of it ends the
+            attempt.
+        in_flight: counts the attempt's load.
     """
 
-    # As in all classes that a token passes: with hundreds of streams, the objects of one are in no
-    # cache when its token comes, and each has half as much memory to be read.
+    # As in all classes on a token's path: with hundreds of streams, a stream's objects are not in
+    # the CPU's cache when its token arrives, and `__slots__` halves the memory that is read.
     __slots__ = (
         "_has_ended",
         "_in_flight",
@@ -68,9 +72,9 @@ class Attempt:
         """Send the request.
 
         Args:
-            request: for the worker of the link.
-            amount: that it adds to this worker's load.
-            uncached_tokens: that it adds to the load of the first of its prefill workers.
+            request: the message; its request id is this attempt's.
+            amount: load that the request adds to the link's worker.
+            uncached_tokens: load that the request adds to its first prefill worker.
 
         Raises:
             ChannelError: the worker cannot be reached.
@@ -82,11 +86,11 @@ class Attempt:
             self._prefill_load = self._in_flight.add(request.prefill_workers[0], uncached_tokens)
 
     def start_with(self, first: Attempt) -> None:
-        """Take part in another attempt, whose message has named this one and which has its load."""
+        """Join another attempt, whose message also starts this one and which counts its load."""
         first.link.listen(self.request_id, self)
 
     async def outcome(self, timeout: float) -> Refused | WorkerLost | Exception | None:
-        """Wait until the attempt ends; None if the request has ended, too.
+        """Wait until the attempt ends; return why, or None if the request has ended.
 
         Raises:
             TimeoutError: nothing has arrived for `timeout` seconds.
@@ -99,7 +103,7 @@ class Attempt:
         return self._outcome.result()
 
     def on_output(self, output: TokenOutput, now: float) -> None:
-        """Take what a step gave, at a time of the monotonic clock."""
+        """Handle a step's output, which arrived at `now` on the monotonic clock."""
         if self._has_ended:
             return
         self._last_heard = now
@@ -112,29 +116,29 @@ class Attempt:
             self._in_flight.note_report(output.prefill_worker, output.prefill_load)
         try:
             self._on_output(output, now)
-        except Exception as exc:  # noqa: BLE001 - any: it is raised where the request is run
-            # No other request whose tokens came in the same message fails with this one.
+        except Exception as exc:  # noqa: BLE001 - any: `outcome` returns it
+            # Raised here, it would also fail other requests with tokens in the same message.
             self._end_with(exc)
 
     def on_refused(self, refused: Refused) -> None:
-        """The worker did not take the request."""
+        """End the attempt: the worker refused the request."""
         self._end_with(refused)
 
     def on_lost(self, reason: str) -> None:
-        """The worker is gone."""
+        """End the attempt: the worker is lost."""
         self._end_with(WorkerLost(reason))
 
     def end(self, cancel: bool) -> None:
-        """Stop listening, and make the worker stop if it has not."""
+        """Stop listening; with `cancel`, have the worker stop, too."""
         self._end_with(None)
-        self._on_output = _ignore  # which may lead back here: a cycle would be garbage
+        self._on_output = _ignore  # breaks a reference cycle
         self.link.forget(self.request_id)
         self._unload()
         if cancel and not self.link.lost.is_set():
             try:
                 self.link.post(Cancel(request_id=self.request_id))
             except ChannelError as exc:
-                logger.warning("a cancel did not reach %s: %s", self.link.worker_id, exc)
+                logger.warning("cannot send a cancel to %s: %s", self.link.worker_id, exc)
 
     def _end_with(self, outcome: Refused | WorkerLost | Exception | None) -> None:
         if not self._has_ended:
@@ -151,4 +155,4 @@ class Attempt:
 
 
 def _ignore(_output: TokenOutput, _now: float) -> None:
-    """Take what comes for an attempt that has ended."""
+    """Ignore the output of an attempt that has ended."""

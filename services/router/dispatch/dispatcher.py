@@ -1,13 +1,14 @@
-"""Requests on their way: sent to a decode worker, migrated to another if that one dies.
+"""Requests in progress: sent to a decode worker, migrated to another if that one dies.
 
     open --> placed --Generate--> waiting --tokens--> running --finish reason--> ended
                ^                     |                   |
                +------refused--------+-------lost--------+        (prompt + tokens so far)
 
-A migration is invisible in the tokens: the request keeps its seed, and the tokens so far go along.
+A migration does not change the tokens: the request keeps its seed, and the message to the new
+worker has the tokens so far.
 
-The answers to one prompt go to their first worker in one `Generate`, so that the prompt is computed
-once. From then on each is a request like others.
+One `Generate` sends all answers to one prompt to their first worker, so that the prompt is computed
+once. From then on each answer is a separate request.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_MIGRATIONS = 3  # a request that kills its workers must not kill all
-WORKER_WAIT_S = 30.0  # of a request, for a worker to come back if none is left
+MAX_MIGRATIONS = 3  # a request that kills its workers must not reach them all
+WORKER_WAIT_S = 30.0  # how long a request waits for a worker if none is left
 RETRY_S = 0.1
 NO_WATCH = Watch()
 
 
 class TokenStream:
-    """One sequence's tokens, whichever workers they come from.
+    """One answer's tokens, from whichever workers generate them.
 
     Set `sink` and `index`, `run` it, and `close` it in any case.
 
     Attributes:
-        sink: gets the index and the tokens when they arrive, until a finish reason; what it raises
-            ends `run`.
-        index: of the answer among the request's.
-        workers: ids of those that have worked on it, except the present attempt's.
+        sink: called with the index and the tokens when they arrive, until a finish reason; its
+            exceptions end `run`.
+        index: the answer's position among the request's answers.
+        workers: ids of the workers of earlier attempts.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class TokenStream:
     ) -> None:
         self.sink: Callable[[int, TokenOutput], None]
         self.index: int
-        # With a seed any worker is able to go on with the same tokens.
+        # With a seed, any worker can continue the answer with the same tokens.
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
         self._dispatcher, self._place = dispatcher, place
         self._prompt_ids = prompt_ids
@@ -96,7 +97,7 @@ class TokenStream:
 
     @property
     def times(self) -> AnswerTimes:
-        """Where its time went so far."""
+        """Where the answer's time went so far."""
         meter, attempt = self._meter, self._attempt
         present = [] if attempt is None else [attempt.prefilled_by, attempt.link.worker_id]
         names = [*self.workers, *filter(None, present)]
@@ -113,15 +114,18 @@ class TokenStream:
         )
 
     def start_with(self, first: TokenStream) -> None:
-        """Leave it to another answer to the same prompt, run at the same time, to start this."""
+        """Have this answer started by the message of another answer to the same prompt.
+
+        Both must be run at the same time.
+        """
         self._first = first
         first._others.append(self)
 
     async def run(self) -> None:
-        """Have the request answered; returns when it has ended.
+        """Have the request answered; return when it has ended.
 
         Raises:
-            InvalidRequestError: a worker finds the request impossible.
+            InvalidRequestError: a worker refused the request as invalid.
             OverloadedError: every worker's queue is full.
             NoWorkerError: no worker was ever connected, or none came back in time.
             RequestFailedError: it failed, or no token came in time.
@@ -137,7 +141,7 @@ class TokenStream:
             raise
 
     def close(self, reason: FinishReason = "abort") -> None:
-        """Stop, wherever it runs. Idempotent; after a finish reason there is nothing to do."""
+        """Stop, and cancel the request at its worker. Does nothing if the answer has ended."""
         if self._ended:
             return
         self._ended = True
@@ -147,7 +151,7 @@ class TokenStream:
         self._place.leave()
 
     def _on_output(self, output: TokenOutput, now: float) -> None:
-        """Pass on what has arrived, except what came before from a worker that was lost."""
+        """Pass an output on, except prompt log probabilities that an earlier worker reported."""
         self._meter.on_output(output, now)
         if output.prompt_logprobs is not None:
             news = output.prompt_logprobs.since(self._scored_until)
@@ -178,7 +182,7 @@ class TokenStream:
             attempt.end(cancel)
 
     async def _follow(self, attempt: Attempt) -> None:
-        """Wait for an attempt's end, and prepare another if one is due."""
+        """Wait until an attempt ends, and prepare another one if that is needed."""
         timeout = self._dispatcher.request_timeout_s
         try:
             outcome = await attempt.outcome(timeout)
@@ -204,7 +208,7 @@ class TokenStream:
         self._overloaded = self._overloaded or refused.reason == "overloaded"
 
     def _on_worker_lost(self, lost: WorkerLost) -> None:
-        """Prepare a migration, unless the answer is complete as it is."""
+        """Prepare a migration, unless the answer already has all of its tokens."""
         self._migrations += 1
         self._wait_until = None
         logger.warning(
@@ -221,10 +225,10 @@ class TokenStream:
         self._dispatcher.metrics.migrations.inc()
 
     async def _start(self) -> None:
-        """Have the request sent to a worker, by this stream or by the first for its prompt."""
+        """Wait until the prompt's first stream has sent this request, or else send it."""
         first, self._first = self._first, None
         if first is not None:
-            await first._has_started.wait()  # which is started or closed by whoever runs this one
+            await first._has_started.wait()  # the caller runs or closes `first`, too
         if self._attempt is None:
             try:
                 await self._send()
@@ -256,13 +260,13 @@ class TokenStream:
             await asyncio.sleep(RETRY_S)
 
     def _remaining_spec(self) -> RequestSpec:
-        """Return the parameters, without what the prompt has been asked for and has given."""
+        """Return the parameters, without `prompt_logprobs` if these have been reported."""
         if self._scored_until < len(self._prompt_ids):
             return self._spec
         return msgspec.structs.replace(self._spec, prompt_logprobs=None)
 
     def _may_wait(self, exc: NoWorkerError | OverloadedError) -> bool:
-        """Whether to wait for a worker: not for room in a queue, unless the request has begun."""
+        """Whether to wait for a worker. Only a migrating request waits for room in a queue."""
         if self._migrations:
             return True
         return isinstance(exc, NoWorkerError) and self._dispatcher.links.expects_worker
@@ -287,7 +291,7 @@ class TokenStream:
         raise NoWorkerError("no decode worker can be reached")
 
     def _send_to(self, link: WorkerLink, prefills: list[str], prompt: Prompt) -> Attempt:
-        """Send the request to a worker, and with it those that start with it.
+        """Send the request to a worker, with the other answers that start with it.
 
         Raises:
             ChannelError: the worker cannot be reached.
@@ -327,8 +331,12 @@ class Dispatcher:
     """All requests of this router.
 
     Args:
+        selector: chooses workers.
+        links: connections to decode workers.
+        in_flight: counts the load of requests in progress.
+        metrics: counts requests and tokens.
         max_queue: see `Admission`.
-        request_timeout_s: without any token, after which a request fails.
+        request_timeout_s: a request without any token for this long fails.
 
     Attributes:
         admission: counts the sequences in the system.
@@ -355,15 +363,14 @@ class Dispatcher:
     def open(
         self, requests: Iterable[tuple[list[int], RequestSpec, int]], watch: Watch = NO_WATCH
     ) -> list[TokenStream]:
-        """Let sequences enter, all or none. The caller runs all at once, and closes each.
+        """Admit all answers of a request, or none. The caller runs all at once, and closes each.
 
         Args:
-            requests: a prompt, its parameters, and how many answers it is to have, at most
-                1 + `MAX_FORKS`.
-            watch: what is to be measured of them.
+            requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`.
+            watch: what is measured of them.
 
         Raises:
-            InvalidRequestError: they are more than can ever be in the system.
+            InvalidRequestError: these are more answers than one request may have.
             OverloadedError: the queue is full.
         """
         requests = list(requests)

@@ -1,8 +1,11 @@
 """Has workers compute the embeddings of a request's prompts, several at a time.
 
-open --> todo --Embed--> waiting --embedding--> done
-^                |
-+--refused, lost-+        (another worker; a loss is forgiven once)
+    open --> todo --Embed--> waiting --embedding--> done
+              ^                |
+              +--refused, lost-+
+
+A prompt that is refused, or that loses its worker, goes to another one. A prompt that loses two
+workers fails.
 """
 
 from __future__ import annotations
@@ -30,24 +33,24 @@ from pagewire.shared.errors import (
 
 logger = logging.getLogger(__name__)
 
-MAX_AT_ONCE = 64  # prompts of one request that are with workers
-MAX_LOSSES = 1  # of one prompt's workers: a prompt that kills workers must not reach them all
+MAX_AT_ONCE = 64  # prompts of one request that workers compute at the same time
+MAX_LOSSES = 1  # lost workers per prompt: a prompt that kills workers must not reach them all
 
 
 class EmbeddingSet:
     """The embeddings of one request's prompts. Call `run`, and always `close`.
 
     Attributes:
-        num_tokens: of all prompts.
+        num_tokens: tokens of all prompts.
         workers: ids of the workers that have computed embeddings, each once.
 
     Args:
-        dispatcher: selects workers and counts the prompts that they have.
+        dispatcher: selects workers and counts their load.
         prompts: at least one; each has at least one token.
         template: the message for each prompt, except its request id and tokens.
 
     Raises:
-        OverloadedError: from the constructor, the queue is full.
+        OverloadedError: the queue is full (raised by the constructor).
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class EmbeddingSet:
         Raises:
             InvalidRequestError: a worker cannot compute a prompt.
             OverloadedError: every worker's queue is full.
-            NoWorkerError: no worker can be reached, or one prompt has lost two.
+            NoWorkerError: no worker can be reached, or one prompt has lost two workers.
             RequestFailedError: a worker failed, or did not answer in time.
         """
         tasks = [asyncio.create_task(self._work()) for _ in self._places]
@@ -79,12 +82,12 @@ class EmbeddingSet:
         return self._vectors
 
     def close(self) -> None:
-        """Give the places in the queue back. Idempotent."""
+        """Release the request's places in the queue. Idempotent."""
         for place in self._places:
             place.leave()
 
     async def _work(self) -> None:
-        """Take one prompt after another."""
+        """Have one prompt after another computed, until none is left."""
         while self._todo:
             index = self._todo.popleft()
             self._vectors[index] = await self._embed(self._prompts[index])

@@ -13,12 +13,12 @@ from pagewire.shared.control.protocol import Timings, Trace
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """What is measured of a request in addition to what is measured of all.
+    """What is measured of one request in addition to the metrics of all requests.
 
     Attributes:
-        timed: its response has timings, for which each step is measured.
+        timed: the response has timings, so each gap between tokens is recorded.
         may_end_here: the router may end the answer before its worker does, at a stop string, so
-            that workers report their times early.
+            workers report their timings early.
         trace: the router's span; None if the request is not traced.
     """
 
@@ -33,13 +33,13 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         placed_s: from its admission until it was sent to a decode worker for the first time.
         first_token_s: from its admission to the first token; None before that.
-        decode_s: from the first token to the last so far.
-        num_tokens: so far.
-        gaps: between its tokens, `[num_tokens - 1]`; None if `Watch.timed` is not set.
-        reported: what the last of its workers has reported; None before that.
-        migrations: to another worker, or to its worker's next run.
-        decode_worker: its last one's id; None before it was sent to one.
-        workers: ids of all that have worked on it, each once.
+        decode_s: from the first token to the latest one.
+        num_tokens: tokens so far.
+        gaps: times between its tokens, `[num_tokens - 1]`; None if `Watch.timed` is not set.
+        reported: the timings that its latest worker reported; None before that.
+        migrations: how often it moved to another worker, or to its worker's next run.
+        decode_worker: id of its latest decode worker; None before it was sent to one.
+        workers: ids of all workers that have worked on it, each once.
     """
 
     placed_s: float = 0.0
@@ -54,5 +54,5 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_steps(self) -> int:
-        """Decode steps: each gave one token."""
+        """Number of decode steps: each generated one token."""
         return max(0, self.num_tokens - 1)

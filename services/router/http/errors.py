@@ -1,6 +1,6 @@
 """OpenAI's error object for everything that goes wrong, and its HTTP status.
 
-What happened inside goes to the log; a client reads no path, address or traceback.
+Details go to the log; clients get no paths, addresses or tracebacks.
 """
 
 from __future__ import annotations

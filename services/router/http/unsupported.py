@@ -1,8 +1,8 @@
 """Fields of other servers' APIs that would change the answer and are not supported here.
 
-Ignoring one of them would give a client something else than it asked for, so each is refused
-unless it has a value that asks for nothing. Fields unknown to us altogether are ignored. In chats
-and completions, a field that `SamplingFields` has is supported, whatever is said here.
+If one of them were ignored, the client would get another answer than it asked for. So each is
+refused unless its value changes nothing. Fields that are not known at all are ignored. In chats and
+completions, a field in `SamplingFields` is supported, even if it is listed here.
 """
 
 from __future__ import annotations

@@ -33,23 +33,23 @@ TOKEN_BUCKETS = (
 LOOKUP_BUCKETS = (.0001, .00025, .0005, .001, .0025, .005, .01, .025, .05, .1, .25, .5, 1)
 # fmt: on
 
-# What became of a request for an answer. answered: the answer began. refused: there was no room or
-# no worker. invalid: the request was wrong. failed: the server failed before the answer began.
-# gone: the client left before.
+# Outcome of a request for an answer. answered: the answer began. refused: there was no room or no
+# worker. invalid: the request was wrong. failed: the server failed before the answer began. gone:
+# the client disconnected before the answer began.
 Outcome = Literal["answered", "refused", "invalid", "failed", "gone"]
 
 
 class RouterMetrics:
-    """Everything that is counted as it happens. What has a state is read by collectors instead.
+    """Metrics that are updated when something happens; collectors read states (state.py).
 
     Attributes:
-        registry: of this router alone.
+        registry: the metrics of this router.
         migrations: requests that lost their worker and continue at another or at its next run.
-        request_errors: answers with a status of 400 or more.
-        outcomes: requests for an answer by what became of them; their sum is all that came.
-        embeddings: that were computed.
+        request_errors: HTTP answers with a status of 400 or more.
+        outcomes: requests for an answer by outcome; each request is counted once.
+        embeddings: number of embeddings computed.
         index_lookup: seconds of lookups in the prefix index.
-        unknown_fields: of accepted requests.
+        unknown_fields: fields of accepted requests that the API does not have.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -107,8 +107,8 @@ class RouterMetrics:
         """Return the meter of a new sequence.
 
         Args:
-            num_prompt_tokens: of its prompt.
-            answers: of the prompt; None if this is the only one.
+            num_prompt_tokens: length of its prompt.
+            answers: what the prompt's answers share; None if this is the only answer.
         """
         return RequestMeter(self, num_prompt_tokens, answers or self.answers(1))
 
@@ -194,21 +194,21 @@ class RouterMetrics:
 
 
 class AnswerLengths:
-    """How long the longest of a prompt's answers is.
+    """The length of the longest of a prompt's answers.
 
     Args:
-        histogram: gets it when all have ended.
-        count: of answers.
+        histogram: gets the length when all answers have ended.
+        count: number of answers.
     """
 
     def __init__(self, histogram: PlainHistogram, count: int) -> None:
         self._histogram, self._left, self._longest = histogram, count, 0
 
     def end(self, num_tokens: int) -> None:
-        """Note an answer's end.
+        """Record that an answer has ended.
 
         Args:
-            num_tokens: of the answer; 0 if it is not complete.
+            num_tokens: its length; 0 if it is not complete.
         """
         self._left -= 1
         self._longest = max(self._longest, num_tokens)
@@ -217,13 +217,15 @@ class AnswerLengths:
 
 
 class RequestMeter:
-    """Measures one sequence, at the moment its tokens arrive and not when a client reads them.
+    """Measures one sequence when its tokens arrive, not when a client reads them.
 
     Attributes:
-        start, first, last: when it was admitted, and its first and last token came; None before.
-        num_tokens: so far.
-        gaps: between its tokens; None where nobody asks for them.
-        timings: what a worker has last reported.
+        start: time of its admission.
+        first: time of its first token; `start` before that.
+        last: time of its latest token; None before the first one.
+        num_tokens: tokens so far.
+        gaps: times between its tokens; None if they are not recorded.
+        timings: the timings that a worker reported last.
     """
 
     __slots__ = (
@@ -252,7 +254,7 @@ class RequestMeter:
         self._ended = False
 
     def on_output(self, output: TokenOutput, now: float) -> None:
-        """Count what a step gave, which has arrived at a time of the monotonic clock."""
+        """Count a step's output, which arrived at `now` on the monotonic clock."""
         if count := len(output.token_ids):
             metrics, last, self.last = self._metrics, self.last, now
             metrics.generation_tokens.value += count
@@ -284,7 +286,7 @@ class RequestMeter:
         self._answers.end(self.num_tokens if is_complete else 0)
 
     def _count_complete(self) -> None:
-        """Count what only complete answers have."""
+        """Update the metrics of complete answers."""
         metrics, count = self._metrics, self.num_tokens
         metrics.e2e_latency.observe(time.monotonic() - self.start)
         metrics.request_prompt_tokens.observe(self._num_prompt_tokens)

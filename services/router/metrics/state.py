@@ -1,4 +1,4 @@
-"""Gauges of the router's own state, read when somebody asks for them."""
+"""Gauges of the router's own state, read when `/metrics` is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORKER_STATES = ("ready", "draining", "unreachable", "another version")
 
 
 class StateCollector:
-    """Reads how many requests there are, whether Redis answers, and what went wrong with it."""
+    """Reads the numbers of requests, whether Redis answers, and failures of Redis."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StateCollector:
             "Whether the worker registry answers",
             value=float(self._members.directory.redis_ok),
         )
-        # Not under the workers' name: a family of the router hides those of workers with its name.
+        # Not the workers' name of this metric: the router's family would hide theirs.
         yield ignored_records("pagewire_router_ignored_worker_records", self._members.registry)
         yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
@@ -59,13 +59,13 @@ class StateCollector:
 
 
 class WorkersCollector:
-    """Reads which workers the router knows, and what their records say of them.
+    """Reads which workers the router knows, and their records.
 
-    A record is as old as the last heartbeat, and stands still while Redis does not answer.
+    A record is as old as the last heartbeat, and does not change while Redis does not answer.
 
     Args:
-        model_name: what all of them serve.
-        members: have their records and states.
+        model_name: name of the model that all workers serve.
+        members: have the workers' records and states.
     """
 
     def __init__(self, model_name: str, members: ClusterMembers) -> None:
@@ -94,7 +94,7 @@ def used_share(decodes: Sequence[WorkerRecord]) -> float:
 
 
 def of_model(model_name: str, name: str, text: str, value: float) -> Metric:
-    """Return a gauge by the name and label that vLLM has for it."""
+    """Return a gauge with vLLM's name and label."""
     family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
     family.add_metric([model_name], value)
     return family

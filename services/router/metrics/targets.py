@@ -1,7 +1,7 @@
-"""Where a cluster's processes show their metrics, as Prometheus' `http_sd_configs` read it.
+"""The addresses of all metrics, in the form that Prometheus' `http_sd_configs` reads.
 
-The label `instance` is the process's name, so that a series goes on after a restart, which may come
-with another port. A router's further label is `router`, a worker's `worker`.
+The label `instance` is the process's name, so that a series continues after a restart on another
+port. A router also has the label `router`, a worker the label `worker`.
 """
 
 from __future__ import annotations

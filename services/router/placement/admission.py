@@ -11,7 +11,7 @@ REQUEST_SHARE = 4  # one request takes at most this part of the queue
 
 
 class Place:
-    """One sequence's place, held from its admission until its last token has arrived."""
+    """One sequence's place in the queue, from its admission until its last token has arrived."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -19,14 +19,14 @@ class Place:
         self._is_held = True
 
     def note_tokens(self) -> None:
-        """Count the sequence among those past their first token. Idempotent."""
+        """Count the sequence as running: its first token has arrived. Idempotent."""
         if self._is_held and not self._is_running:
             self._is_running = True
             self._admission.num_waiting -= 1
             self._admission.num_running += 1
 
     def leave(self) -> None:
-        """Give the place back. Idempotent."""
+        """Release the place. Idempotent."""
         if not self._is_held:
             return
         self._is_held = False
@@ -37,12 +37,12 @@ class Place:
 
 
 class Admission:
-    """The counter.
+    """Counts sequences, and refuses those above the limit.
 
     Attributes:
-        max_queue: sequences in the system at once, and requests that are still read.
-        max_request: sequences of one request, a quarter of `max_queue`.
-        num_reading: requests whose bodies are decoded and tokenized.
+        max_queue: limit of sequences plus requests whose bodies are being read.
+        max_request: limit of sequences of one request, a quarter of `max_queue`.
+        num_reading: requests whose bodies are being decoded and tokenized.
         num_waiting: sequences before their first token.
         num_running: sequences past their first token.
     """
@@ -58,7 +58,7 @@ class Admission:
         return self.num_waiting + self.num_running
 
     def check_room(self, count: int = 1) -> None:
-        """Check that this many sequences more may enter.
+        """Check that there is room for this many more sequences.
 
         Raises:
             OverloadedError: the queue is full.
@@ -69,7 +69,7 @@ class Admission:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a request of which nobody knows yet how many sequences it will be.
+        """Count a request while it is read: its number of sequences is not known yet.
 
         Raises:
             OverloadedError: the queue is full.
@@ -82,10 +82,10 @@ class Admission:
             self.num_reading -= 1
 
     def enter(self, count: int) -> list[Place]:
-        """Let sequences enter, all or none.
+        """Admit sequences, all or none.
 
         Raises:
-            InvalidRequestError: they are more than one request may have.
+            InvalidRequestError: these are more than one request may have.
             OverloadedError: the queue is full.
         """
         if count > self.max_request:

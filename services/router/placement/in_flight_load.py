@@ -1,8 +1,9 @@
 """How busy workers are, as far as this router knows.
 
-A worker's record shows its load, as old as its last renewal. A report comes with its tokens and is
-newer. What this router has placed since either was made counts on top: a burst of requests comes
-faster than both. While no records arrive and no report has come, everything that runs counts.
+A worker's record shows the worker's load at the record's last renewal. A load report, which comes
+with tokens, is newer. The load that this router has placed since the newer of the two is added,
+because a burst of requests is faster than both. If there is neither a recent record nor a report,
+the load of all running requests is added.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from pagewire.shared.control.protocol import LoadReport
 
-# From a placement until a worker that has room for it counts it: two hops and a step.
+# From a placement until the worker's reports include it: two network hops and a step.
 REPORT_SETTLE_S = 0.05
 
 
@@ -30,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """The newest report of a worker, and when it came."""
+    """The newest report of a worker, and the time of its arrival."""
 
     report: LoadReport
     time_s: float
@@ -67,36 +68,36 @@ class InFlightLoad:
             self._entries.pop(entry.worker_id, None)
 
     def note_report(self, worker_id: str, report: LoadReport) -> None:
-        """Take what a worker says of itself, unless it is older than what is known."""
+        """Keep a worker's report, unless a newer one is known."""
         known = self._reports.get(worker_id)
         if known is None or _is_newer(report, known.report):
             self._reports[worker_id] = _Arrived(report, self._clock())
 
     def forget(self, worker_id: str) -> None:
-        """Drop the report of a worker that is gone."""
+        """Drop the report of a lost worker."""
         self._reports.pop(worker_id, None)
 
     def take_changes(self) -> dict[str, tuple[int, float]]:
-        """Return what other routers are to know, of the workers where it has changed since.
+        """Return the reserved loads that have changed since the last call, for other routers.
 
         Returns:
-            Worker id -> what was placed there lately, and the seconds for which that counts at
-            most. If each placement is followed by this, they never know of less.
+            Worker id -> load placed there recently, and for how many seconds at most it counts.
+            If this is called after each placement, other routers never see less than that load.
         """
         changed, self._changed = self._changed, set()
         return {worker_id: (self.placed_lately(worker_id), self._settle_s) for worker_id in changed}
 
     def placed_lately(self, worker_id: str) -> int:
-        """Return the load that neither a worker's record nor its newest report may have."""
+        """Return the load that the worker's record and newest report may not include yet."""
         return self._placed_since(worker_id, self._settled(worker_id, records_arrive=True))
 
     def load(self, worker_id: str, on_record: LoadReport, records_arrive: bool = True) -> int:
-        """Return a worker's load: what it says of itself, and what was placed since.
+        """Return a worker's load: the amount that it last reported, and the load placed since.
 
         Args:
-            worker_id: whose it is.
-            on_record: what its record in Redis says.
-            records_arrive: Redis can be read.
+            worker_id: id of the worker.
+            on_record: the load in its record in Redis.
+            records_arrive: whether Redis can be read.
         """
         known = self._reports.get(worker_id)
         if known is None or _is_newer(on_record, known.report):
@@ -106,7 +107,7 @@ class InFlightLoad:
         return known.report.amount + self._placed_since(worker_id, oldest)
 
     def _settled(self, worker_id: str, records_arrive: bool) -> float:
-        """Return the time from which on placements may not be in what the worker says."""
+        """Return the time since which placements may be missing in the worker's own numbers."""
         by_record = self._clock() - self._settle_s if records_arrive else float("-inf")
         known = self._reports.get(worker_id)
         return by_record if known is None else max(by_record, known.time_s - REPORT_SETTLE_S)

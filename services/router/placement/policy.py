@@ -1,10 +1,10 @@
 """Where a request goes: pure functions of what is known about the workers.
 
-The cost of a prefill worker is the tokens it computes before this prompt's first token: those
-queued there and those of the prompt that it has not cached. The latter weigh a little more: of two
-workers that would be ready at the same time, the one that computes less is better, so that a burst
-of equal prefixes stays together until its queue outweighs what it saves. The cost of a decode
-worker is the blocks its pool holds with this request: those active and those it lacks.
+The cost of a prefill worker is the number of tokens that it computes before this prompt's first
+token: the queued tokens and the prompt's uncached ones. Uncached tokens weigh a little more: if two
+workers would be ready at the same time, the one that computes less is better. So a burst of equal
+prefixes stays on one worker until its queue costs more than its cache saves. The cost of a decode
+worker is the number of blocks in use there with this request: active blocks and missing ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.kv.block_hash import BlockHash
 
-MAX_PREFILL_WORKERS = 4  # named to a decode worker: one, and alternates
+MAX_PREFILL_WORKERS = 4  # named to a decode worker: the first choice, and alternates
 UNCACHED_WEIGHT = 1.25
 
 
@@ -36,12 +36,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What placement must know of a prompt.
+    """What placement must know about a prompt.
 
     Attributes:
-        num_tokens: at least 1.
-        hits: leading blocks of the prompt that a worker has cached, by worker id.
-        hashes: of its full blocks; None if the index was not asked.
+        num_tokens: its length, at least 1.
+        hits: number of its leading blocks that a worker has cached, by worker id.
+        hashes: hashes of its full blocks; None if the index was not asked.
     """
 
     num_tokens: int
@@ -55,12 +55,12 @@ class Prompt:
         return -(-self.num_tokens // self.block_size)
 
     def uncached_tokens(self, worker_id: str) -> int:
-        """Return the tokens that a worker would compute; the last is never cached."""
+        """Return how many tokens a worker would compute; the last token is never cached."""
         cached = self.hits.get(worker_id, 0) * self.block_size
         return self.num_tokens - min(cached, self.num_tokens - 1)
 
     def missing_blocks(self, worker_id: str) -> int:
-        """Return the blocks that a worker would have to take up."""
+        """Return how many blocks a worker would have to allocate."""
         return max(0, self.num_blocks - self.hits.get(worker_id, 0))
 
 
@@ -94,7 +94,7 @@ class Policy(Protocol):
 
 
 class PrefixPolicy:
-    """The cheapest workers, by cached prefix and load; ties at random."""
+    """Chooses the cheapest workers by cached prefix and load, at random among equal ones."""
 
     uses_hits = True
 
@@ -122,7 +122,7 @@ class PrefixPolicy:
 
 
 class RoundRobinPolicy:
-    """Each worker in turn, whatever it holds or does."""
+    """Chooses each worker in turn, whatever it has cached and however busy it is."""
 
     uses_hits = False
 
@@ -132,7 +132,7 @@ class RoundRobinPolicy:
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
     ) -> Placement:
-        """Take the next of both kinds."""
+        """Choose the next worker of each role."""
         _require(decodes)
         turn = next(self._turn)
         return Placement(_rotated(decodes, turn), _rotated(prefills, turn)[:MAX_PREFILL_WORKERS])

@@ -105,7 +105,7 @@ class WorkerSelector:
         return [record for record in known if record is not None and record.state == "ready"]
 
     def _load(self, record: WorkerRecord, amount: int) -> int:
-        """Return a worker's load: the amount on its record, and what was placed since."""
+        """Return a worker's load: what it last reported, and what was placed since."""
         on_record = LoadReport(record.epoch, record.load.iterations, amount)
         return self._in_flight.load(record.worker_id, on_record, self._directory.redis_ok)
 
@@ -116,8 +116,8 @@ class WorkerSelector:
 
         Args:
             token_ids: at least one.
-            excluded: decode workers that are not to be used.
-            hash_extra: what the block hashes depend on besides, see `RequestSpec`.
+            excluded: decode workers that must not be used.
+            hash_extra: further input of the block hashes, see `RequestSpec.hash_extra`.
 
         Raises:
             NoWorkerError: no decode worker is left.
@@ -152,9 +152,9 @@ class WorkerSelector:
         return placement, prompt
 
     def note_sent(self, prompt: Prompt, worker_ids: Sequence[str]) -> None:
-        """Report to this and other routers which workers compute a prompt, and all their load.
+        """Publish, for this and other routers, which workers compute a prompt, and their load.
 
-        A burst of equal prefixes goes where the first of them is being computed.
+        So a burst of equal prefixes goes to the worker that computes the first of them.
         """
         if prompt.hashes is None:  # there was no choice
             return

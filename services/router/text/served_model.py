@@ -27,15 +27,15 @@ class ServedModel:
     """The one model of a cluster.
 
     Attributes:
-        names: under which clients ask for it, at least one.
-        path: of its files.
-        vocab_size: width of the logits: token ids lie below it.
-        max_model_len: prompt and answer together, in tokens; a worker may allow less.
-        defaults: of sampling, where a request says nothing.
+        names: the names that clients may use for it, at least one.
+        path: directory of its files.
+        vocab_size: width of the logits; token ids are below it.
+        max_model_len: longest prompt plus answer, in tokens; a worker may allow less.
+        defaults: sampling parameters for requests that do not set them.
         syntax: how the model writes tool calls and reasoning.
-        eos_token_ids: any of them ends an answer.
-        hidden_size: how many numbers an embedding has.
-        pooling: how embeddings are made, or why there are none.
+        eos_token_ids: end-of-sequence tokens: any of them ends an answer.
+        hidden_size: the length of an embedding.
+        pooling: how embeddings are made, or why the model cannot make any.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class ServedModel:
 
     @classmethod
     def load(cls, settings: RouterSettings) -> ServedModel:
-        """Read what the router needs of the model that the settings name.
+        """Load the model that the settings name, without its weights.
 
         Raises:
             ModelLoadError: it cannot be found or read; one line.
@@ -85,7 +85,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The first of its names, which is that of the metrics."""
+        """The first of its names; metrics use it."""
         return self.names[0]
 
     def check_name(self, name: str) -> None:

@@ -10,14 +10,14 @@ from pagewire.shared.text.answer_text import TextAssembler, TextDelta
 
 
 class AnswerStream:
-    """What workers send of one answer, as text.
+    """Turns the outputs of workers for one answer into text.
 
     Args:
-        generates: whether the answer has tokens; otherwise it ends where the first would be.
+        generates: whether the answer has tokens; otherwise it ends before the first one.
 
     Attributes:
-        cached_tokens: prompt tokens that nobody had to compute; known with the first output.
-        first_at: when that came, on the monotonic clock.
+        cached_tokens: prompt tokens that were cached; known with the first output.
+        first_at: time of the first output, on the monotonic clock.
     """
 
     __slots__ = ("_assembler", "_generates", "cached_tokens", "first_at")
@@ -37,11 +37,11 @@ class AnswerStream:
 
         Raises:
             InvalidRequestError: a worker could not do what the client asked for.
-            RequestFailedError: a worker gave the request up.
+            RequestFailedError: a worker failed or aborted the request.
         """
         if output.prompt_logprobs is not None:
             return TextDelta("", prompt_logprobs=output.prompt_logprobs.tokens)
-        if self.cached_tokens is None:  # what a migration finds cached is the answer itself
+        if self.cached_tokens is None:  # not those of a migration
             self.cached_tokens = output.cached_tokens
             self.first_at = self.first_at or time.monotonic()
         reason = output.finish_reason

@@ -1,8 +1,8 @@
 """Packs KV blocks into staging and unpacks them, whole or by layer group, alongside steps.
 
-Where staging slots are known in advance, each gets a CUDA graph of its move: to launch the copies
-and the kernel one by one takes the host several times as long as a small segment takes the device.
-A graph's kernel reads the list of blocks from the host's memory, and reports there whether a
+If staging slots are known in advance, each gets a CUDA graph of its move. Without a graph, the host
+would need several times as long to launch the copies and the kernel as the device needs for a small
+segment. A graph's kernel reads the copy list from the host's memory, and reports there whether a
 checksum is wrong.
 """
 
@@ -29,7 +29,7 @@ class PendingMove:
     """Blocks that are being moved.
 
     Attributes:
-        end: of the move on the device; None where it was made at once.
+        end: event at the end of the move; None if the move has already been made.
     """
 
     __slots__ = ("end",)
@@ -46,8 +46,8 @@ class PendingCheck(PendingMove):
     """Blocks that are being moved and checked.
 
     Args:
-        corrupt: [] int64 on the host: whether a checksum is wrong, once the move is done and until
-            the staging slot's next one.
+        corrupt: [] int64 on the host: whether a checksum is wrong. Valid once the move is done and
+            until the next move of the same staging slot.
     """
 
     __slots__ = ("_corrupt",)
@@ -57,7 +57,7 @@ class PendingCheck(PendingMove):
         self._corrupt = corrupt
 
     def is_intact(self) -> bool:
-        """Wait for the move; return whether the blocks are those that were packed."""
+        """Wait for the move; return whether all checksums are right."""
         if self.end is not None:
             self.end.synchronize()
         return int(self._corrupt) == 0
@@ -65,14 +65,14 @@ class PendingCheck(PendingMove):
 
 @dataclass(frozen=True, slots=True)
 class _MoveGraph:
-    """The move between the pool and one staging slot.
+    """A CUDA graph of the move between the pool and one staging slot.
 
-    Whoever holds it has waited for its last move, so that what belongs to a move can be used
-    for the next: to make these again takes the host as long as to launch the graph.
+    Its buffers and its event are used again for each move, because making new ones would take
+    the host as long as launching the graph. So the caller must wait for a move before the next one.
 
     Attributes:
-        words: [2 + capacity] int64, pinned: the list of blocks, read by the kernel.
-        corrupt: [] int64, pinned: written by the kernel, if it checks.
+        words: [2 + capacity] int64, pinned: the copy list, read by the kernel.
+        corrupt: [] int64, pinned: written by the kernel if it unpacks.
         end: recorded after each replay.
     """
 
@@ -82,12 +82,12 @@ class _MoveGraph:
     end: torch.cuda.Event
 
     def replay(self, rows: NDArray[np.int64], seed: int, stream: torch.cuda.Stream) -> None:
-        """Launch it on a stream."""
+        """Launch the move on a stream."""
         fill_copy_list(self.words, rows, seed)
         self.corrupt[()] = 0
         before = torch.cuda.current_stream(stream.device)
-        # Its context manager looks for other devices, which takes tens of microseconds; here the
-        # current one is the pool's.
+        # `torch.cuda.stream` looks for other devices, which takes tens of microseconds. Here the
+        # pool's device is always the current one.
         torch.cuda.set_stream(stream)
         try:
             self.graph.replay()
@@ -98,12 +98,12 @@ class _MoveGraph:
 
 @dataclass(slots=True)
 class BlockMover:
-    """Moves blocks of one pool, on a stream of its own: a long step must not hold up a transfer.
+    """Moves blocks of one pool, on its own stream so that a long step does not delay a transfer.
 
     Attributes:
-        ops: of the pool's device.
+        ops: the operations for the pool's device.
         kv_pool: [NB, L, N, KH, BS, D].
-        groups: the layer groups of its blocks.
+        groups: the layer groups of a block.
     """
 
     ops: Ops
@@ -119,10 +119,10 @@ class BlockMover:
         self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.groups.count, -1)
 
     def record_event(self, *, in_graph: bool = False) -> DeviceEvent:
-        """Record an event at the present end of the work launched on the current stream.
+        """Record an event after all work launched so far on the current stream.
 
         Args:
-            in_graph: it is being captured: each replay of the graph records the event again.
+            in_graph: the stream is being captured: each replay of the graph records the event.
         """
         if not self.kv_pool.is_cuda:
             return None
@@ -138,15 +138,15 @@ class BlockMover:
         seed: int,
         after: DeviceEvent,
     ) -> PendingMove:
-        """Gather blocks into a staging buffer, after what had been launched at an event.
+        """Gather blocks into a staging buffer, after an event.
 
         Args:
             block_ids: rows of the pool.
-            groups: layer groups of each of them; they come to lie next to each other.
+            groups: the layer groups to move of each block, contiguous in staging.
             staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, the
                 beginning of a staging slot; nobody else touches it before the move is done.
-            seed: of the checksums, signed 64 bit.
-            after: what `record_event` returned.
+            seed: added to the checksums, signed 64 bit.
+            after: an event that `record_event` returned.
 
         Raises:
             UnsupportedShapeError: staging is too short.
@@ -168,7 +168,7 @@ class BlockMover:
         seed: int,
         after: DeviceEvent,
     ) -> PendingCheck:
-        """Scatter a staging buffer into blocks, likewise; the seed is that of their packing."""
+        """Scatter a staging buffer into blocks, after an event; arguments as in `pack`."""
         rows = self.groups.rows(block_ids, groups)
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
@@ -180,13 +180,13 @@ class BlockMover:
             return PendingCheck(self._to_host(corrupt), self.record_event())
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
-        """Queue other work after the moves so far; `work` launches it."""
+        """Launch other work after the moves so far, by calling `work`."""
         with self._moving(None):
             work()
             return PendingMove(self.record_event())
 
     def capture_packing(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Make packing into these staging slots quick to launch; nothing else may be running."""
+        """Capture CUDA graphs of packing into these staging slots; nothing else may run."""
         self._capture(
             buffers,
             self._packing,
@@ -194,7 +194,7 @@ class BlockMover:
         )
 
     def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Make unpacking from these staging slots quick to launch, likewise."""
+        """Capture CUDA graphs of unpacking from these staging slots; nothing else may run."""
         self._capture(
             buffers,
             self._unpacking,
@@ -233,14 +233,14 @@ class BlockMover:
         return host.to(self.kv_pool.device, non_blocking=True)
 
     def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:
-        """Return where it will be on the host, once the move is done."""
+        """Return the tensor's copy on the host, which is complete once the move is done."""
         if not corrupt.is_cuda:
             return corrupt.numpy()
         host = torch.empty((), dtype=torch.int64, pin_memory=True)
         return host.copy_(corrupt, non_blocking=True).numpy()
 
     def _stream_after(self, after: DeviceEvent) -> torch.cuda.Stream:
-        """Return the stream of the moves, which waits for an event."""
+        """Return the stream of the moves, after making it wait for an event."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.kv_pool.device, priority=-1)
         if after is not None:

@@ -1,11 +1,11 @@
 """Steps captured as CUDA graphs: decode batches, and steps with few tokens of prompts.
 
-A graph takes all that changes from step to step from device memory, so that a replay needs one
-small copy. Where a decode step is short, and for up to some hundred tokens of prompts, launching
-the kernels one by one would take the host longer than running them takes the device.
+A graph reads everything that changes from step to step from device memory, so that a replay needs
+one small copy. For short decode steps, and for up to some hundred tokens of prompts, the host would
+need longer to launch the kernels one by one than the device needs to run them.
 
-A step is two graphs. The forward leaves logits in memory that nothing else of the step writes;
-sampling takes them from there, now or once a supply has come, in one of two variants
+A step is two graphs. The forward leaves logits in memory that nothing else in the step writes.
+Sampling reads them there, at once or when a supply has come, in one of two variants
 (sampling_stage.py).
 """
 
@@ -24,30 +24,30 @@ from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
-# Tokens of a captured step without decode rows, by chunks: above it the device is the slower one. A
-# worker that prefills alone has pauses, after which to launch 1k tokens' kernels takes up to twice
-# as long.
+# Most tokens of a captured step without decode rows, by number of chunks. With more, the device is
+# slower than the host. After a pause, as prefill workers have them, launching the kernels for 1k
+# tokens takes up to twice as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
 # Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
-# few. Above 256 tokens they are dense: there, much padding would cost more than a replay saves.
-# With more rows the device is the slower one.
+# few. Above 256 tokens they are dense, because much padding would cost more than a replay saves.
+# With more rows, the device is slower than the host.
 MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
 MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
 
 ResultT = TypeVar("ResultT")
 
-# An event in the work that has been launched on a device; None where work runs at once.
+# An event in the work that has been launched on a device; None on a CPU, where work runs at once.
 DeviceEvent = torch.cuda.Event | None
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: dense where a step is short, every 16 above 32."""
+    """Return the batch sizes to capture: dense for small ones, every 16 above 32."""
     sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(48, max_num_seqs + 16, 16)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
-    """Return the steps with prefill chunks to capture: without decode rows, then with them."""
+    """Return the shapes of steps with prefill chunks to capture: without decode rows, then with."""
     alone = [
         StepShape(0, size, min(chunks, max_num_seqs))
         for chunks, largest in LARGEST_PREFILL.items()
@@ -84,8 +84,9 @@ class GraphPool:
     def capture(self, step: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
         """Return a graph of a step and the tensors that hold its result after each replay.
 
-        The step need not have run: the capture's mode permits to compile and load kernels. What
-        these allocate once for all launches must exist: it would be the graph's.
+        The step need not have run before: the capture's mode permits compiling and loading kernels.
+        But memory that kernels allocate once for all launches must already exist, because it would
+        otherwise belong to the graph.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -107,8 +108,8 @@ class StepGraphs:
     """The graphs of one captured step.
 
     Attributes:
-        forwarded: what sampling reads, alive, so that no later graph has its memory.
-        sampling: shaped or not -> its graph, and what that leaves.
+        forwarded: the input of sampling; kept alive, so that no later graph gets its memory.
+        sampling: shaped or not -> the graph of that variant, and its result.
     """
 
     forward: torch.cuda.CUDAGraph
@@ -141,9 +142,9 @@ class StepGraphs:
 
 @dataclass(slots=True)
 class DecodeGraphs:
-    """Decode steps, by batch size.
+    """Captured decode steps, by batch size.
 
-    A batch between two captured sizes is padded with the device slot that belongs to nobody.
+    A batch between two captured sizes is padded with the padding device slot.
 
     Attributes:
         sizes: captured batch sizes, ascending.
@@ -196,10 +197,10 @@ class DecodeGraphs:
 
 @dataclass(slots=True)
 class PrefillGraphs:
-    """Steps with prefill chunks, alone or next to decode rows, by shape.
+    """Captured steps with prefill chunks, alone or with decode rows, by shape.
 
     Attributes:
-        shapes: captured, the one that is taken first of those that fit.
+        shapes: the captured shapes; the first one that a step fits into is used.
     """
 
     shapes: list[StepShape]
@@ -234,7 +235,7 @@ class PrefillGraphs:
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
-        """Return the shape that such a step takes, None if it had better be launched."""
+        """Return the captured shape for a step, or None if the step is better launched eagerly."""
         if any(chunk.scored or chunk.pooling for chunk in chunks):
             return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)

@@ -1,9 +1,9 @@
-"""What a running sequence needs on the device from step to step, in device slots.
+"""Device slots: what a running sequence needs on the device from step to step.
 
-A decode batch is a list of device slots: the next input token, its position, the block table and
-the sampling parameters are read there, and the sampled token is written there, so that step n + 1
-can be launched before the host knows the tokens of step n. There is one more of them than
-sequences: padding rows of a CUDA graph's batch use it.
+A decode batch is a list of device slots. A step reads the next input token, its position, the block
+table and the sampling parameters there, and writes the sampled token there. So step n + 1 can be
+launched before the host knows the tokens of step n. There is one more device slot than sequences,
+for the padding rows of a CUDA graph's batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Parameter:
     """A sampling parameter, which has a tensor with an entry for each device slot.
 
     Attributes:
-        default: of device slots that nobody has.
-        of: takes it out of a request's parameters.
+        default: value in device slots without an owner.
+        of: returns the value from a request's parameters.
     """
 
     name: str
@@ -54,7 +54,7 @@ class DeviceState:
     Attributes:
         last_token: [S + 1] int64, input of the next decode step.
         position: [S + 1] int64, of that token.
-        max_blocks: of a sequence in one cache group.
+        max_blocks: most blocks of a sequence in one cache group.
         num_groups: G, cache groups.
         block_tables: [S + 1, G, max_blocks] int32.
         host_tables: [S + 1, G, max_blocks] int64, the same on the host.
@@ -96,7 +96,7 @@ class DeviceState:
     def apply(self, plan: StepPlan) -> None:
         """Bring the device slots up to date: new owners' parameters, new blocks, inputs.
 
-        Each copy and each kernel costs the first token, so there are as few as can be.
+        Each copy and each kernel delays the first token, so there are as few as possible.
         """
         updates: list[tuple[torch.Tensor, _Words]] = []  # [R, n], and [1 + R, m]: where, and what
         if plan.new_slots:
@@ -126,7 +126,7 @@ class DeviceState:
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
     def _enter_blocks(self, entries: TableEntries) -> _Words:
-        """Write blocks into the host's tables; returns what the device's get, [2, n]."""
+        """Write blocks into the host's tables; return the same entries for the device, [2, n]."""
         columns = np.array([entries.slots, entries.block_ids, entries.positions], np.int64)
         index = columns[0]
         index *= self.num_groups * self.max_blocks
@@ -155,5 +155,5 @@ def _words_of_parameters(newcomers: list[NewDeviceSlot]) -> _Words:
 
 
 def _as_type(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a view of what 64-bit words hold: a number each, of 32 bits in their low half."""
+    """Return a view of 64-bit words, each of which holds a number; 32-bit ones in the low half."""
     return words if dtype == torch.int64 else words.view(dtype)[..., ::2]

@@ -1,6 +1,6 @@
 """The interfaces between the engine, its device and KV transfer.
 
-`ModelRunner` (model_runner.py) is the executor that serves.
+`ModelRunner` (model_runner.py) is the executor of a worker.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class PendingStep(Protocol):
     """A step that has been launched."""
 
     def is_done(self) -> bool:
-        """Whether the result is here, without waiting."""
+        """Whether the result has arrived, without waiting."""
         ...
 
     def wait(self) -> StepResult:
         """Wait for the result.
 
         Raises:
-            Exception: whatever made the step fail.
+            Exception: the error that made the step fail.
         """
         ...
 
@@ -55,9 +55,9 @@ class BlockMoves(Protocol):
     """Moves KV blocks between the device's pool and staging, at the same time as steps run."""
 
     def has_group_events(self, plan: int) -> bool:
-        """Whether there is an event for each layer group of the blocks that this plan exports.
+        """Whether this plan records an event for each layer group of the blocks that it exports.
 
-        Otherwise there is only one event, at the plan's end.
+        If not, there is only one event, at the plan's end.
         """
         ...
 
@@ -105,7 +105,7 @@ class StepHook(Protocol):
         ...
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do the work between two steps; called once in each iteration.
+        """Do the work between two steps; called once per iteration.
 
         Args:
             plan: the plan that was launched in this iteration, if any.

@@ -13,7 +13,7 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig
 
 
 def choose_ops(name: BackendName, device: torch.device, batch_invariant: bool = False) -> Ops:
-    """Return the kernels that settings mean.
+    """Return the kernels that the settings select.
 
     Raises:
         ConfigError: Triton was asked for where it cannot run.
@@ -34,7 +34,7 @@ def _triton_is_interpreted() -> bool:
 
 
 def check_invariance(config: ModelConfig, batch_invariant: bool) -> None:
-    """Refuse to promise batch invariance of what others' code computes.
+    """Refuse batch invariance for models that transformers' code computes.
 
     Raises:
         ConfigError: one line.

@@ -83,7 +83,7 @@ class ModelRunner:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         return int(self.kv_pool.shape[4])
 
     @torch.inference_mode()
@@ -173,7 +173,7 @@ class ModelRunner:
         """
         inputs = self._decode_inputs(slots)
         hidden = self.model.forward(inputs, self._layers, on_layer_end)
-        # The padding device slot stays at position 0: it runs in more steps than a sequence.
+        # The padding device slot stays at position 0, because it runs in any number of steps.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
         return Forwarded(self._compute_logits(hidden), slots, positions)
@@ -197,7 +197,7 @@ class ModelRunner:
         return Forwarded(self._compute_logits(hidden[inputs.sample_rows]), slots, positions)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits; under CUDA graphs, into static memory that outlives the replay."""
+        """Compute logits; with CUDA graphs, into static memory that outlives the replay."""
         if not len(hidden):
             return hidden  # no row samples, so that nothing reads the logits
         out = None if self._logits is None else self._logits[: len(hidden)]

@@ -34,7 +34,7 @@ class LaunchedRows:
 
 
 class PendingTokens:
-    """Tokens of a launched step, and their log probabilities where somebody asked for them."""
+    """Tokens of a launched step, and the log probabilities that requests asked for."""
 
     __slots__ = ("_event", "_host", "_number", "_scores")
 

@@ -10,18 +10,18 @@ from pagewire.shared.errors import IntegrityError
 
 @dataclass(slots=True)
 class PlanEvents:
-    """The events of those plans whose ends somebody waits for.
+    """The events of plans that other work may have to wait for.
 
-    An event that has been reached is forgotten when the next is noted: nobody needs to wait for it.
+    An event that has been reached is forgotten when the next one is noted.
     """
 
     _events: dict[int, list[DeviceEvent]] = field(default_factory=dict)  # ascending by plan
     _newest: int = 0
 
     def note(self, plan: int, events: list[DeviceEvent]) -> None:
-        """Note where a plan's work ends, or where each layer group of its blocks is final.
+        """Store the event at a plan's end, or the events after which its layer groups are final.
 
-        What was noted of this plan before stays: its last event is late enough.
+        Events that were stored for this plan before stay: the last one is late enough.
         """
         for number in list(self._events):
             if not all(event is None or event.query() for event in self._events[number]):
@@ -31,11 +31,11 @@ class PlanEvents:
         self._newest = max(self._newest, plan)
 
     def has_group_events(self, plan: int) -> bool:
-        """Whether a plan's layer groups have events each; asked before the next is noted."""
+        """Whether each layer group of a plan has an event; call this before the next `note`."""
         return len(self._events.get(plan, ())) > 1
 
     def find(self, plan: int, group: int) -> DeviceEvent:
-        """Return the event after which a layer group is final; None if that has been reached.
+        """Return the event after which a layer group is final; None if it has been reached.
 
         Raises:
             IntegrityError: nothing was noted of the plan.

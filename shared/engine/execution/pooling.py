@@ -1,7 +1,7 @@
 """The embeddings of prompts: final hidden states, pooled as the prompt's chunks are computed.
 
-A batch in which nobody asks launches nothing for them. A step with a pooled chunk takes no CUDA
-graph: those leave logits only.
+A batch without pooled prompts launches nothing for this. A step with a pooled chunk replays no CUDA
+graph, because graphs leave only logits.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class DeviceEmbedding:
     chunk: int
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> DeviceEmbedding:
-        """Return the same with the tensor moved."""
+        """Return a copy with the tensor moved."""
         return replace(self, vector=move(self.vector))
 
     def add_to(self, found: StepScores) -> None:
-        """Enter it into the scores of its step; the tensor is on the host and complete."""
+        """Add the embedding to its step's scores; the tensor is on the host and complete."""
         found.embeddings[self.chunk] = self.vector.numpy().tobytes()
 
 
 @dataclass(slots=True)
 class Pooling:
-    """Pools the hidden states of chunks, and keeps what a later chunk of a prompt goes on with."""
+    """Pools the hidden states of chunks, and keeps partial results for a prompt's later chunks."""
 
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)  # device slot -> [hidden] float32
     _done: list[DeviceEmbedding] = field(default_factory=list)  # of the present step
@@ -49,15 +49,15 @@ class Pooling:
             self._kept.pop(slot, None)
 
     def take(self) -> list[DeviceEmbedding]:
-        """Return what has been launched for the present step."""
+        """Return what has been launched for the current step."""
         done, self._done = self._done, []
         return done
 
     def pool(self, index: int, chunk: PrefillChunk, hidden: torch.Tensor) -> None:
-        """Take a chunk that is pooled.
+        """Pool a chunk.
 
         Args:
-            index: of the chunk in its plan.
+            index: index of the chunk in its plan.
             chunk: the prompt's next; its first begins at position 0, its last samples.
             hidden: [T, hidden] of the chunk's tokens, after the model's last normalisation.
         """

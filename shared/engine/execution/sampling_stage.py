@@ -1,12 +1,12 @@
-"""The second half of a step: from the logits that its forward has left on the device to tokens.
+"""Sampling, the second half of a step: turns the logits that the forward left into tokens.
 
-Both halves are launched one after the other, or the second waits for a supply (`StepPlan`). There
-are two variants of it: plain, for temperature, min_p, top_k and top_p, and shaped, for batches with
-a mask or with a device slot that asks for more. A batch is shaped as a whole; a row that asks for
-nothing gets the same token in both.
+Sampling is launched right after the forward, or waits for a supply (`StepPlan`). It has two
+variants: plain, for temperature, min_p, top_k and top_p, and shaped, for batches with a mask or
+with a device slot that asks for more. The variant is chosen for the whole batch; a row that asks
+for nothing more gets the same token in both.
 
-What both halves share with CUDA graphs lies in static rows, one for each row of a step that may
-sample: its decode rows, then its prefill chunks.
+With CUDA graphs, the two halves share static rows, one for each row of a step that may sample: its
+decode rows, then its prefill chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_REPLAYED_CHUNKS = 8  # of a step that is a CUDA graph
 
 
 class Forwarded(NamedTuple):
-    """What a forward leaves for sampling; a graph's own are overwritten by its next replay.
+    """The output of a forward, for sampling; if a graph made it, its next replay overwrites it.
 
     Attributes:
         logits: [N, vocab] of the rows that sample.
@@ -42,7 +42,7 @@ class Forwarded(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What a step sampled; a graph's own are overwritten by its next replay.
+    """What a step sampled; if a graph made it, its next replay overwrites it.
 
     Attributes:
         tokens: [N] int64.
@@ -62,8 +62,8 @@ class SamplingStage:
     """Samples rows of logits, plain or shaped, and leaves the tokens in the device slots.
 
     Attributes:
-        vocab_size: logits of a row.
-        shaping: what the device slots ask for.
+        vocab_size: number of logits of a row.
+        shaping: the shaping tables of the device slots.
     """
 
     ops: Ops
@@ -89,7 +89,7 @@ class SamplingStage:
         return self.state.num_slots + MOST_REPLAYED_CHUNKS
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin a step, which has no masks yet; take in what device slots' new owners ask for."""
+        """Begin a step, without masks so far; store what the device slots' new owners ask for."""
         self.shaping.apply(plan)
         if self._has_masks:
             self._mask_of_row.fill_(_UNMASKED)
@@ -107,10 +107,10 @@ class SamplingStage:
         return self._shaped[: len(sampled.tokens)] if shaped else sampled.logits
 
     def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
-        """Upload what rows may sample: a bit a token, the lowest first, in whole bytes.
+        """Upload the tokens that rows may sample: one bit per token, lowest first, in whole bytes.
 
-        Rows without a mask may have any token; `held` ones sample nothing. Nothing waits: masks and
-        rows are put into pinned memory, and copied from there once for all rows.
+        Rows without a mask may sample any token; `held` rows sample nothing. This does not wait:
+        masks and rows are put into pinned memory, and one copy uploads all of them.
         """
         if not masks and not held:
             return
@@ -132,13 +132,13 @@ class SamplingStage:
         return torch.empty(size, dtype=dtype, pin_memory=self.state.device.type == "cuda")
 
     def sample(self, rows: Forwarded, shaped: bool) -> Sampled:
-        """Draw a token a row, and leave it in its device slot.
+        """Sample a token for each row, and write it into the row's device slot.
 
         Everything is read from and written to the device, so that this can be captured.
 
         Args:
-            rows: of a forward.
-            shaped: the variant.
+            rows: the output of a forward.
+            shaped: whether to use the shaped variant.
         """
         logits, slots, positions = rows
         if not len(slots):
@@ -148,7 +148,7 @@ class SamplingStage:
         tables, count = self.shaping.tables, len(slots)
         if shaped:
             mask_of_row = self._mask_of_row[:count]
-            # What a held row samples goes to the padding device slot, which stays at position 0.
+            # The token of a held row goes to the padding device slot, which stays at position 0.
             is_held = mask_of_row == _HELD
             slots = torch.where(is_held, state.padding_slot, slots)
             positions = torch.where(is_held, 0, positions)

@@ -1,7 +1,7 @@
 """Log probabilities of sampled tokens and of prompts, for the device slots that ask for them.
 
 They are computed from the logits that a step leaves on the device, after its graphs have run. A
-batch in which nobody asks launches nothing for them and copies nothing.
+batch without requests for log probabilities launches and copies nothing for them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TILE_ROWS = 256  # of a prompt, whose logits are in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class DeviceScores:
-    """What `kernels.TokenLogprobs` returned, and whose it is.
+    """The result of `kernels.TokenLogprobs` for sampled tokens or for a prompt.
 
     Attributes:
-        rows: index in the step's tokens of each row, if they were sampled.
-        tops: how many most likely tokens each of them asks for.
-        chunk: index of the chunk, if they are a prompt's.
+        rows: index in the step's tokens of each row, for sampled tokens.
+        tops: how many of the most likely tokens each row asks for.
+        chunk: index of the chunk, for a prompt.
     """
 
     ids: torch.Tensor
@@ -39,12 +39,12 @@ class DeviceScores:
     chunk: int | None = None
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> DeviceScores:
-        """Return the same with each tensor moved."""
+        """Return a copy with each tensor moved."""
         tensors = (move(self.ids), move(self.logprobs), move(self.ranks))
         return replace(self, ids=tensors[0], logprobs=tensors[1], ranks=tensors[2])
 
     def add_to(self, found: StepScores) -> None:
-        """Enter them into those of their step; the tensors are on the host and complete."""
+        """Add these to the step's scores; the tensors are on the host and complete."""
         ids, logprobs, ranks = self.ids.numpy(), self.logprobs.numpy(), self.ranks.numpy()
         if self.chunk is not None:
             columns = (ids.tobytes(), logprobs.tobytes(), ranks.tobytes())
@@ -64,9 +64,9 @@ class Scoring:
     """Knows which device slots ask for log probabilities, and launches their computation.
 
     Attributes:
-        state: of the device slots.
-        of_tokens, of_prompts: device slot -> how many most likely tokens it asks for.
-        processed: device slots that ask for those of the distribution that is sampled from.
+        state: the device slots.
+        of_tokens, of_prompts: device slot -> how many of the most likely tokens it asks for.
+        processed: device slots that ask for processed log probabilities.
     """
 
     ops: Ops
@@ -77,7 +77,7 @@ class Scoring:
     _scores: list[DeviceScores] = field(default_factory=list)  # of the present step
 
     def apply(self, plan: StepPlan) -> None:
-        """Note what the device slots' new owners ask for, and begin a step."""
+        """Begin a step: store what the device slots' new owners ask for."""
         self._scores = []
         for slot in plan.freed if self.of_tokens or self.of_prompts else ():
             self.of_tokens.pop(slot, None)
@@ -92,7 +92,7 @@ class Scoring:
                 self.of_prompts[new.slot] = new.spec.prompt_logprobs
 
     def take(self) -> list[DeviceScores]:
-        """Return what has been launched for the present step."""
+        """Return what has been launched for the current step."""
         scores, self._scores = self._scores, []
         return scores
 
@@ -140,13 +140,13 @@ class Scoring:
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Score the tokens of a prompt that follow those of a chunk.
+        """Score each prompt token that follows a token of the chunk.
 
         Args:
-            index: of the chunk in its plan.
-            chunk: with the tokens to be scored.
+            index: index of the chunk in its plan.
+            chunk: has the tokens to be scored.
             hidden: [T, hidden] of the chunk's tokens.
-            compute_logits: of up to `TILE_ROWS` rows.
+            compute_logits: computes the logits of up to `TILE_ROWS` rows.
         """
         tokens = self.state.upload([chunk.scored])[0]
         tiles = []

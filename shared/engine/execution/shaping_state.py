@@ -1,8 +1,8 @@
-"""What shapes the logits of device slots, on the device.
+"""Tables on the device that shape the logits of device slots.
 
-It is a pure function of a sequence's spec, prompt and output, made when a device slot gets an owner
-and kept up to date by each step that samples for it. So the same tokens come after a preemption, or
-on another worker. Device slots whose spec is not shaped cost nothing here.
+They are a pure function of a sequence's spec, prompt and output. They are made when a device slot
+gets an owner, and each step that samples for it updates them. So a preempted or migrated sequence
+gets the same tokens. Device slots whose spec is not shaped cost nothing here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NONE_TO_COME = -1
 
 @dataclass(slots=True)
 class ShapingState:
-    """The tables of all device slots, the padding one included.
+    """The tables of all device slots, including the padding one.
 
     Attributes:
-        vocab_size: logits of a row.
+        vocab_size: number of logits of a row.
         tables: see `ShapingTables`.
-        known: device slots with a shaped spec, and the position of the one token that may yet come
-            from another worker; -1 once a step here has sampled for them.
+        known: device slots with a shaped spec -> position of the one token that may still come from
+            another worker; -1 once a step on this worker has sampled for the device slot.
     """
 
     ops: Ops
@@ -99,9 +99,9 @@ class ShapingState:
         self.ops.enter_tokens(self.tables, slots, ends, starts, tokens, max(lengths))
 
     def _note(self, plan: StepPlan) -> None:
-        """Note tokens that another worker has sampled after the device slot was filled.
+        """Count input tokens that another worker sampled after the device slot was filled.
 
-        An input of a held row is none of them: a step here has sampled it, and has noted it.
+        The input of a held row is not counted again: a step on this worker sampled and counted it.
         """
         if not self.known:
             return

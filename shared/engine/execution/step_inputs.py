@@ -18,12 +18,12 @@ BlockTables = npt.NDArray[np.int64]  # [device slots, G, blocks of a sequence], 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step's inputs are padded to, so that one CUDA graph serves many steps.
+    """The shape that a step's inputs are padded to, so that one CUDA graph serves many steps.
 
     Attributes:
         num_decodes: B, decode rows.
-        num_tokens: T, of all chunks together.
-        num_chunks: P; as many may sample.
+        num_tokens: T, tokens of all chunks together.
+        num_chunks: P, chunks; each may sample a token.
     """
 
     num_decodes: int
@@ -90,9 +90,9 @@ class StepInputs:
     ) -> StepInputs:
         """Lay out the inputs of decode rows and chunks, perhaps none, in a shape for more.
 
-        Padding rows have the device slot that belongs to nobody. Padding tokens are written nowhere
-        and belong to no chunk; padding chunks are empty. What padding samples goes to the device
-        slot that belongs to nobody, at position 0.
+        Padding rows have the padding device slot. Padding tokens belong to no chunk, and their KV
+        is not written; padding chunks are empty. Tokens that padding samples go to the padding
+        device slot, at position 0.
         """
         counts = (shape.num_decodes, shape.num_tokens, shape.num_chunks, shape.num_samples)
         groups = tables.shape[1]

@@ -1,10 +1,10 @@
 """How many threads torch's operations get on the CPU: fewer for a small model.
 
-Splitting an operation among threads costs some microseconds, and all of them wait for the last
-one: where another program keeps a core busy, for as long as the system lets that program run. On
-two idle cores, the demo model (1.9 million parameters) decodes hardly faster with two threads than
-with one, a model of 8 million parameters 1.4 to 1.7 times as fast. With one core busy, the demo is
-2 to 12 times slower with two.
+Splitting an operation among threads costs some microseconds, and all threads wait for the last one.
+If another program keeps a core busy, they wait until the system stops that program. On two idle
+cores, two threads decode the demo model (1.9 million parameters) hardly faster than one, and a
+model of 8 million parameters 1.4 to 1.7 times as fast. With one core busy, the demo model is 2 to
+12 times slower with two threads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 def settle_threads(model: LoadedModel, device: torch.device) -> None:
     """Lower torch's number of threads, for the whole process, to what a model can use.
 
-    A number set by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` stays, except where
-    the last was called with torch's own default, which looks like no call at all.
+    A number set by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` stays. The exception
+    is a call of `torch.set_num_threads` with torch's own default, which cannot be detected.
 
     Args:
-        model: whose number of parameters decides.
-        device: that it runs on; on a GPU nothing is changed.
+        model: its number of parameters decides.
+        device: the model's device; on a GPU nothing is changed.
     """
     if device.type != "cpu":
         return

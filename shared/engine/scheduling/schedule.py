@@ -80,7 +80,7 @@ class Schedule:
         chunks: of the plan, in its order.
         entries: rows whose input token comes from the host: each sequence's first row after its
             admission, or after a step in which it was held.
-        last: rows whose next token is their last by length, whatever it is.
+        last: rows whose next token is their last one because of the length.
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
@@ -181,7 +181,7 @@ class PlanDraft:
             self.copies.pop(block, None)
 
     def free_device_slot(self, slot: int) -> None:
-        """Note that a device slot's owner is gone, and drop what the draft has for it."""
+        """Note that a device slot lost its owner, and drop what the draft has for it."""
         self.freed.append(slot)
         self.new_slots = [new for new in self.new_slots if new.slot != slot]
         self.blocks = self.blocks.without(slot)

@@ -6,7 +6,7 @@
      |                                                 |
      +---no room--- children of that sequence: ---fork-+---> running
 
-What changes on the device with it is noted in the draft of the next plan.
+The changes that follow on the device are collected in the draft of the next plan.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class SequenceTable:
             self._give_up_blocks(sequence)
 
     def activate(self, sequence: Sequence, first_token: int) -> None:
-        """Let a reserved sequence run: its prompt's KV has arrived, its first token is known."""
+        """Let a reserved sequence run: its prompt's KV and its first token have arrived."""
         sequence.transition(RequestStatus.RUNNING)
         del self.reserved[sequence.request_id]
         sequence.remote_prefill = False  # if it is preempted, it is computed again here
@@ -146,7 +146,7 @@ class SequenceTable:
         self.running.append(sequence)
 
     def recompute_locally(self, sequence: Sequence) -> None:
-        """Compute a reserved sequence's prompt here after all: first in the queue."""
+        """Put a reserved sequence first in the queue: its prompt is computed here after all."""
         sequence.transition(RequestStatus.WAITING)
         del self.reserved[sequence.request_id]
         sequence.remote_prefill = False
@@ -177,7 +177,7 @@ class SequenceTable:
         self.waiting.extendleft(reversed(queued))
 
     def _has_blocks_to_fork(self) -> bool:
-        """Whether a block of each group can be had, for what is copied."""
+        """Whether each group has a block to spare for the copy of a partial block."""
         return self.pool.num_available >= len(self.pool.groups)
 
     def _covers(self, parent: Sequence, child: Sequence) -> bool:
@@ -215,7 +215,7 @@ class SequenceTable:
         self._pinned.append(blocks)
 
     def unpin(self, blocks: list[int]) -> None:
-        """Nothing writes to these blocks any more, which were pinned together."""
+        """Release blocks that were pinned together: nothing writes to them any more."""
         self._pinned.remove(blocks)
         self.pool.release(blocks)
 

@@ -1,9 +1,9 @@
 """The interface of a carrier.
 
-Everything here is called in the engine's thread and never waits, except where it says otherwise.
-One-sided carriers write into the receiver's staging slot from the sender's device, queued right
-after the packing; two-sided ones send when the payload has been packed. A carrier leaves what it
-has no use for as it is here.
+All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
+A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
+is queued right after the packing. A two-sided carrier sends once the payload has been packed. A
+carrier inherits the methods that it does not need.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagewire.shared.kv.messages import Segment
 
 
 class Pending(Protocol):
-    """Something that is under way."""
+    """An operation that is under way."""
 
     def is_done(self) -> bool:
         """Whether it has ended, without waiting.
@@ -30,7 +30,7 @@ class Pending(Protocol):
 
 
 def has_ended(pending: Pending) -> bool:
-    """Whether something is not under way any more: it is done, or has failed."""
+    """Whether an operation has ended: it is done, or has failed."""
     try:
         return pending.is_done()
     except TransferError:
@@ -53,24 +53,24 @@ class Outbound(Protocol):
         return b""
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Queue on the device, after a staging slot's packing, what comes before `send`.
+        """Queue work on the device between a staging slot's packing and `send`.
 
         Args:
-            slot: our staging slot; it is being packed.
-            credit: the receiver's.
-            nbytes: of the payload.
+            slot: the sender's staging slot, which is being packed.
+            credit: the receiver's staging slot.
+            nbytes: size of the payload.
             packed: the packing.
 
         Returns:
-            Ends after the packing; None if nothing was queued.
+            The queued work; None if nothing was queued.
         """
         return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a segment that has been packed and staged, and send what has not crossed.
+        """Announce a segment that has been packed and staged; send its payload, if not yet sent.
 
         Returns:
-            Ends when our staging slot may be used again.
+            Ends when the sender's staging slot may be used again.
 
         Raises:
             TransferError: the link is broken.
@@ -78,7 +78,7 @@ class Outbound(Protocol):
         ...
 
     def close(self) -> None:
-        """End it; what was queued on the device may still cross."""
+        """End the link; copies that are queued on the device may still be made."""
         return None
 
 
@@ -86,22 +86,22 @@ class Inbound(Protocol):
     """The receiver's half of one link."""
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Take an announced payload into the staging slot `segment.credit`.
+        """Receive an announced payload into the staging slot `segment.credit`.
 
         Args:
-            segment: its payload fits there.
-            body: what came with the announcement.
+            segment: the announcement; the payload fits into the staging slot.
+            body: the payload, if it came with the announcement.
 
         Returns:
-            Ends when an unpacking that is queued from then on reads the payload.
+            Ends when the payload is there for an unpacking that is queued afterwards.
 
         Raises:
-            TransferError: the payload is not there.
+            TransferError: the payload is missing.
         """
         return DONE
 
     def close(self) -> Pending:
-        """End it; the result ends when nothing writes to the link's staging slots any more."""
+        """End the link; the result ends when nothing writes to its staging slots any more."""
         return DONE
 
 
@@ -112,7 +112,7 @@ class LinkSocket(Protocol):
         """Send an announcement and, with it, bytes that stay untouched until the result ends.
 
         Raises:
-            TransferError: the connection is gone, or does not keep up.
+            TransferError: the connection is lost, or does not keep up.
         """
         ...
 
@@ -135,7 +135,7 @@ class Carrier(Protocol):
         """Return what a sender needs to know, in at most 64 KiB.
 
         Raises:
-            TransferError: this link cannot have this carrier; says why.
+            TransferError: this carrier cannot serve the link; says why.
         """
         ...
 
@@ -143,28 +143,28 @@ class Carrier(Protocol):
         """Return the receiver's half of a link whose sender has chosen this carrier.
 
         Args:
-            link: as it was offered.
-            reply: of the sender's half.
+            link: number of the link, as in `offer`.
+            reply: the reply of the sender's half.
 
         Raises:
-            TransferError: the reply makes no sense.
+            TransferError: the reply is malformed.
         """
         ...
 
     def withdraw(self, link: int) -> None:
-        """Drop an offer that was not chosen; unknown links are fine."""
+        """Drop an offer that was not chosen; ignore unknown links."""
         return None
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
 
         Args:
-            link: the receiver's number for it.
-            offer: the receiver's.
+            link: the receiver's number of the link.
+            offer: the receiver's offer.
             socket: for announcements.
 
         Raises:
-            TransferError: payloads cannot cross to this receiver; says why.
+            TransferError: payloads cannot be sent to this receiver; says why.
         """
         ...
 
@@ -173,7 +173,7 @@ class Carrier(Protocol):
         return []
 
     def poll(self) -> bool:
-        """Let the carrier's library work; returns whether anything has happened."""
+        """Let the carrier's library work; return whether anything has happened."""
         return False
 
     def close(self) -> None:

@@ -32,8 +32,8 @@ from pagewire.shared.kv.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-# After a link's end a sender that still lives may be stopped with copies queued. What it queues
-# even later, the segments' seeds expose.
+# When a link ends, its sender may be stopped (SIGSTOP) with copies queued, which are made later. If
+# they come after this time, the segments' seeds reveal it.
 QUARANTINE_S = 10.0
 _POLL_INTERVAL_S = 0.01  # of the last copy, before its mapping ends
 
@@ -46,12 +46,12 @@ _T = TypeVar("_T")
 
 
 class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A receiver's staging.
+    """A receiver's staging memory.
 
     Attributes:
-        receiver: its process.
-        gpu: UUID.
-        handle: of CUDA IPC.
+        receiver: the receiver's process.
+        gpu: UUID of the GPU.
+        handle: CUDA IPC handle of the memory.
         stride: bytes from one staging slot to the next.
     """
 
@@ -63,12 +63,12 @@ class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IpcCarrier(Carrier):
-    """Copies from this worker's staging into that of others on this host, and lets them do so.
+    """Copies payloads from this worker's staging into other workers' staging on this host.
 
     Args:
-        staging: of this worker; a receiver's is from `device_memory.allocate`.
-        quarantine_s: how long the staging slots of a link that has ended stay unused, unless its
-            sender's process is seen to end.
+        staging: this worker's; a receiver's must come from `device_memory.allocate`.
+        quarantine_s: how long the staging slots of an ended link stay unused, unless the sender's
+            process ends earlier.
     """
 
     name: ClassVar[str] = "ipc"
@@ -84,7 +84,7 @@ class IpcCarrier(Carrier):
         self._quarantines: list[Quarantine] = []  # of links, that of each begins at its end
 
     def offer(self, link: int) -> bytes:
-        """Return where this worker's staging is; the same for each link.
+        """Return the address of this worker's staging; the same for each link.
 
         Raises:
             TransferError: staging is not GPU memory that others may map.
@@ -123,7 +123,7 @@ class IpcCarrier(Carrier):
         return _IpcOutbound(self._staging, socket, remote, address, here)
 
     def close(self) -> None:
-        """Stop watching senders. The staging stays: they may still have it mapped."""
+        """Stop watching senders. The staging stays, because they may still have it mapped."""
         for quarantine in self._quarantines:
             quarantine.close()
 
@@ -144,7 +144,7 @@ class _IpcOutbound(Outbound):
 
     @property
     def reply(self) -> bytes:
-        """Which process writes."""
+        """The process that writes."""
         return msgspec.msgpack.encode(self._here)
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
@@ -163,7 +163,7 @@ class _IpcOutbound(Outbound):
             )
         address, source = self._address + credit * offer.stride, self._sources[slot]
         if (now_s := time.monotonic()) > self._last_s + _IDLE_S:
-            # While the step still computes what is to be packed; the payload replaces these bytes.
+            # Wakes NVLink while the step still runs; the payload replaces these bytes.
             queue_copy(address, source, min(nbytes, _WAKE_BYTES), self._stream)
         self._last_s = now_s
         if packed.end is not None:
@@ -175,11 +175,11 @@ class _IpcOutbound(Outbound):
         return self._last
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce what has crossed."""
+        """Announce a payload that has been copied."""
         return self._socket.post(segment)
 
     def close(self) -> None:
-        """End the mapping after the queued copies, in a thread: it waits for the device."""
+        """End the mapping after the queued copies, in a thread: this waits for the device."""
         address, self._address = self._address, None
         if address is not None:
             threading.Thread(
@@ -197,13 +197,13 @@ class _IpcOutbound(Outbound):
 
 
 class _IpcInbound(Inbound):
-    """The payload is there when it is announced."""
+    """The receiver's half: a payload has already arrived when it is announced."""
 
     def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
 
     def close(self) -> Pending:
-        """The sender's queued copies may still land."""
+        """End the link; the sender's queued copies may still be made."""
         self._quarantine.begin()
         return self._quarantine
 

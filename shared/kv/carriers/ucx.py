@@ -5,8 +5,8 @@ Each link has a UCX worker of its own on both sides; an offer is the address of 
 
     63..40: link | 39..32: credit | 31..0: use
 
-What a stopped receiver reads after the sender has given up is what the staging slot has become by
-then: it finds out by the checksums.
+If a receiver is stopped until the sender has given up, it may read a staging slot that already has
+another payload. The checksums reveal that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Copies of a GPU that had been launched when their worker was abandoned have ended after this.
 QUARANTINE_S = 1.0
-# UCX may miss to wake us (a known bug), so all workers are progressed this often whatever happens.
+# UCX may fail to wake us (a known bug), so all workers are progressed at least this often.
 TICK_S = 0.2
 _LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
 
@@ -39,12 +39,12 @@ _LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
 class UcxCarrier(Carrier):
     """Payloads over UCX.
 
-    Workers with a payload under way are progressed at each poll: the engine's thread polls often
+    Workers with a payload under way are progressed at each poll; the engine's thread polls often
     meanwhile. The others are armed and cost nothing until their file descriptor is readable.
 
     Args:
-        staging: of this worker.
-        settings: UCX's, as `ucx_settings` gives them.
+        staging: this worker's staging slots.
+        settings: UCX's settings, from `ucx_settings`.
 
     Attributes:
         library: counts the workers of links that ended in mid-transfer.
@@ -121,7 +121,7 @@ class UcxCarrier(Carrier):
         return worker
 
     def wake(self, worker: UcxWorker) -> None:
-        """Something is under way on a worker."""
+        """Progress a worker at each poll from now on: something is under way on it."""
         self._unarmed[worker] = None
 
     def end(self, worker: UcxWorker) -> bool:
@@ -130,13 +130,13 @@ class UcxCarrier(Carrier):
         return worker.close()
 
     def _forget(self, worker: UcxWorker) -> None:
-        """Progress a worker no more."""
+        """Stop progressing a worker."""
         if self._by_fd.pop(worker.fd, None) is not None:
             self._epoll.unregister(worker.fd)
         self._unarmed.pop(worker, None)
 
     def fds(self) -> list[int]:
-        """One for all workers."""
+        """One file descriptor for all workers."""
         return [self._epoll.fileno()]
 
     def poll(self) -> bool:
@@ -165,7 +165,7 @@ class UcxCarrier(Carrier):
         return has_happened
 
     def close(self) -> None:
-        """Free offers that nobody has taken up, and the file descriptor."""
+        """Free offers that no sender has chosen, and the file descriptor."""
         for link in list(self._offered):
             self.withdraw(link)
         self._epoll.close()

@@ -1,7 +1,7 @@
-"""How UCX is set up: for peers that may die at any moment, and fast besides.
+"""UCX's settings: they keep a worker alive when a peer dies at any moment, and are fast.
 
-What a user has set in the environment (`UCX_...`) is left alone. The choices, each found by killing
-processes in mid-transfer:
+Settings of the user in the environment (`UCX_...`) are not changed. Each choice was found by
+killing processes during transfers:
 
 - Error handling is on for all endpoints. Without it a sender that dies while its memory is read
   (cma) aborts the reading process, and a transfer that waits for a dead peer can never be ended:

@@ -1,13 +1,13 @@
-"""UCX workers of which each serves one link, and what becomes of those that break.
+"""UCX workers, each of which serves one link, and how broken ones are handled.
 
-UCX 1.21 ends the process (a fault in `uct_tcp_iface_handle_events`) if a payload is broken off, its
-peer is alive and the worker that sent it goes on being progressed. So a worker on which something
-has failed or is under way when its link ends is abandoned: it is never progressed again, nor
-destroyed, since ucxx's destructors progress, too. That costs memory and file descriptors, and a
-process that has abandoned many should end.
+UCX 1.21 ends the process (a fault in `uct_tcp_iface_handle_events`) if a transfer is aborted, its
+peer is alive and the worker that sent it is still progressed. So if an operation on a worker has
+failed, or is under way when its link ends, the worker is abandoned: it is never progressed again,
+and never destroyed, because ucxx's destructors progress, too. An abandoned worker costs memory and
+file descriptors, so a process that has abandoned many should end.
 
-ucxx's own asyncio layer spins, and its `progress` goes on until a large payload is through. So this
-uses the plain classes and progresses in bounded steps.
+ucxx's own asyncio layer polls without a pause, and its `progress` returns only when a large payload
+is complete. So this module uses the plain classes and progresses in bounded steps.
 """
 
 from __future__ import annotations

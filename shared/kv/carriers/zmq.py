@@ -1,7 +1,7 @@
 """Payloads over the link's own ZeroMQ socket, in one message with their announcement.
 
-Works everywhere: through host memory, encrypted with the cluster's keys. Payloads leave from
-staging without a copy; those on a GPU by way of page-locked memory of the same size.
+It works everywhere: through host memory, encrypted with the cluster's keys. Payloads in host memory
+are sent without a copy; payloads on a GPU are copied to page-locked memory first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pagewire.shared.kv.staging import Staging
 
 
 class ZmqCarrier(Carrier):
-    """The carrier of last resort.
+    """The carrier that works if no other does.
 
     Args:
-        staging: of this worker.
+        staging: this worker's staging slots.
         moves: queues work on the device.
     """
 
@@ -46,7 +46,7 @@ class ZmqCarrier(Carrier):
         return _ZmqOutbound(self._staging, self._host_buffers(), self._moves, socket)
 
     def _host_buffers(self) -> list[torch.Tensor]:
-        """Return the staging slots as they lie in host memory."""
+        """Return buffers in host memory for the staging slots."""
         if not self._staging.memory.is_cuda:
             return self._staging.buffers
         if self._pinned is None:
@@ -66,7 +66,7 @@ class _ZmqOutbound(Outbound):
         self._staging, self._host, self._moves, self._socket = staging, host, moves, socket
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Bring a payload from the GPU to the host."""
+        """Copy a payload from the GPU to the host."""
         source, target = self._staging.buffers[slot], self._host[slot]
         if not source.is_cuda:
             return None

@@ -21,8 +21,8 @@ class SenderCredits:
     """The credits that a sender has on one link.
 
     Attributes:
-        idle: free to use, the one that has rested longest first.
-        uses: by credit, the newest one.
+        idle: credits that are free to use, the one that has been idle longest first.
+        uses: number of the newest use, by credit.
     """
 
     idle: deque[int] = field(default_factory=deque)
@@ -35,10 +35,10 @@ class SenderCredits:
         return len(self._in_use)
 
     def grant(self, credits: list[int]) -> None:
-        """Take credits from the receiver.
+        """Add credits that the receiver grants.
 
         Raises:
-            ProtocolError: one is here already, or is named twice; none is taken.
+            ProtocolError: the sender has one already, or one is named twice; none is added.
         """
         for index, credit in enumerate(credits):
             if credit in self._in_use or credit in self.idle or credit in credits[:index]:
@@ -46,14 +46,14 @@ class SenderCredits:
         self.idle += credits
 
     def take(self) -> tuple[int, int]:
-        """Take the first idle credit, there is one; returns it and the number of its use."""
+        """Take the first idle credit; return it and the number of its use. One must be idle."""
         credit = self.idle.popleft()
         self._in_use[credit] = False
         use = self.uses[credit] = self.uses.get(credit, 0) + 1
         return credit, use
 
     def put_back(self, credit: int) -> Return | None:
-        """Give up a use that was not announced; returns what to send, if anything."""
+        """Give up a use that was not announced; return the message to send, if there is one."""
         if self._in_use.pop(credit):
             return Return(credit)
         self.idle.append(credit)
@@ -63,7 +63,7 @@ class SenderCredits:
         """End a use: the credit is idle again, unless it was reclaimed.
 
         Raises:
-            ProtocolError: it is not in use, or its use is another one.
+            ProtocolError: the credit is not in use, or this is not its current use.
         """
         if credit not in self._in_use or self.uses[credit] != use:
             raise ProtocolError(f"use {use} of credit {credit} was acknowledged and is not open")
@@ -71,7 +71,7 @@ class SenderCredits:
             self.idle.append(credit)
 
     def reclaim(self, credit: int) -> Return | None:
-        """Let the receiver have a credit back; returns the answer, if that is not a segment.
+        """Return a credit to the receiver: now by the returned message, or later by a segment.
 
         Raises:
             ProtocolError: the sender does not have it.
@@ -103,10 +103,10 @@ class _Slot:
 
 @dataclass(slots=True)
 class ReceiverCredits:
-    """The staging slots of a receiver and the links that they are lent to.
+    """The staging slots of a receiver and the links that have their credits.
 
     Attributes:
-        num_slots: in all.
+        num_slots: number of all staging slots.
 
     Raises:
         ConfigError: there are fewer staging slots than one link needs.
@@ -131,10 +131,10 @@ class ReceiverCredits:
         """Check that one more link may be opened.
 
         Args:
-            num_links: open already.
+            num_links: links that are open already.
 
         Raises:
-            TransferError: as many are open as may be.
+            TransferError: the limit of open links is reached.
         """
         if num_links >= self.num_slots // MIN_CREDITS:
             raise TransferError(
@@ -143,15 +143,15 @@ class ReceiverCredits:
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:
-        """Give a link its share; returns what to send to which link."""
+        """Open a link and rebalance; return the messages to send, with their links."""
         self._links[link] = [0] * self.num_slots
         return self._rebalance()
 
     def fill(self, link: int, credit: int, use: int) -> None:
-        """Note that a segment was announced.
+        """Mark a staging slot as filled: a segment was announced for it.
 
         Raises:
-            ProtocolError: the link does not have this credit, or has had this use of it.
+            ProtocolError: the link does not have this credit, or has already made this use of it.
         """
         slot = self._slots[credit] if credit < self.num_slots else _Slot()
         is_lent = (slot.state, slot.link) == (StagingSlotState.LENT, link)
@@ -161,10 +161,10 @@ class ReceiverCredits:
         self._links[link][credit] = use
 
     def empty(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
-        """Note that a segment is acknowledged; returns what to send after that.
+        """Mark a staging slot as empty: its segment is acknowledged. Return messages to send then.
 
         Raises:
-            IntegrityError: none was announced.
+            IntegrityError: no segment was announced.
         """
         slot = self._slots[credit]
         if (slot.state, slot.link) != (StagingSlotState.FILLED, link):
@@ -176,7 +176,7 @@ class ReceiverCredits:
         return self._rebalance()
 
     def take_back(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
-        """Note that a reclaimed credit was returned; returns what to send.
+        """Take a returned credit, which was reclaimed; return the messages to send.
 
         Raises:
             ProtocolError: it was not reclaimed from this link.
@@ -188,10 +188,11 @@ class ReceiverCredits:
         return self._rebalance()
 
     def close(self, link: int) -> tuple[list[int], list[tuple[int, Grant | Reclaim]]]:
-        """End a link with all its credits; unknown ones are fine.
+        """End a link with all its credits; ignore unknown links.
 
         Returns:
-            Its staging slots, to be released once nothing can be written to them; what to send.
+            The link's staging slots, to be released once nothing can be written to them; and the
+            messages to send.
         """
         self._links.pop(link, None)
         lost = [n for n, slot in enumerate(self._slots) if slot.link == link]
@@ -200,7 +201,7 @@ class ReceiverCredits:
         return lost, self._rebalance()
 
     def release(self, slots: list[int]) -> list[tuple[int, Grant | Reclaim]]:
-        """End the quarantine of staging slots; returns what to send.
+        """End the quarantine of staging slots; return the messages to send.
 
         Raises:
             IntegrityError: one is not in quarantine.
@@ -212,12 +213,12 @@ class ReceiverCredits:
         return self._rebalance()
 
     def _held(self, link: int) -> list[int]:
-        """Credits that a link has and is to keep."""
+        """Return the staging slots of a link's credits, without those that are being reclaimed."""
         slots = enumerate(self._slots)
         return [n for n, slot in slots if slot.link == link and not slot.is_reclaimed]
 
     def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:
-        """Lend free staging slots to links below their share; reclaim what others have above it."""
+        """Grant free staging slots to links below their share; reclaim credits above it."""
         if not self._links:
             return []
         share = (self.num_slots - self.count(StagingSlotState.QUARANTINED)) // len(self._links)

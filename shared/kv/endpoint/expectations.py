@@ -1,4 +1,4 @@
-"""Tracks sequences whose KV comes from a prefill worker, and which of their blocks have come."""
+"""Tracks sequences whose KV comes from a prefill worker, and which of their blocks have arrived."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A sequence's reserved blocks, and what one prefill job has brought of them.
+    """A sequence's reserved blocks, and which of them one prefill job has delivered.
 
     Attributes:
-        block_ids: of the whole sequence.
+        block_ids: blocks of the whole sequence.
         after: the last plan whose work may touch them.
-        job: its name, the same nowhere else in the cluster.
-        coverage: what has come, or is being unpacked.
-        heard_s: when something of the job came.
-        attempt: counts the jobs of the request.
-        num_unpacking: segments.
-        first_token: sampled by the prefill worker.
-        first_segment_s: when the first segment of the job was there; None before that.
-        num_segments: unpacked or being unpacked, those that were corrupt among them.
-        num_bytes: of these.
+        job: the job's name, unique in the cluster.
+        coverage: blocks that have arrived, including those that are being unpacked.
+        heard_s: time of the job's last message or segment.
+        attempt: number of this job among those of the request.
+        num_unpacking: segments that are being unpacked.
+        first_token: the token that the prefill worker sampled; None before that.
+        first_segment_s: arrival of the job's first segment; None before that.
+        num_segments: segments unpacked or being unpacked, including corrupt ones.
+        num_bytes: bytes of these segments.
     """
 
     request_id: str
@@ -46,7 +46,7 @@ class Expected:
     num_bytes: int = 0
 
     def note_segment(self, nbytes: int) -> None:
-        """Count a segment of the job that has just been heard of."""
+        """Count a segment of the job, whose arrival `heard_s` already has."""
         self.num_segments += 1
         self.num_bytes += nbytes
         if self.first_segment_s is None:
@@ -58,9 +58,9 @@ class Expectations:
     """All reserved sequences of an engine, by request and by the job that computes them.
 
     Attributes:
-        core: its sequences are looked up and activated.
+        core: the engine, whose sequences are looked up and activated.
         groups: layer groups of a block.
-        clock: in seconds.
+        clock: returns a time in seconds.
     """
 
     core: EngineCore
@@ -71,16 +71,16 @@ class Expectations:
     _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
 
     def any_heard(self, since_s: float) -> bool:
-        """Whether something of a job has come since then, or its blocks were reserved."""
+        """Whether since then a message or segment of a job has come, or blocks were reserved."""
         return any(expected.heard_s >= since_s for expected in self._by_request.values())
 
     def reserve(self, work: Expect, after: int) -> Expected:
-        """Expect a sequence's blocks; no plan later than `after` touches them but by KV."""
+        """Expect a sequence's blocks; only plans up to `after` may still touch them."""
         positions = range(work.first, len(work.block_ids))
         return self._expect(work.request_id, work.block_ids, after, positions, 1)
 
     def retry(self, old: Expected) -> Expected:
-        """Expect blocks from another job; what the one before brought does not count."""
+        """Expect the blocks from a new job; blocks that the earlier one delivered do not count."""
         self.forget(old.request_id)
         positions, attempt = old.coverage.positions, old.attempt + 1
         return self._expect(old.request_id, old.block_ids, old.after, positions, attempt)
@@ -95,19 +95,19 @@ class Expectations:
         return made
 
     def forget(self, request_id: str) -> None:
-        """Expect nothing more for a request; unknown ones are fine."""
+        """Expect nothing more for a request; ignore unknown requests."""
         expected = self._by_request.pop(request_id, None)
         if expected is not None:
             del self._by_job[expected.job]
 
     def activate_if_complete(self, expected: Expected) -> bool:
-        """Let a sequence run on once all of its blocks and its first token are there.
+        """Activate a sequence if all of its blocks and its first token have arrived.
 
         Args:
-            expected: that of a job that was given up changes nothing.
+            expected: of the sequence; ignored if its job was given up.
 
         Returns:
-            Whether it runs on from now on.
+            Whether the sequence was activated.
         """
         are_here = not expected.num_unpacking and expected.coverage.is_full()
         sequence = self._reserved(expected) if are_here else None
@@ -118,14 +118,14 @@ class Expectations:
         return True
 
     def _reserved(self, expected: Expected) -> Sequence | None:
-        """Return the sequence, if it still waits for what this job brings."""
+        """Return the sequence, if it still waits for this job."""
         sequence = self.core.get(expected.request_id)
         if sequence is None or sequence.status is not RequestStatus.RESERVED:
             return None
         return sequence if self._by_job.get(expected.job) is expected else None
 
     def hear_of(self, job: str) -> Expected | None:
-        """Return what is expected of a job that shows life; None if nobody waits for it."""
+        """Note that a job was heard of; return its `Expected`, or None if nobody waits for it."""
         expected = self._by_job.get(job)
         if expected is None or self._reserved(expected) is None:
             return None

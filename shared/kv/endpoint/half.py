@@ -23,11 +23,11 @@ class KvStats:
     """Counters since the start.
 
     Attributes:
-        outcomes: segments by outcome; at a sender also those that a link's end left "lost".
-        bytes: sent or received, by (peer, carrier).
+        outcomes: segments by outcome; a sender also counts those as "lost" whose link ended.
+        bytes: bytes sent or received, by (peer, carrier).
         resends: segments that were packed again.
-        lost_links: that ended by themselves.
-        strays: messages of no link that is open.
+        lost_links: links that ended because of a fault.
+        strays: messages that belong to no open link.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -42,13 +42,13 @@ class KvHalf(ABC):
     """A step hook of an engine.
 
     Attributes:
-        core: its sequences are looked up, and run on or are freed.
-        moves: of its blocks.
-        staging: what payloads leave from, or come into.
+        core: the engine, whose sequences are looked up, and activated or freed.
+        moves: packs and unpacks the engine's blocks.
+        staging: the staging slots for payloads.
         groups: layer groups of a block.
-        carriers: that are open in this process, by name, the preferred one first.
-        timeout_s: for a payload or its acknowledgement; after it the link is lost.
-        watch, unwatch: called with file descriptors: the engine's thread wakes up for them.
+        carriers: the carriers that are open in this process, by name, the preferred one first.
+        timeout_s: limit for a payload or its acknowledgement, after which the link is lost.
+        watch, unwatch: called with file descriptors that should wake the engine's thread.
     """
 
     core: EngineCore
@@ -64,7 +64,7 @@ class KvHalf(ABC):
     _next_deadlines_s: float = 0.0
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what can be done now; returns whether the device works on something of it."""
+        """Do what can be done now; return whether to poll this hook again soon."""
         for carrier in self.carriers.values():
             carrier.poll()
         is_busy = self._poll(plan)
@@ -75,8 +75,8 @@ class KvHalf(ABC):
 
     @abstractmethod
     def _poll(self, plan: StepPlan | None) -> bool:
-        """Take a plan and messages, go on with what has ended; returns whether more is to end."""
+        """Handle a plan, messages and ended operations; return whether to poll again soon."""
 
     @abstractmethod
     def _check_deadlines(self) -> None:
-        """End the links of peers that have not done in time what they are to do."""
+        """End the links of peers that are too late."""

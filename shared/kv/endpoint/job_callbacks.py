@@ -13,23 +13,23 @@ from pagewire.shared.kv.job_messages import JobReport
 class JobCallbacks:
     """The owner of the jobs overrides these; all are called in the engine's thread.
 
-    What one raises fails all requests of the step that is launched then.
+    An exception in one of them fails all requests of the step that is being launched.
     """
 
     def on_reserved(self, expected: Expected) -> None:
-        """Ask a prefill worker for a sequence's blocks; a plan is on its way to the device."""
+        """Send a job for a sequence's blocks to a prefill worker, while a plan is launched."""
 
     def on_withdrawn(self, request_id: str) -> None:
-        """Drop a request's job: its blocks belong to others from now on."""
+        """Cancel a request's job: its blocks may belong to other sequences from now on."""
 
     def on_activated(self, expected: Expected) -> None:
-        """Note that a sequence runs on with the blocks of this job."""
+        """Note that a sequence was activated with the blocks of this job."""
 
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
-        """Take what a prefill worker reports."""
+        """Handle a prefill worker's report about a job."""
 
     def on_link_closed(self, link: ReceiverLink) -> None:
-        """Give a link's jobs to others."""
+        """Send the jobs of an ended link to other workers."""
 
     def check_deadlines(self) -> None:
-        """Give jobs to others that show no sign of life; called several times a second."""
+        """Send silent jobs to other workers; called several times a second."""

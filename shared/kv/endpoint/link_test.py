@@ -1,4 +1,4 @@
-"""The first segment of a link: it shows whether the carrier brings what is sent, and how fast."""
+"""The first segment of a link: a test whether the carrier delivers payloads, and how fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATTERN_BYTES = 4096  # at the payload's end; the rest is whatever lies there
 
 
 def _pattern(nbytes: int, seed: int) -> torch.Tensor:
-    """Return how a test's payload is to end, uint8 [_PATTERN_BYTES or fewer]."""
+    """Return the bytes at the end of a test's payload, uint8 [_PATTERN_BYTES or fewer]."""
     numbers = torch.arange(min(nbytes, _PATTERN_BYTES), dtype=torch.int64)
     return ((numbers * 2654435761 + seed) >> 7).to(torch.uint8)
 
@@ -31,11 +31,11 @@ def fill_test(moves: BlockMoves, payload: torch.Tensor, seed: int) -> PendingMov
 
 @dataclass(frozen=True, slots=True)
 class TestCheck:
-    """The reading of a test's payload.
+    """A check of a test's payload, under way on the device.
 
     Attributes:
-        expected: how it is to end.
-        read: how it ends, on the host, once it is done.
+        expected: the bytes that should be at the payload's end.
+        read: the bytes that are there; on the host, valid once the check is done.
     """
 
     expected: torch.Tensor
@@ -43,11 +43,11 @@ class TestCheck:
     pending: Pending
 
     def is_done(self) -> bool:
-        """Whether it has been read."""
+        """Whether the payload has been read."""
         return self.pending.is_done()
 
     def is_intact(self) -> bool:
-        """Whether it is what was sent; to be asked once it is done."""
+        """Whether the payload arrived as it was sent; call this once the check is done."""
         return torch.equal(self.read, self.expected)
 
 

@@ -22,14 +22,14 @@ TEST_CUT = Cut(range(0), range(0))  # no blocks: a test of the link
 
 @dataclass(slots=True)
 class Outgoing:
-    """What is in the staging slots.
+    """The segments in the sender's staging slots.
 
     Attributes:
-        staging: to pack into.
-        clock: in seconds.
+        staging: the staging slots.
+        clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
-        packing: segments, in the order in which their packing ends.
-        writing: segments whose payload is leaving its staging slot.
+        packing: segments that are being packed, in the order in which their packing ends.
+        writing: segments whose payload the carrier is sending.
     """
 
     staging: Staging
@@ -44,7 +44,7 @@ class Outgoing:
         return bool(self.packing or self.writing)
 
     def is_due(self) -> bool:
-        """Whether something has ended; takes little time."""
+        """Whether some packing or sending has ended; quick."""
         return any(
             has_ended(segments[0].pending) for segments in (self.packing, self.writing) if segments
         )
@@ -52,8 +52,8 @@ class Outgoing:
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a staging slot and a credit for a link's next segment.
 
-        A receiver that has stopped must not hold up the others: the last staging slot is for a
-        link that has none.
+        The last free staging slot is kept for a link that uses none, so that a receiver that has
+        stopped does not delay the others.
         """
         if not link.credits.idle or not self.staging.num_free:
             return False
@@ -73,11 +73,11 @@ class Outgoing:
         """Launch the packing and staging of a segment; `has_room` said that there is room.
 
         Args:
-            link: that it leaves by.
-            job: its name, or `TEST_JOB`.
-            life: of the job's blocks.
-            cut: what it has of the job.
-            nbytes: of its payload.
+            link: the link to send it over.
+            job: the job's name, or `TEST_JOB`.
+            life: see `OutgoingSegment`.
+            cut: the part of the job that it has.
+            nbytes: size of its payload.
             pack: launches the packing into a buffer, with a seed.
 
         Raises:
@@ -106,7 +106,7 @@ class Outgoing:
         self.packing.append(OutgoingSegment(link, life, cut, segment, slot, pending, self.clock()))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
-        """Free the staging slots whose payloads have left; returns failed links, and why."""
+        """Free the staging slots whose payloads are sent; return the links that failed, and why."""
         failed = []
         for segment in list(self.writing):
             try:

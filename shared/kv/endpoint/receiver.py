@@ -1,12 +1,13 @@
-"""The decode worker's half of a KV endpoint: takes KV blocks in, checks them, lets sequences run.
+"""The decode worker's half of a KV endpoint: receives and checks KV blocks, activates sequences.
 
     Expect in a plan --> on_reserved
-    Segment --> payload in staging --> unpack and check --> Ack --> all there: the sequence runs on
+    Segment --> payload in staging --> unpack and check --> Ack --> all there: activate the sequence
 
-Blocks are pinned while they are written, so that those of a request that has ended meanwhile can
-never be another's. Unpacking goes on alongside the steps: nothing reads a reserved block before its
-sequence is activated, and what an old step may still write to one was launched before the
-reservation. Everything runs in the engine's thread, which activates the sequence here and now.
+Blocks are pinned while they are written. So if their request ends meanwhile, no other sequence gets
+them too early. Unpacking runs at the same time as steps. That is safe: nothing reads a reserved
+block before its sequence is activated, and unpacking waits for all steps that were launched before
+the reservation and may still write to the block. Everything runs in the engine's thread, which
+activates the sequence at once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToS
 
 logger = logging.getLogger(__name__)
 
-# After a job's last sign of life. A prompt that waits for longer may wait for a long time, and the
-# polls take most of a core; what comes then wakes the thread up.
+# How long to poll after a job's last message. A prompt that waits longer may wait for a long time,
+# and polling takes most of a core; later messages wake the thread up.
 POLLED_S = 1.0
 
 
@@ -60,15 +61,15 @@ class _Unpacking:
 
 @dataclass(slots=True, kw_only=True)
 class KvReceiver(KvHalf):
-    """The step hook of a decode engine: links and expected blocks. Staging slots are credits.
+    """The step hook of a decode engine: links and expected blocks. Its staging slots are credits.
 
     Attributes:
-        socket: that all links come over.
-        credits: whose staging slots are.
-        expected: what is to come.
+        socket: the socket of all links.
+        credits: which link may use which staging slot.
+        expected: the reserved sequences, and which of their blocks have arrived.
         jobs: called back about reserved sequences, and with messages of their jobs.
-        on_link_tested: called with a link by which payloads come.
-        on_link_lost: called with a link that has ended by itself, and why.
+        on_link_tested: called with a link that has passed its test.
+        on_link_lost: called with a link that has ended because of a fault, and why.
     """
 
     socket: ReceiverSocket
@@ -92,7 +93,7 @@ class KvReceiver(KvHalf):
     # Verbs
 
     def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
-        """Open a link that a sender may come by; its `Open` says which carrier it has chosen.
+        """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
 
         Args:
             peer: name of the sender.
@@ -117,7 +118,7 @@ class KvReceiver(KvHalf):
         return link
 
     def close(self, link: ReceiverLink) -> None:
-        """End a link with all its credits; one that is not open is fine."""
+        """End a link with all its credits, if it is open."""
         if self._links.pop(link.token, None) is None:
             return
         del self._by_number[link.number]
@@ -132,7 +133,7 @@ class KvReceiver(KvHalf):
         self.jobs.on_link_closed(link)
 
     def post(self, link: ReceiverLink, message: JobRequest) -> bool:
-        """Send a message about a job; returns whether the link is still open then."""
+        """Send a message about a job; return whether the link is open afterwards."""
         self._send_all([(link.number, message)])
         return link.token in self._links
 
@@ -145,7 +146,7 @@ class KvReceiver(KvHalf):
         self.socket.close()
 
     def fault_counts(self) -> dict[str, int]:
-        """Return how often things went wrong so far, by kind."""
+        """Return the number of faults so far, by kind."""
         return {
             "lost": self.stats.lost_links,
             "malformed": self.socket.num_malformed,
@@ -166,7 +167,7 @@ class KvReceiver(KvHalf):
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Take what a plan says of reservations: prefill workers may begin while it is launched."""
+        """Handle a plan's reservations: prefill workers may begin while the plan is launched."""
         for work in plan.kv:
             if isinstance(work, Withdraw):
                 self.expected.forget(work.request_id)
@@ -209,7 +210,7 @@ class KvReceiver(KvHalf):
         return bool(self._receiving or self._unpacking or awaits_job)
 
     def _check_deadlines(self) -> None:
-        """End links whose senders announce what does not come."""
+        """End links whose announced payloads do not arrive."""
         latest = self.clock() - self.timeout_s
         for entry in list(self._receiving):
             if entry.since < latest:
@@ -229,7 +230,7 @@ class KvReceiver(KvHalf):
         self._receiving.append(_Receiving(link, segment, pending, self.clock()))
 
     def _unpack_received(self) -> None:
-        """Launch the unpacking of the payloads that are in their staging slots."""
+        """Launch the unpacking of the payloads that have arrived in their staging slots."""
         for entry in list(self._receiving):
             if entry not in self._receiving:  # its link has just ended
                 continue
@@ -241,7 +242,7 @@ class KvReceiver(KvHalf):
                 self._lose(entry.link, str(exc))
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
-        """Launch the unpacking of a payload that somebody waits for."""
+        """Launch the unpacking of a payload whose sequence still waits."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
         payload = self.staging.buffers[segment.credit]
         if segment.job == TEST_JOB:
@@ -283,7 +284,7 @@ class KvReceiver(KvHalf):
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def complete(self, expected: Expected, first_token: int) -> None:
-        """Let a reserved sequence run on from a first token as soon as its blocks are there."""
+        """Set a reserved sequence's first token; activate it as soon as its blocks have arrived."""
         expected.first_token = first_token
         self._activate_if_complete(expected)
 
@@ -303,10 +304,10 @@ class KvReceiver(KvHalf):
     # Links
 
     def _on_open(self, link: ReceiverLink, message: Open) -> None:
-        """Let a link's sender begin, by the carrier that it has chosen.
+        """Open a link's inbound half with the carrier that the sender has chosen.
 
         Raises:
-            ProtocolError: it has begun already, or this carrier was not offered.
+            ProtocolError: the link was opened already, or this carrier was not offered.
             TransferError: the carrier's reply makes no sense.
         """
         if link.inbound is not None:
@@ -337,7 +338,7 @@ class KvReceiver(KvHalf):
             self.on_link_lost(link, reason)
 
     def _end_quarantine(self) -> None:
-        """Use staging slots again to which nothing can be written, and that nobody reads."""
+        """Release staging slots of ended links once nothing writes to them or reads them."""
         read = {entry.segment.credit for entry in self._unpacking}
         for entry in list(self._quarantine):
             pending, slots = entry

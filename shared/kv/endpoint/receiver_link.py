@@ -9,15 +9,15 @@ from pagewire.shared.kv.carriers.base import Inbound
 
 @dataclass(slots=True, eq=False)
 class ReceiverLink:
-    """A link to one life of one prefill worker.
+    """A link to one run of a prefill worker.
 
     Attributes:
         number: counts up; never used again in this process.
-        peer: its name.
-        token: names the link on the socket.
+        peer: name of the prefill worker.
+        token: identifies the link on the socket.
         offers: what a sender needs to know, by carrier.
-        carrier: name of the carrier; empty until the sender has come.
-        is_tested: the first segment has come as it was sent.
+        carrier: name of the carrier; empty until the sender has chosen one.
+        is_tested: the first segment has arrived intact.
     """
 
     number: int

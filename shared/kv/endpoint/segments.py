@@ -10,10 +10,10 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A segment's share of a prompt; never empty.
+    """The part of a prompt's blocks that one segment has; never empty.
 
     Attributes:
-        positions: of its blocks in the sequence.
+        positions: positions of its blocks in the sequence.
         groups: layer groups of each block.
     """
 
@@ -22,21 +22,22 @@ class Cut:
 
     @property
     def num_units(self) -> int:
-        """Layer groups of blocks that it has."""
+        """Number of blocks times the number of layer groups of each."""
         return len(self.positions) * len(self.groups)
 
 
 @dataclass(slots=True)
 class ExportQueue:
-    """What of one job is still to be packed, in order.
+    """The blocks of one job that are still to be packed, in order.
 
-    Whole blocks leave in the order of the prompt. Blocks that leave by layer group do so one group
-    of all of them after the other (`LayerGroups.halvings`), as a step finishes them. A sequence
-    that loses its blocks keeps its place here: what has left needs not leave again.
+    Whole blocks are packed in the order of the prompt. Blocks that are sent by layer group are
+    packed in the order in which a step finishes the groups: first the earlier layer groups of all
+    blocks (`LayerGroups.halvings`). If a sequence loses its blocks, its position here stays: blocks
+    that have been sent need not be sent again.
 
     Attributes:
-        groups: of a block.
-        slot_bytes: of a staging slot; a segment fits them, and a block does.
+        groups: layer groups of a block.
+        slot_bytes: size of a staging slot, into which each segment and each block fits.
         planned: blocks before this position have been cut, or are not wanted.
     """
 
@@ -48,12 +49,12 @@ class ExportQueue:
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
 
     def add(self, block_ids: list[int], plan: int, *, by_layer_group: bool) -> None:
-        """Note blocks that a plan makes final.
+        """Add blocks that a plan makes final.
 
         Args:
-            block_ids: they follow those exported before.
-            plan: its number.
-            by_layer_group: they leave by layer group.
+            block_ids: the blocks after those that were exported before.
+            plan: the plan's number.
+            by_layer_group: send them by layer group.
         """
         self._blocks += block_ids
         final = len(self._blocks)
@@ -66,18 +67,18 @@ class ExportQueue:
         self.planned = max(self.planned, final)
 
     def lose_blocks(self) -> None:
-        """The blocks belong to others now; they will be exported again from the first on."""
+        """Forget blocks that the sequence lost; they will be exported again from the first."""
         self._blocks.clear()
         self._plans.clear()
 
     def num_new(self, block_ids: list[int]) -> int:
-        """Return how many of further blocks have not been cut yet."""
+        """Return how many of the next blocks have not been cut yet."""
         return max(0, len(self._blocks) + len(block_ids) - self.planned)
 
     def take(self) -> tuple[Cut, list[int], int] | None:
-        """Remove what is to be packed next; returns it, its blocks, the plan that ends them.
+        """Remove the next cut; return it, its blocks, and the plan that makes them final.
 
-        None if nothing is left, or the blocks of the first cut are not exported.
+        Return None if nothing is left, or the blocks of the first cut are not exported yet.
         """
         if not self._cuts or self._cuts[0].positions.stop > len(self._blocks):
             return None
@@ -86,7 +87,7 @@ class ExportQueue:
         return cut, self._blocks[cut.positions.start : cut.positions.stop], plan
 
     def again(self, cut: Cut) -> None:
-        """Have something packed once more, before all else."""
+        """Put a cut back at the front, to be packed again."""
         self._cuts.appendleft(cut)
 
 
@@ -95,7 +96,7 @@ class Coverage:
     """Which layer groups of which expected blocks have arrived.
 
     Attributes:
-        positions: of the blocks that are expected.
+        positions: positions of the blocks that are expected.
         groups: layer groups of each.
     """
 
@@ -109,12 +110,12 @@ class Coverage:
         return inside and not any(self._arrived[group] & _bits(positions) for group in groups)
 
     def add(self, positions: range, groups: range) -> None:
-        """Note what has arrived; `allows` said that none of it had."""
+        """Add blocks that have arrived; `allows` must have returned true for them."""
         for group in groups:
             self._arrived[group] |= _bits(positions)
 
     def remove(self, positions: range, groups: range) -> None:
-        """Note that something that was added has not arrived after all."""
+        """Remove blocks that were added, but arrived corrupt."""
         for group in groups:
             self._arrived[group] &= ~_bits(positions)
 

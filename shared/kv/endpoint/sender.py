@@ -4,8 +4,8 @@
 
 A job owns its sequence's blocks until all are acknowledged, the job is cancelled, or its link ends.
 Packing is queued on the device after the plan that makes the blocks final, alongside later plans.
-Everything runs in the engine's thread, which wakes up for the links' file descriptors: a segment
-takes no hand-over between threads.
+Everything runs in the engine's thread, which wakes up for the links' file descriptors. So segments
+never pass from one thread to another.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3  # of one segment
-# A prompt's last blocks leave by layer group, while the step still runs, if they have more bytes:
-# to move fewer takes less time than to handle the further segments.
+# A prompt's last blocks are sent by layer group while the step still runs, if they have more bytes
+# than this. Fewer bytes are sent more quickly than the additional segments are handled.
 DIVIDED_BYTES = 64 << 20
 
 
@@ -44,9 +44,9 @@ class _Job:
     """A job in the engine.
 
     Attributes:
-        unacknowledged: layer groups of blocks.
-        life: grows when the sequence loses its blocks.
-        again: how often a cut was packed again.
+        unacknowledged: number of layer groups of blocks without an acknowledgement.
+        life: grows by one when the sequence loses its blocks.
+        again: how often each cut was packed again.
     """
 
     name: str
@@ -62,12 +62,11 @@ class KvSender(KvHalf):
     """The step hook of a prefill engine: jobs and links.
 
     Attributes:
-        sockets: that links are opened with.
-        on_job_request: called with a link, and what its receiver asks for.
-        on_failed: called with a job that is dropped, its link, and why; its sequence has been
-            freed.
-        on_link_lost: called with a link that has ended by itself, and why.
-        divided_bytes: if a prompt's last step makes more final, it leaves by layer group.
+        sockets: makes the sockets of links.
+        on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
+        on_failed: called with a failed job, its link, and why; its sequence has been freed.
+        on_link_lost: called with a link that has ended because of a fault, and why.
+        divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
     sockets: KvSockets
@@ -89,11 +88,11 @@ class KvSender(KvHalf):
         """Open a link to a receiver; it is tested as soon as the receiver grants credits.
 
         Args:
-            hello: of the receiver; its endpoint has a numeric address.
+            hello: the receiver's offer; its endpoint has a numeric address.
 
         Raises:
-            TransferError: no block fits the receiver's staging slots, or no carrier of both sides
-                works between them; says why each does not.
+            TransferError: a block does not fit into the receiver's staging slots, or no carrier
+                works between both sides; says why each does not.
         """
         smallest = self.groups.packed_bytes(1)
         if hello.slot_bytes < smallest:
@@ -115,7 +114,7 @@ class KvSender(KvHalf):
         return link
 
     def close(self, link: SenderLink) -> None:
-        """End a link and drop its jobs; links that are not open are fine."""
+        """End a link and drop its jobs, if it is open."""
         if link not in self.links:
             return
         self.links.remove(link)
@@ -131,10 +130,10 @@ class KvSender(KvHalf):
         """Send a job's blocks from `first_block` on, as plans make them final.
 
         Args:
-            job: names its sequence in the engine, and itself in segments.
-            link: to the worker that expects them.
-            first_block: earlier ones are not wanted.
-            num_blocks: of the sequence.
+            job: name of the job, of its sequence in the engine, and in segments.
+            link: the link to the worker that expects the blocks.
+            first_block: position of the first block that is wanted.
+            num_blocks: number of the job's blocks, including unwanted ones.
 
         Raises:
             TransferError: the link has ended.
@@ -149,7 +148,7 @@ class KvSender(KvHalf):
             self._end(self._jobs[job])
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
-        """Send a message; returns whether the link is still open then."""
+        """Send a message; return whether the link is open afterwards."""
         if link in self.links:
             try:
                 link.socket.post(message)
@@ -158,7 +157,7 @@ class KvSender(KvHalf):
         return link in self.links
 
     def cancel(self, job: str, link: SenderLink) -> None:
-        """End a job of a link and free its blocks; unknown ones are fine."""
+        """End a job of a link and free its blocks; ignore unknown jobs."""
         known = self._jobs.get(job)
         if known is not None and known.link is link:
             del self._jobs[job]
@@ -170,7 +169,7 @@ class KvSender(KvHalf):
             self.close(link)
 
     def fault_counts(self) -> dict[str, int]:
-        """Return how often things went wrong so far, by kind."""
+        """Return the number of faults so far, by kind."""
         return {"lost": self.stats.lost_links}
 
     @property
@@ -186,7 +185,7 @@ class KvSender(KvHalf):
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Nothing: what a plan exports is marked on the device as it is launched."""
+        """Do nothing: the launch records the events of exported blocks on the device."""
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
@@ -194,7 +193,7 @@ class KvSender(KvHalf):
         return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _note(self, plan: StepPlan) -> None:
-        """Take what a plan says of the jobs' blocks."""
+        """Handle a plan's `Export` and `Withdraw`."""
         for work in plan.kv:
             job = self._jobs.get(work.request_id)
             if job is None:
@@ -227,7 +226,7 @@ class KvSender(KvHalf):
         return self._outgoing.is_busy
 
     def _pack_all(self) -> None:
-        """Launch as many tests and segments as there is room for."""
+        """Launch as many link tests and segments as there is room for."""
         for link in [link for link in self.links if not link.is_tested]:
             self._test(link)
         for job in list(self._jobs.values()):
@@ -258,7 +257,7 @@ class KvSender(KvHalf):
                 self._lose(link, str(exc))
 
     def _pack(self, job: _Job) -> bool:
-        """Launch the packing of a job's next segment; returns whether one could be."""
+        """Launch the packing of a job's next segment; return whether that was possible."""
         has_room = self._outgoing.has_room(job.link, len(self.links))
         ready = job.queue.take() if has_room else None
         if ready is None:
@@ -279,7 +278,7 @@ class KvSender(KvHalf):
         return True
 
     def _send_packed(self) -> None:
-        """Handle what has been packed, in order."""
+        """Handle packed segments, in order."""
         packing = self._outgoing.packing
         while packing and has_ended(packing[0].pending):
             self._send(packing.popleft())
@@ -373,7 +372,7 @@ class KvSender(KvHalf):
         self._sent.add(job.name)
 
     def _free_sent(self) -> None:
-        """Free the sequences that are computed and sent."""
+        """Free the sequences whose prompts are computed and whose blocks are acknowledged."""
         for job in [job for job in self._sent if self.core.get(job) is None]:
             self._sent.remove(job)
             self.core.abort(job)

@@ -22,11 +22,12 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        life: of the job's blocks when it was launched.
-        cut: what it has of the job.
-        slot: our staging slot, until the payload has left.
-        pending: the packing and staging, then the writing.
-        since: when it was announced; a test: launched.
+        life: the job's `life` when the packing was launched; if it has grown since, the sequence
+            has lost these blocks.
+        cut: the part of the job that the segment has.
+        slot: the sender's staging slot, until the payload is sent.
+        pending: the packing and staging, then the sending.
+        since: when the segment was announced, or a test launched.
     """
 
     link: SenderLink
@@ -40,13 +41,13 @@ class OutgoingSegment:
 
 @dataclass(slots=True, eq=False)
 class SenderLink:
-    """A link to one life of one decode worker.
+    """A link to one run of a decode worker.
 
     Attributes:
-        peer: its name.
+        peer: name of the decode worker.
         carrier: name of the carrier.
-        slot_bytes: of the receiver's staging slots.
-        gb_per_s: of the test, from its launch to its acknowledgement.
+        slot_bytes: size of the receiver's staging slots.
+        gb_per_s: speed of the test, from its launch to its acknowledgement.
     """
 
     peer: str
@@ -73,11 +74,11 @@ class SenderLink:
 def choose_carrier(
     hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
 ) -> tuple[str, Outbound]:
-    """Return the first carrier of a receiver's that works from here, and the sender's half of it.
+    """Return the receiver's first carrier that works from here, and the sender's half of it.
 
     Args:
-        hello: of the receiver.
-        carriers: that are open in this process, by name.
+        hello: the receiver's offer.
+        carriers: the carriers that are open in this process, by name.
         socket: for the link's announcements.
 
     Raises:

@@ -1,8 +1,8 @@
 """The sockets of links: a receiver binds one, a sender connects one for each link.
 
-Used in the engine's thread, which polls them; only the question who may connect (CURVE, ZAP) is
-answered in the event loop. A sender's sockets connect once: a further connection would hide what
-the one before it lost, so a lost one is noticed by the silence after it.
+The engine's thread uses and polls them; only the event loop decides who may connect (CURVE, ZAP). A
+sender's sockets connect once and never again: a second connection would hide which messages the
+first one lost. So a lost connection is noticed by the silence after it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ MAX_MESSAGES_PER_POLL = 64
 class KvSockets:
     """What the sockets of one endpoint share: the context, the keys, the size of a message.
 
-    Made in the event loop, which answers who may connect.
+    Make it in the event loop, which decides who may connect.
 
     Args:
-        keys: the cluster's; without them anybody who reaches the port may send.
-        slot_bytes: of a staging slot, the largest payload.
-        timeout_s: a connection ends when libzmq's heartbeats have had no answer for this long.
+        keys: the cluster's keys; without them, anyone who reaches the port may send.
+        slot_bytes: size of a staging slot, which is that of the largest payload.
+        timeout_s: a connection ends when libzmq's heartbeats had no answer for this long.
     """
 
     def __init__(self, keys: ClusterKeys | None, slot_bytes: int, timeout_s: float = 10.0) -> None:
@@ -61,7 +61,7 @@ class KvSockets:
         return 0 if self._zap is None else self._zap.denied
 
     def bind(self, host: str) -> zmq.Socket[bytes]:
-        """Return a socket that takes senders on a free port.
+        """Return a socket that listens for senders on a free port.
 
         Raises:
             ConfigError: this machine has no such address.
@@ -81,11 +81,11 @@ class KvSockets:
         return socket
 
     def connect(self, endpoint: str, token: bytes) -> zmq.Socket[bytes]:
-        """Return a socket to a receiver; whether it answers is seen later.
+        """Return a socket to a receiver, without waiting for the connection.
 
         Args:
-            endpoint: with a numeric address, so that nothing is looked up here.
-            token: names the link to the receiver.
+            endpoint: has a numeric address, so that no name is looked up here.
+            token: identifies the link at the receiver.
 
         Raises:
             TransferError: this is not an endpoint.
@@ -130,10 +130,10 @@ class _Tracked:
 
 
 class _Socket:
-    """A socket that the engine's thread polls. Owns it.
+    """Owns a socket that the engine's thread polls.
 
     Attributes:
-        fd: becomes readable when messages come; those that are there then have to be received.
+        fd: becomes readable when messages arrive; then all of them must be received.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -145,17 +145,17 @@ class _Socket:
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:
-        """Close it; what has not left is lost."""
+        """Close the socket; messages that have not been sent are lost."""
         self._socket.close(linger=0)
 
 
 class SenderSocket(_Socket):
     """A sender's end of a link: a connection for messages, and one for those with payloads.
 
-    A first token must not wait until the payloads before it have crossed.
+    So a first token does not wait until the payloads before it have been sent.
 
     Args:
-        sockets: of this endpoint.
+        sockets: the endpoint's.
         endpoint, token: see `KvSockets.connect`.
     """
 
@@ -165,12 +165,12 @@ class SenderSocket(_Socket):
         self._payloads: zmq.Socket[bytes] | None = None  # from the first payload on
 
     def post(self, message: ToReceiver, body: memoryview | None = None) -> Pending:
-        """Send a message and, with it, bytes that stay untouched until the result ends.
+        """Send a message and, with it, bytes that stay untouched until the returned `Pending` ends.
 
-        It leaves as soon as the receiver has taken the connection.
+        It is sent as soon as the receiver has accepted the connection.
 
         Raises:
-            TransferError: the connection is gone, or does not keep up.
+            TransferError: the connection is lost, or does not keep up.
         """
         try:
             if body is None:
@@ -183,16 +183,16 @@ class SenderSocket(_Socket):
             raise TransferError(f"the receiver takes no more messages: {exc.strerror}") from exc
 
     def close(self) -> None:
-        """Close both connections; what has not left is lost."""
+        """Close both connections; messages that have not been sent are lost."""
         super().close()
         if self._payloads is not None:
             self._payloads.close(linger=0)
 
     def receive(self) -> Iterator[ToSender]:
-        """Yield the messages that have come.
+        """Yield the messages that have arrived.
 
         Raises:
-            ProtocolError: one makes no sense.
+            ProtocolError: one is malformed.
         """
         while not self._socket.closed:
             try:
@@ -205,12 +205,12 @@ class SenderSocket(_Socket):
 
 
 class ReceiverSocket(_Socket):
-    """The socket that all of a receiver's links come over.
+    """The socket of all links of a receiver.
 
     Attributes:
-        shared: what it was made with.
-        endpoint: what a sender connects to.
-        num_malformed: messages that made no sense, and were dropped.
+        shared: the `KvSockets` that made it.
+        endpoint: the address that senders connect to.
+        num_malformed: messages that were malformed, and dropped.
     """
 
     def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
@@ -237,7 +237,7 @@ class ReceiverSocket(_Socket):
             raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
 
     def receive(self) -> Iterator[tuple[bytes, ToReceiver, zmq.Frame | None]]:
-        """Yield the messages that have come: a sender's token, its message, and the payload."""
+        """Yield the messages that have arrived: a sender's token, its message, and the payload."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

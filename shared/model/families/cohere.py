@@ -1,7 +1,7 @@
-"""Cohere: Command R and Aya, whose attention and feed-forward layers run side by side.
+"""Cohere: Command R and Aya, with parallel attention and feed-forward layers (one input).
 
-The second architecture (Command R7B, Command A, Aya's later ones) has sliding windows in most
-layers, and rotates queries and keys in these alone.
+The second architecture (Command R7B, Command A, later Aya models) has sliding windows in most
+layers, and rotates queries and keys only in these.
 """
 
 from __future__ import annotations

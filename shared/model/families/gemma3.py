@@ -1,6 +1,6 @@
-"""Gemma 3: a Gemma 2 with norms of query and key heads, and other angles where a window is.
+"""Gemma 3: a Gemma 2 with norms of query and key heads, and other angles in layers with a window.
 
-Of the models that see images, the text model is served.
+Models that also take images are served without images: only their text model is loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, and the composition of all that differ from it by biases and windows alone."""
+"""Llama 2 to 3.3, and the model of all families that differ from it only by biases and windows."""
 
 from __future__ import annotations
 

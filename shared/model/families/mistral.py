@@ -1,6 +1,7 @@
 """Mistral: a Llama with other defaults, and perhaps a sliding window in all layers.
 
-Of the models that see images, such as Mistral Small 3.1, the text model is served.
+Models that also take images, such as Mistral Small 3.1, are served without images: only their text
+model is loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def parse_config(fields: Fields) -> ModelConfig:
 
 
 def parse_conditional_config(fields: Fields) -> ModelConfig:
-    """Read the text model's part of the config.json of a Mistral that sees images.
+    """Read the text model's part of the config.json of a Mistral that also takes images.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.

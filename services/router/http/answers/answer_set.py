@@ -31,8 +31,8 @@ class Usage:
     """Tokens of one request, and where its time went.
 
     Attributes:
-        reasoning_tokens: of the completion's; None where reasoning is not split off.
-        timings: the response's field of this name; None where it is not asked for.
+        reasoning_tokens: completion tokens that are reasoning; None if it is not split off.
+        timings: the response's field of this name; None if it was not asked for.
     """
 
     prompt_tokens: int
@@ -43,26 +43,29 @@ class Usage:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Fields of ours that a response has besides its usage."""
+        """Pagewire's own fields, which a response has in addition to its usage."""
         return {} if self.timings is None else {"timings": self.timings}
 
 
 class AnswerSet:
     """The answers to one request, in the order of prompts and then of choices. Must be closed.
 
-    Each delta goes to the reader's `Push`, within the call that took it from the worker. What that
-    does not take, or what arrives while the reader is busy, waits for `deltas`.
+    Each delta is passed to the reader's `Push` in the same call in which it came from the worker.
+    Deltas that `Push` does not accept, or that arrive while the reader is busy, wait for `deltas`.
 
     Attributes:
-        finish_reasons: of the answers that have ended, each once.
+        finish_reasons: the reasons of the answers that have ended, each once.
 
     Args:
+        dispatcher: has workers generate the answers.
+        tokenizer: turns tokens into text.
+        asked: the checked request.
         request_id: names the request in the logs of all services.
-        start: when the request came, on the monotonic clock; None: now.
-        trace: the request's span, where there is one.
+        start: arrival of the request, on the monotonic clock; None means now.
+        trace: the request's span, if it is traced.
 
     Raises:
-        OverloadedError: from the constructor, the queue is full.
+        OverloadedError: the queue is full (raised by the constructor).
     """
 
     __slots__ = (
@@ -108,7 +111,7 @@ class AnswerSet:
         for index, source in enumerate(self._sources):
             source.sink, source.index = on_output, index
         self._push: Push | None = None
-        self._is_idle = False  # the reader waits, and has taken all there was
+        self._is_idle = False  # the reader waits for deltas and has read all earlier ones
         self._backlog = Backlog()
         self._arrived = asyncio.Event()
         self._unended = len(self._answers)
@@ -156,7 +159,7 @@ class AnswerSet:
         return list(dict.fromkeys(name for source in self._sources for name in source.workers))
 
     def push_to(self, push: Push) -> None:
-        """Have deltas passed on the moment they arrive, as long as `deltas` has none left."""
+        """Have deltas passed on as soon as they arrive, while none wait for `deltas`."""
         self._push = push
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
@@ -202,7 +205,7 @@ class AnswerSet:
         return [join_deltas(of_answer) for of_answer in parts]
 
     def close(self) -> None:
-        """Stop what still runs. Idempotent."""
+        """Stop the answers that still run. Idempotent."""
         for source in self._sources:
             source.close()
             source.sink = _ignore  # which leads back here: a cycle would be garbage
@@ -228,7 +231,7 @@ class AnswerSet:
             self._wake()
 
     def _in_fields_of_client(self, failure: BaseException) -> BaseException:
-        """Return a failure of a grammar as one of the field that has asked for it."""
+        """Return an error of a grammar as an error of the request's field that asked for it."""
         field = self._asked.form_field
         if not (isinstance(failure, InvalidRequestError) and failure.param == "grammar" and field):
             return failure
@@ -240,4 +243,4 @@ class AnswerSet:
 
 
 def _ignore(_index: int, _output: TokenOutput) -> None:
-    """Take what comes for a request that has ended."""
+    """Ignore the output for a request that has ended."""

@@ -1,8 +1,7 @@
 """The responses of OpenAI's and vLLM's routes, and their errors, as types.
 
-The OpenAPI document (openapi.py) is made from these types, and tests compare responses with them.
-The responses themselves are written in responses.py. The default of a field that may be missing is
-`UNSET`.
+The OpenAPI document (openapi/document.py) is made from these types, and tests compare responses
+with them. `formats.py` writes the responses. The default of a field that may be missing is `UNSET`.
 """
 
 from __future__ import annotations

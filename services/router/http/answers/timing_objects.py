@@ -1,4 +1,4 @@
-"""The `timings` of a response (timings.py) as types, see answer_objects.py."""
+"""The `timings` of a response (timings.py) as types, see objects.py."""
 
 from __future__ import annotations
 

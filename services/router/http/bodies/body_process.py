@@ -2,8 +2,8 @@
 
     python -P -m pagewire.services.router.http.bodies.body_process FILE_DESCRIPTOR
 
-It serves one socket, the router's, and ends when that is closed, as it is when the router dies. A
-bug ends it, too, with a traceback on stderr.
+It serves one socket, the router's, and ends when the router closes it or dies. A bug also ends it,
+with a traceback on stderr.
 """
 
 from __future__ import annotations

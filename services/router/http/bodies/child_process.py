@@ -1,4 +1,4 @@
-"""Processes of the router's own, for work that would stall its event loop, or end it."""
+"""Child processes of the router, for work that would stall its event loop or crash it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ChildPool:
             return process
 
     def keep(self, process: ChildProcess, memory_bytes: int) -> None:
-        """Give a process back that has answered, unless it holds too much memory."""
+        """Return a process to the pool after its answer, or end it if it holds too much memory."""
         with self._lock:  # so that nothing is kept once `close` has ended what is idle
             is_kept = memory_bytes <= MAX_PROCESS_BYTES and not self.is_closed
             if is_kept:

@@ -35,7 +35,7 @@ _TOO_LONG = f"the grammar takes longer than {TIMEOUT_S:g} s to compile"
 
 
 class _KilledError(Exception):
-    """Somebody has killed the process: an operator, or the kernel for want of memory."""
+    """The process was killed by an operator, or by the kernel because of low memory."""
 
 
 class _NoVocabularyError(Exception):
@@ -117,7 +117,7 @@ class GrammarChecker:
     def _try(self, text: str) -> tuple[str | None, bool]:
         """Return what is wrong with a grammar, and whether another attempt would find the same.
 
-        A process that somebody has killed says nothing of the grammar: another one tries it.
+        If the process was killed, that does not depend on the grammar: another process tries it.
         """
         for _ in range(TRIES):
             with contextlib.suppress(_KilledError):

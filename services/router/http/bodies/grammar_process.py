@@ -2,10 +2,10 @@
 
     python -P -m pagewire.services.router.http.bodies.grammar_process FILE_DESCRIPTOR
 
-llguidance's limits bound most of what a grammar costs, but not how deep it recurses, nor all work
-on regular expressions: a chain of 3,000 rules ends the process that compiles it. This process may
-end that way, a worker must not. It has a smaller stack than workers have, so that they survive what
-it survives. It serves one socket, the router's, and ends when that is closed.
+llguidance's limits bound most of a grammar's cost, but not the depth of recursion, nor all work on
+regular expressions: a chain of 3,000 rules crashes the process that compiles it. This process may
+crash, but a worker must not. Its stack is smaller than a worker's, so a worker can compile what it
+could. It serves one socket, the router's, and ends when that is closed.
 """
 
 from __future__ import annotations

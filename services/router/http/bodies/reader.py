@@ -1,7 +1,7 @@
 """Reads bodies: small ones at once, larger ones in a thread, large ones in a process.
 
-Decoding, templates and lists of token ids need Python's interpreter, of which a process has one at
-a time: a thread with a body of 13 MB would stall the event loop, and all streams, for a second.
+Decoding, templates and lists of token ids hold Python's interpreter lock: a thread with a body of
+13 MB would stall the event loop, and all streams, for a second.
 """
 
 from __future__ import annotations

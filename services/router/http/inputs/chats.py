@@ -50,7 +50,7 @@ def template_options(body: ChatBody, raw: bytes | bytearray) -> ChatOptions:
 
 
 def num_chars(messages: list[dict[str, Any]], options: ChatOptions) -> int:
-    """Return how many characters a template is given at least."""
+    """Return a lower bound of the number of characters that the template gets."""
     texts = ("content", "name", "reasoning")
     count = sum(len(message.get(key, "")) for message in messages for key in texts)
     more = [message["tool_calls"] for message in messages if "tool_calls" in message]

@@ -50,8 +50,8 @@ class PromptInput(msgspec.Struct, frozen=True):
     """One prompt.
 
     Attributes:
-        spec: its seed is None where the client gave none.
-        echo: text to repeat in front of the answer, or that of tokens which `/detokenize` is given;
+        spec: its seed is None if the client gave none.
+        echo: text to repeat before the answer, or the text of the tokens that `/detokenize` got;
             None if it is not asked for.
     """
 

@@ -1,8 +1,8 @@
 """The bodies of OpenAI's completion and chat requests, with types as strict as OpenAI's.
 
-Each field that we know is declared, with its bounds and, where the type does not say it, what is
-right in words. `unsupported.py` has those that may only have a value that asks for nothing. Other
-fields are counted, and nothing is made of them, so that they cost little.
+Each known field is declared with its bounds and, where the type does not say it, a rule in words.
+`unsupported.py` has the unsupported fields, which may only have values that change nothing. Unknown
+fields are only counted, so that they cost little.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
         n: how many answers to each prompt.
         stop: ends an answer before any of these.
         stream: send the answer as server-sent events while it is made.
-        add_special_tokens: begin and end the prompt's text as the model wants it; by default the
-            text of a completion does, and the chat template alone decides for a chat.
+        add_special_tokens: the tokenizer adds its special tokens to the prompt's text; true by
+            default for completions, and false for chats, whose template has these tokens.
         return_token_ids: the response has the token ids of prompts and answers.
         return_tokens_as_token_ids: log probabilities name tokens by their ids.
-        service_tier: there is one; a response to a request that names any names "default".
+        service_tier: changes nothing; if it is given, the response has "default".
         timings: the response says where the time went.
         user: changes nothing, nor do the fields after it.
     """
@@ -144,7 +144,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     Attributes:
         prompt: text, several texts, token ids, or several lists of token ids.
         max_tokens: may be 0 if the prompt is echoed: nothing is generated then.
-        best_of: no more than 1, see `refuse_unsupported`.
+        best_of: not supported: at most 1.
         echo: the answer begins with the prompt.
         logprobs: report the log probability of each token and those of this many most likely ones.
     """

@@ -1,4 +1,4 @@
-"""Checks a body of Anthropic's Messages API and makes the chat of it that inputs.py reads."""
+"""Checks a body of Anthropic's Messages API and makes a chat of it (inputs/generation.py)."""
 
 from __future__ import annotations
 
@@ -195,5 +195,5 @@ def _thinks(body: CountBody) -> bool:
 
 
 def _goes_on(body: CountBody) -> bool:
-    """Whether the answer goes on with the last message, which is the beginning of an answer."""
+    """Whether the answer continues the last message, which is the beginning of an answer."""
     return body.messages[-1].role == "assistant"

@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, as strict as those of OpenAI's (schemas.py)."""
+"""The bodies of Anthropic's Messages API, as strict as those of OpenAI's (inputs/schemas.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
-    """The reasoning before an earlier answer. Its signature is not looked at."""
+    """The reasoning before an earlier answer. Its signature is not checked."""
 
     thinking: str
 
@@ -155,7 +155,7 @@ class Thinking(msgspec.Struct, frozen=True):
     """Whether the model reasons before it answers.
 
     Attributes:
-        budget_tokens: is checked and bounds nothing: `max_tokens` does.
+        budget_tokens: checked, but does not limit the reasoning; `max_tokens` limits the answer.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -221,10 +221,10 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`.
 
     Attributes:
-        thread: a conversation that the server holds, which is refused (message_inputs.py).
+        thread: not supported: the server keeps no conversations.
         model: one of the names that `/v1/models` lists.
-        messages: the conversation; if the last is the assistant's, the answer goes on with it.
-        system: what comes before the conversation.
+        messages: the conversation; if the last is the assistant's, the answer continues it.
+        system: text before the conversation.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""The public routes as the OpenAPI document (openapi.py) describes them, an `Operation` each.
+"""The public routes as the OpenAPI document (document.py) describes them, an `Operation` each.
 
 A test compares this list with the routes of the application, in both directions.
 """

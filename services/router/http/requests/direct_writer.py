@@ -1,7 +1,7 @@
-"""Writing parts of a response straight to the transport, from where the data arrive.
+"""Writes parts of a response directly to the transport, in the callback in which tokens arrive.
 
-ASGI's `send` is a coroutine: each part costs a task's wake-up. Head and end of a response go
-through it all the same, so that uvicorn does what it does with any response.
+ASGI's `send` is a coroutine: each part would cost a task's wake-up. Only the head and the end of a
+response go through `send`, so that uvicorn handles them as with any response.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DirectWriter:
         self.update()
 
     def update(self) -> None:
-        """Note that the client has begun or ceased to take what is written."""
+        """Handle that the client has begun or stopped reading."""
         self._is_ready = self._has_begun and not self._flow.write_paused
 
     def end(self) -> None:
@@ -44,7 +44,7 @@ class DirectWriter:
         self._has_begun = self._is_ready = False
 
     def push(self, index: int, delta: TextDelta) -> bool:
-        """Write the event of a delta, unless the client has yet to take what was written before.
+        """Write the event of a delta, unless the client has not read earlier events yet.
 
         Returns:
             Whether it is written.
@@ -62,13 +62,13 @@ class DirectWritesProtocol(BoundedHttpProtocol):
     _writer: DirectWriter | None = None  # of the request that is served, or was served last
 
     def pause_writing(self) -> None:
-        """Wait for the client to take what is sent."""
+        """Stop direct writes: the client does not read what was sent."""
         super().pause_writing()
         if self._writer is not None:
             self._writer.update()
 
     def resume_writing(self) -> None:
-        """Go on: the client has taken most."""
+        """Resume direct writes: the client has read most of it."""
         super().resume_writing()
         if self._writer is not None:
             self._writer.update()

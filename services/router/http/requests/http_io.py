@@ -37,13 +37,13 @@ BODY_SILENCE_S = 10.0  # without a byte of it
 
 
 class BodyMemory:
-    """Bounds what the bodies of all requests take while they arrive and are read.
+    """Bounds the memory of all request bodies while they arrive and are read.
 
-    Bytes are counted, not requests: a client that sends slowly keeps nobody out.
+    Bytes are counted, not requests, so that a client that sends slowly does not block others.
 
     Attributes:
-        held: bytes taken at present.
-        limit: most there may be.
+        held: bytes in use now.
+        limit: most bytes in use at once.
     """
 
     def __init__(self, limit: int = MAX_BODIES_BYTES) -> None:
@@ -61,7 +61,7 @@ class BodyMemory:
         self.held += nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """Uncount them."""
+        """Stop counting bytes."""
         self.held -= nbytes
 
 
@@ -112,7 +112,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something for a client; cancel it as soon as the client leaves.
+    """Await something for a client; cancel it as soon as the client disconnects.
 
     Raises:
         ClientGoneError: the client left first.
@@ -133,12 +133,12 @@ async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -
 class EventStream(Response):
     """The answers to one request as server-sent events; closes them whatever happens.
 
-    An event goes to the transport the moment its tokens arrive. What arrives while the client takes
-    nothing waits, and is sent through ASGI, as are the beginning and the end.
+    An event goes to the transport as soon as its tokens arrive. While the client does not read,
+    events wait; they are then sent through ASGI, as are the beginning and the end.
 
     Args:
         first: the first event, already taken from `rest`.
-        send_timeout_s: a client that takes nothing for so long is given up.
+        send_timeout_s: a client that reads nothing for this long is disconnected.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,4 @@
-"""What the router knows of one HTTP request, for the log line at its end."""
+"""What the router knows about one HTTP request, for the log line at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORD = "pagewire.request"
 
 
 class Answers(Protocol):
-    """What there is to say of the answers to a request; `AnswerSet` (answers.py) has it all."""
+    """What a log line says about the answers to a request; `AnswerSet` implements it."""
 
     @property
     def usage(self) -> Usage:
@@ -44,20 +44,20 @@ class Answers(Protocol):
 
     @property
     def workers(self) -> list[str]:
-        """Ids of those that have answered."""
+        """Ids of the workers that have answered."""
 
 
 class RequestRecord:
     """What is known of one HTTP request.
 
     Attributes:
-        request_id: the client's, or made here.
-        key: name of its API key; None if there is none.
-        status: of the response; 0 if there is none.
-        outcome: how it ended; None if the status says that.
-        error: what went wrong inside.
-        answers: to the request; None if it ended before there were any.
-        span: of the request; None before its answers begin, and if it is not traced.
+        request_id: from the client's header, or made by the router.
+        key: name of its API key; None if it has none.
+        status: status of the response; 0 if there is no response.
+        outcome: how it ended; None if the status decides that.
+        error: the error, for the log.
+        answers: the request's answers; None if it ended before there were any.
+        span: the request's span; None before its answers begin, or if it is not traced.
     """
 
     __slots__ = (
@@ -83,11 +83,11 @@ class RequestRecord:
         self.span: TracedSpan | None = None
 
     def fail(self, exc: Exception, outcome: Outcome | None = None) -> None:
-        """Note an error. Without an outcome, the status decides it."""
+        """Record an error. If no outcome is given, the status decides it."""
         self.error, self.outcome = repr(exc)[:MAX_ERROR_CHARS], outcome or self.outcome
 
     def begin_span(self, tracing: Tracing) -> str | None:
-        """Begin the request's span, a child of the client's; returns it as W3C's `traceparent`."""
+        """Begin the request's span, a child of the client's; return it as W3C's `traceparent`."""
         found = {
             name: value.decode("latin-1")
             for name, value in self.scope["headers"][::-1]

@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`: OpenAI's fields, as strict as those of `schemas.py`.
 
-Declared here is what chats have in another form, or not at all. The fields in `AS_IN_CHATS` go to
-the chat that is made of the body (response_inputs.py), which checks them.
+This file declares the fields that chats have in another form, or do not have. The fields in
+`AS_IN_CHATS` are passed to the chat that is made of the body (inputs.py), which checks them.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ Texts = Annotated[
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One item of a conversation: of which type decides which fields it has.
+    """One item of a conversation. Its type decides which fields it has.
 
     Attributes:
-        content: of a message, or of reasoning.
-        output: of a call.
-        summary: of reasoning; unused if there is content.
+        content: text of a message, or of reasoning.
+        output: result of a call.
+        summary: summary of reasoning; not used if there is content.
     """
 
     type: Annotated[
@@ -201,15 +201,15 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: one of the names that `/v1/models` lists.
         input: a message of the user, or the items of a conversation.
-        instructions: what the model is to heed, for this answer alone.
+        instructions: a system message for this answer only.
         previous_response_id: a stored response whose conversation continues.
         max_output_tokens: how long the answer may be, in tokens.
         stream: send the answer as server-sent events while it is made.
         tools: functions that the model may call.
         top_logprobs: report the log probabilities of this many most likely tokens.
         background: may only be false.
-        include: log probabilities are included if they are named here; other names ask for
-            parts of items that no answer has.
+        include: with `message.output_text.logprobs`, the answer has log probabilities; other values
+            change nothing.
         max_tool_calls: bounds calls of tools of the server, which has none.
         store: keep the response for a while; by default it is.
         user: changes no answer, nor do the fields after it.
@@ -249,13 +249,13 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Previous(msgspec.Struct, frozen=True):
-    """The one field of a body that is read before the others."""
+    """The field of a body that is read before all others."""
 
     previous_response_id: ResponseId | None = None
 
 
 def previous_id(raw: bytes | bytearray) -> str | None:
-    """Return the response that a body goes on with; None if it names none, or is wrong."""
+    """Return the id of the response that a body continues; None if there is none or it is wrong."""
     if b'"previous_response_id"' not in raw:
         return None
     try:

@@ -1,7 +1,7 @@
 """Reads the body of `POST /v1/responses`: it becomes a chat, which `read_chat` reads.
 
-What a conversation has so far comes from the store (response_store.py), which only the router's
-event loop reads. It goes to the reader in one block of bytes with the body: see `with_history`.
+The conversation so far comes from the store (store.py), which only the router's event loop reads.
+It goes to the reader in one block of bytes with the body: see `with_history`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _RENAMED = {
 
 
 def with_history(raw: bytes | bytearray, history: bytes) -> bytes:
-    """Return what `read_response` reads.
+    """Return the body and the conversation before it as one block, for `read_response`.
 
     Args:
         raw: the body.
@@ -138,7 +138,7 @@ def _messages(body: ResponseBody, history: bytes | bytearray) -> Messages:
 
 
 def _chat(body: ResponseBody, fields: dict[str, msgspec.Raw], messages: Messages) -> dict[str, Any]:
-    """Return the body of a chat that asks for the same."""
+    """Return the body of an equivalent chat."""
     chat: dict[str, Any] = {name: fields[name] for name in fields.keys() & AS_IN_CHATS}
     chat |= {"model": body.model, "messages": messages.said, "stream": body.stream}
     if body.max_output_tokens is not None:

@@ -1,4 +1,4 @@
-"""The responses of OpenAI's Responses API as types, see answer_objects.py."""
+"""The responses of OpenAI's Responses API as types, see answers/objects.py."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Responses that clients may go on with: in Redis, for an hour, within a bound in bytes.
+"""Responses that clients may continue: in Redis, for an hour, within a bound in bytes.
 
     pagewire:<tag>:r:<id>    a `StoredResponse` as JSON
     pagewire:<tag>:rs        sorted set: "<id> <bytes>" of each, by when it ends, ms
     pagewire:<tag>:rb        bytes of all
 
-Several routers share a store: any of them can go on with what another has answered. Without a Redis
-of its own it is in the cluster's, which each cluster has; its bound keeps it from displacing what
-else is there. Of an earlier turn nothing but its conversation is needed, so each response has the
-whole of it: a chain of responses would be as long as its client likes.
+Several routers share a store: any of them can continue a response of another. The store is in the
+cluster's Redis unless it has one of its own; its bound keeps it from displacing other data there.
+Each response is stored with its whole conversation. So continuing one needs a single read, however
+many turns came before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT_S = 1.0
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
-# Store a value; those that end first make room. Returns whether it is stored.
+# Store a value; those that expire first make room. Returns whether it is stored.
 # KEYS: sorted set, sum. ARGV: key prefix, id, value, TTL in ms, bound in bytes.
 PUT = """
 local all, sum, prefix, id, value = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
@@ -103,7 +103,7 @@ class ResponseStore:
         self._keys = (f"pagewire:{tag}:rs", f"pagewire:{tag}:rb")
 
     async def put(self, response_id: str, stored: StoredResponse) -> bool:
-        """Store a response; return whether it is. Nothing is raised: its client has its answer."""
+        """Store a response; return whether that worked. Never raises: the client has its answer."""
         value = msgspec.json.encode(stored)
         if len(value) > MAX_STORED_BYTES:
             logger.info("a response of %d bytes is too large to be stored", len(value))
@@ -142,7 +142,7 @@ class ResponseStore:
         return stored
 
     async def remove(self, response_id: str, owner: str | None) -> None:
-        """Forget a response.
+        """Delete a response.
 
         Raises:
             ResponseNotFoundError: there is none that is this owner's.

@@ -99,7 +99,7 @@ async def chat(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer, since the router is alive; operators find the rest at the operator port."""
+    """Answer 200, because the router is alive. The operator port shows more."""
     service = service_of(request)
     found = service.health()
     if service.api_keys is not None and record_of(request.scope).key is None:
@@ -123,8 +123,8 @@ async def generate(
 
     Args:
         request: the request.
-        kind: of its body.
-        make_format: returns what writes the answers.
+        kind: the kind of its body.
+        make_format: returns the format that writes the answers.
 
     Raises:
         PagewireError: the body is wrong, or the answers failed before their first token.
@@ -191,9 +191,9 @@ async def read_request(
     """Receive and check a request.
 
     Args:
-        request: whose body has not been read.
-        kind: of the body.
-        frame: makes of the body what its reader takes; None: that is the body.
+        request: a request whose body has not been read.
+        kind: the kind of its body.
+        frame: makes the reader's input from the body; None if the input is the body.
 
     Raises:
         PagewireError: it is refused.

@@ -1,8 +1,8 @@
 """Accepts connections from a socket that several routers share, a few at a time.
 
-A loop that finds a queue of connections takes all of it, and the other routers get none. So each
-takes a few and pauses, in which the others do likewise. One that has no room pauses before it takes
-any, so that it refuses connections only if the others do not take them.
+Without a limit, the first event loop that finds a queue of connections would accept all of them.
+So each router accepts a few and then pauses, while the others do the same. A router without room
+pauses first, so that it refuses connections only if no other router accepts them.
 """
 
 from __future__ import annotations

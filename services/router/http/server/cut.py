@@ -1,4 +1,4 @@
-"""Requests that do not end within the drain time: their clients learn of it."""
+"""Ends requests that outlast the drain time, with an error for their clients."""
 
 from __future__ import annotations
 

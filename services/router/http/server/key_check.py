@@ -1,4 +1,4 @@
-"""Lets requests in that have a valid API key, before their bodies are read."""
+"""Checks the API keys of requests before their bodies are read."""
 
 from __future__ import annotations
 
