@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Ping,
+    Pong,
     decode,
     encode,
 )
@@ -80,6 +81,35 @@ def test_a_server_that_ends_right_after_the_handshake_is_lost(
     with caplog.at_level(logging.ERROR):
         run_async(scenario())
     assert not caplog.records
+
+
+def test_a_server_lost_together_with_its_first_answer_was_never_reached() -> None:
+    """The client reads both before `connect` goes on: that raises, and nothing ticks afterwards."""
+
+    def greet_and_forget(server: zmq.Socket[bytes]) -> None:
+        peer, _ping = server.recv_multipart()
+        for epoch in (7, 0):
+            server.send_multipart([peer, encode(Pong(worker_id="worker-0", epoch=epoch))])
+        time.sleep(0.2)  # the client's I/O thread reads both
+
+    async def scenario() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+            server.linger = 0
+            KEYS.secure_server(server)
+            port = server.bind_to_random_port("tcp://127.0.0.1")
+            endpoint, lost = f"tcp://127.0.0.1:{port}", list[str]()
+            client = ControlClient(
+                endpoint, KEYS, make_client_id("client"), lambda _: None, lost.append
+            )
+            connecting = asyncio.create_task(client.connect(WAIT_S))
+            await eventually(lambda: server.poll(0))
+            greet_and_forget(server)  # in this thread: the loop stands still
+            with pytest.raises(ChannelError, match="does not know this client"):
+                await connecting
+            assert lost == []
+            assert client._ticker is None
+
+    run_async(scenario())
 
 
 @pytest.mark.parametrize(("waits_s", "said_s"), [(0.5, "0.5"), (8.0, "5")], ids=["ours", "zmq's"])
