@@ -139,6 +139,12 @@ class ControlClient:
     def _open(self, address: str) -> None:
         if self._ending:
             raise ChannelError(f"the connection to {self.endpoint} was closed")
+        try:
+            self._start(address)
+        except zmq.ZMQError as exc:  # such as no file descriptor left
+            raise ChannelError(f"cannot connect to {self.endpoint}: {exc.strerror}") from exc
+
+    def _start(self, address: str) -> None:
         # Clients share a context: one I/O thread serves the connections to all servers.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         socket = context.socket(zmq.DEALER)
@@ -150,10 +156,7 @@ class ControlClient:
         socket.reconnect_ivl = -1  # a second connection would hide what the first one lost
         events = _BEGIN_EVENTS | HANDSHAKE_FAILURES | _LOST_EVENTS
         self._monitor = watch_connection(socket, events, self._on_event)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as exc:
-            raise ChannelError(f"cannot connect to {self.endpoint}: {exc.strerror}") from exc
+        socket.connect(address)
 
     def _send(self, frame: bytes) -> None:
         if self._link is None or self._link.closed:
