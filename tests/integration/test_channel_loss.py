@@ -181,6 +181,33 @@ def test_a_client_that_leaves_is_reported_once_and_soon() -> None:
     run_async(scenario())
 
 
+def test_a_client_that_leaves_later_than_its_event_is_reported_with_the_next_heartbeat() -> None:
+    """libzmq may drop the route long after it has said that somebody left."""
+
+    async def scenario() -> None:
+        async with serving(lease_s=60) as server:
+            server.control._monitor._on_frames = lambda _frames: None  # it says nothing else
+            async with connected(server.endpoint) as client:
+                server.control._on_disconnect(zmq.EVENT_DISCONNECTED, 0)
+                await eventually(lambda: server.control._probe is None)
+                assert server.control.peers == (client.control.client_id,)
+            await eventually(lambda: server.lost == [client.control.client_id])
+
+    run_async(scenario())
+
+
+def test_a_server_that_is_closed_reports_nobody_lost() -> None:
+    """Not even whom it has forgotten just before."""
+
+    async def scenario() -> None:
+        async with serving() as server, connected(server.endpoint) as client:
+            server.control._forget(client.control.client_id.encode(), "for the test")
+            await server.control.close()
+            assert server.lost == []
+
+    run_async(scenario())
+
+
 def test_a_server_that_closes_is_reported_once_and_soon() -> None:
     async def scenario() -> None:
         async with serving() as server, connected(server.endpoint) as client:
