@@ -205,8 +205,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_ending = True
         self.transport.abort()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing more may be written."""
+        return self._is_ending or self.transport.is_closing()
+
     def linger(self) -> None:
-        """Close once the client has, or has had time to."""
+        """Close once the client has, or has had time to. Idempotent."""
+        if self.is_ending:
+            return
         self._is_ending = True
         self.flow.resume_reading()
         self.transport.write_eof()
@@ -293,7 +300,7 @@ class _LingeringTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         """Whether the connection ends."""
-        return self._protocol.transport.is_closing()
+        return self._protocol.is_ending
 
     def close(self) -> None:
         """Close later, since bytes may be unread."""
