@@ -79,6 +79,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Take the connection; refuse it where all others are served."""
         if self._all.enter(self):
             super().connection_made(transport)
+            if self._all.is_closing:
+                self.shutdown()
             return
         self.transport, self._is_ending = transport, True
         transport.write(NO_ROOM.response())
