@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import httpx
@@ -15,8 +15,8 @@ from pagewire.services.decode.main import make_service as make_decode_service
 from pagewire.services.prefill.main import make_service as make_prefill_service
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.control.channel import ClusterKeys
-from pagewire.shared.control.protocol import Role
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import KvHello, Role
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
@@ -190,3 +190,34 @@ def test_a_worker_that_ends_leaves_nothing_running(
 
     run_async(scenario(), timeout=60)  # which finds errors of callbacks and tasks that are left
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_link_that_is_asked_for_while_a_worker_ends_is_not_opened(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the engine the control server is still there for a moment."""
+
+    async def scenario() -> None:
+        async with worker(redis_server, "prefill") as runtime, live_router(redis_server.url) as it:
+            await record_of(it, "prefill-0")
+            hello = KvHello(
+                worker_id="decode-0",
+                epoch=1,
+                layout=runtime.built.layout,
+                link=1,
+                token=bytes(16),
+                endpoint="tcp://127.0.0.1:9",
+                carriers={"zmq": b""},
+                slot_bytes=1 << 20,
+            )
+            asked.append(lambda: runtime._on_message("decode-0.1", hello))
+
+    async def close_late(server: ControlServer) -> None:
+        for ask in asked:
+            ask()
+        await close(server)
+
+    asked: list[Callable[[], None]] = []
+    close = ControlServer.close
+    monkeypatch.setattr(ControlServer, "close", close_late)
+    run_async(scenario(), timeout=60)  # which finds tasks that are left
