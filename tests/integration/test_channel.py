@@ -125,7 +125,7 @@ def test_nobody_there_is_reported_at_once() -> None:
         start = time.monotonic()
         with pytest.raises(ChannelError, match=r"nobody listens there$"):
             run_async(lone_client(endpoint).connect(WAIT_S))
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < WAIT_S
 
 
 def test_a_server_that_never_answers_times_out() -> None:

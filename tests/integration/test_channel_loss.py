@@ -141,8 +141,9 @@ def test_a_server_that_dies_in_the_handshake_did_not_refuse_it() -> None:
         with remote_peer("server", "the cluster's secret", "7") as server:
             endpoint = await asyncio.to_thread(server.read_line)
             server.freeze()
-            connecting = asyncio.create_task(lone_client(endpoint).connect(WAIT_S))
-            await asyncio.sleep(0.2)
+            client = lone_client(endpoint)
+            connecting = asyncio.create_task(client.connect(WAIT_S))
+            await eventually(lambda: client._reached == zmq.EVENT_CONNECTED)
             server.kill()
             with pytest.raises(ChannelError, match=DIED):
                 await connecting
@@ -166,12 +167,10 @@ def test_something_else_on_the_port_is_named() -> None:
 
 def test_a_client_that_leaves_is_reported_once_and_soon() -> None:
     async def scenario() -> None:
-        async with serving() as server:
+        async with serving(lease_s=60) as server:
             async with connected(server.endpoint) as client:
                 client.control.post(Cancel(request_id="last-word"))
-            start = time.monotonic()
             await eventually(lambda: server.lost)
-            assert time.monotonic() - start < 1
             assert server.received == [(client.control.client_id, Cancel(request_id="last-word"))]
             await asyncio.sleep(0.3)
             assert server.lost == [client.control.client_id]
@@ -210,11 +209,9 @@ def test_a_server_that_is_closed_reports_nobody_lost() -> None:
 
 def test_a_server_that_closes_is_reported_once_and_soon() -> None:
     async def scenario() -> None:
-        async with serving() as server, connected(server.endpoint) as client:
+        async with serving() as server, connected(server.endpoint, lease_s=60) as client:
             await server.control.close()
-            start = time.monotonic()
             await eventually(lambda: client.lost)
-            assert time.monotonic() - start < 1
             assert not client.control.alive
             with pytest.raises(ChannelError, match="not connected"):
                 client.control.post(ack(1))
@@ -251,11 +248,11 @@ def test_a_killed_server_process_is_noticed_at_once() -> None:
 
 def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
     async def scenario(endpoint: str, freeze: Callable[[], None]) -> None:
-        async with connected(endpoint, lease_s=0.5) as client:
+        async with connected(endpoint, lease_s=1.5) as client:
             freeze()
             start = time.monotonic()
             await eventually(lambda: client.lost)
-            assert 0.3 < time.monotonic() - start < 3
+            assert time.monotonic() - start > 1
             assert "silent" in client.lost[0]
 
     with remote_peer("server", "the cluster's secret", "3") as remote:
@@ -281,7 +278,7 @@ def test_a_forgotten_client_that_goes_on_talking_is_notified_and_not_served() ->
             silent.send(encode(Cancel(request_id="one")))
             await eventually(lambda: server.lost == ["raw"])
             silent.send(encode(Cancel(request_id="two")))
-            assert await asyncio.to_thread(silent.poll, 2000)
+            assert await asyncio.to_thread(silent.poll, 20_000)
             assert decode(silent.recv()).epoch == 0
             assert len(server.received) == 1
             assert server.lost == ["raw"]
