@@ -16,7 +16,7 @@ from pagewire.tests.support.kv_router import router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
 from pagewire.tests.support.kv_workers import Times
 
-SOON_S = 3.0  # much less than any time-out of the workers
+SOON_S = 8.0  # less than any time-out of the workers
 SHORT_TIMES = Times(transfer_s=0.5)
 
 

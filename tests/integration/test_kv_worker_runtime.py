@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import pytest
@@ -150,12 +150,12 @@ def test_strangers_and_nonsense_at_the_kv_port_are_counted(redis_server: RedisSe
             endpoint = runtime.kv.socket.endpoint
             async with raw_peer(endpoint, keys=KEYS) as member:
                 member.send(b"noise")
-                await _knock(endpoint)
-                for kind in ("malformed", "denied"):
-                    name = f'pagewire_kv_link_faults_total{{kind="{kind}"}} '
-                    async with asyncio.timeout(10):
-                        while f"{name}0.0" in await _own_page(router):  # noqa: ASYNC110 - over HTTP
-                            await asyncio.sleep(0.1)
+                with _knocking(endpoint):
+                    for kind in ("malformed", "denied"):
+                        name = f'pagewire_kv_link_faults_total{{kind="{kind}"}} '
+                        async with asyncio.timeout(20):
+                            while f"{name}0.0" in await _own_page(router):  # noqa: ASYNC110
+                                await asyncio.sleep(0.1)
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
 
     run_async(scenario(), timeout=60)
@@ -169,7 +169,8 @@ async def _own_page(router: LiveRouter) -> str:
     return text
 
 
-async def _knock(endpoint: str) -> None:
+@contextmanager
+def _knocking(endpoint: str) -> Iterator[None]:
     """Come without the cluster's key."""
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -177,7 +178,7 @@ async def _knock(endpoint: str) -> None:
         stranger.curve_serverkey = KEYS.public
         stranger.curve_publickey, stranger.curve_secretkey = public, secret
         stranger.connect(endpoint)
-        await asyncio.sleep(0.3)
+        yield
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
