@@ -86,7 +86,7 @@ def test_a_header_that_does_not_come_is_given_up(redis_url, monkeypatch, begun):
                 assert (await client.response())[0] == 200
             status, error = await client.error()
             assert (status, error["code"]) == (408, "request_timeout")
-            assert 1 <= time.monotonic() - started < 4
+            assert 1 <= time.monotonic() - started < 9  # unasked, it would be 10 s
         await answers(router)
         assert await router.metric(EARLY.format("slow")) == 1
 
