@@ -110,15 +110,12 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
 def test_killed_router_is_soon_back_however_often(start: StartCluster) -> None:
     cluster = start()
     cluster.wait_ready()
-    outages = []
     for number in range(1, 6):
         cluster.kill_router("router-0")
-        began = time.monotonic()
         again = "router-0 is ready again"
         wait_until(lambda: cluster.stdout.count(again) == number, 20)  # noqa: B023
-        outages.append(time.monotonic() - began)
-    assert "starting router-0 again in 1 s" in cluster.stdout
-    assert max(outages) < 4, outages  # 1 s, and the start of a process on a busy machine
+    pauses = re.findall(r"starting router-0 again in ([\d.]+) s", cluster.stdout)
+    assert pauses == ["0.5", "1", "1", "1", "1"]
     assert "router-1 died" not in cluster.stdout
 
 
