@@ -127,8 +127,9 @@ class PrefillLinks:
             async with asyncio.timeout(timeout_s):
                 await link.tested.wait()
         except TimeoutError:
-            self._leave_out(link)
-            raise
+            if not link.tested.is_set():  # else the loop has heard of both at once
+                self._leave_out(link)
+                raise
         self._complaints.forget(record.worker_id, record.epoch)
         logger.info("linked to %s by %s", record.worker_id, kv.carrier)
 

@@ -7,8 +7,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import prometheus_client
 import uvicorn
@@ -22,6 +21,7 @@ from pagewire.shared.addresses import is_loopback
 from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.http.server import HttpServer
 from pagewire.shared.listener import bound_socket, inherited_socket
 from pagewire.shared.logs import configure_logging
 from pagewire.shared.open_files import raise_open_file_limit
@@ -89,8 +89,8 @@ async def _serve(settings: RouterSettings) -> int:
     return 0
 
 
-class _Server(uvicorn.Server):
-    """A server that leaves signals to `_serve`: uvicorn would raise them again after its shutdown.
+class _Server(HttpServer):
+    """The server of the endpoint; `_serve` handles signals.
 
     Args:
         shared: the socket if other routers also accept from it; else None.
@@ -99,7 +99,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self, config: uvicorn.Config, service: RouterService, shared: socket.socket | None
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, service.connections)
         self._service, self._shared = service, shared
         self._must_cut = asyncio.Event()
 
@@ -120,10 +120,6 @@ class _Server(uvicorn.Server):
         return self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     def stop(self) -> None:
         """Stop accepting and let requests finish, within the drain time or until called again."""

@@ -83,8 +83,9 @@ class ControlClient:
         self._last_seen = 0.0
         self._link: LoopSocket | None = None
         self._monitor: LoopSocket | None = None
-        self._ticker: Ticker | None = None
+        self._ticker: Ticker | None = None  # from the return of `connect` on
         self._ending = False
+        self._reason = "it was closed here"
 
     @property
     def alive(self) -> bool:
@@ -115,6 +116,8 @@ class ControlClient:
         except BaseException:  # cancelled, or no message of the protocol's
             self._end()
             raise
+        if self._ending:  # since the `Pong` came, in the same iteration of the loop
+            raise ChannelError(f"{self.endpoint}: {self._reason}")
         self._ticker = Ticker(self._heartbeat_s, self._on_tick)
         return pong
 
@@ -136,6 +139,12 @@ class ControlClient:
     def _open(self, address: str) -> None:
         if self._ending:
             raise ChannelError(f"the connection to {self.endpoint} was closed")
+        try:
+            self._start(address)
+        except zmq.ZMQError as exc:  # such as no file descriptor left
+            raise ChannelError(f"cannot connect to {self.endpoint}: {exc.strerror}") from exc
+
+    def _start(self, address: str) -> None:
         # Clients share a context: one I/O thread serves the connections to all servers.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         socket = context.socket(zmq.DEALER)
@@ -147,10 +156,7 @@ class ControlClient:
         socket.reconnect_ivl = -1  # a second connection would hide what the first one lost
         events = _BEGIN_EVENTS | HANDSHAKE_FAILURES | _LOST_EVENTS
         self._monitor = watch_connection(socket, events, self._on_event)
-        try:
-            socket.connect(address)
-        except zmq.ZMQError as exc:
-            raise ChannelError(f"cannot connect to {self.endpoint}: {exc.strerror}") from exc
+        socket.connect(address)
 
     def _send(self, frame: bytes) -> None:
         if self._link is None or self._link.closed:
@@ -222,11 +228,12 @@ class ControlClient:
         if self._ending:
             return
         self._end()
-        if self._first_pong is not None and not self._first_pong.done():
-            self._first_pong.set_exception(ChannelError(f"{self.endpoint}: {reason}"))
-        else:
+        self._reason = reason
+        if self._ticker is not None:
             logger.info("lost the control server %s: %s", self.endpoint, reason)
             self._on_lost(reason)
+        elif self._first_pong is not None and not self._first_pong.done():
+            self._first_pong.set_exception(ChannelError(f"{self.endpoint}: {reason}"))
 
     def _end(self, linger_ms: int = 0) -> None:
         if self._ending:

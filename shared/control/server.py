@@ -31,6 +31,7 @@ MAX_PEERS = 1024
 
 _CLOSE_LINGER_MS = 200
 _PROBE_DELAY_S = 0.01
+_LATE_PROBES = 2  # one may follow the first at once
 _WARN_INTERVAL_S = 5.0
 
 
@@ -79,6 +80,7 @@ class ControlServer:
         self._next_warning = 0.0
         self._next_version_warning = 0.0
         self._probe: asyncio.TimerHandle | None = None
+        self._probes_due = 0  # with the next heartbeats
         # libzmq has one authentication endpoint a context: each server has a context of its own.
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._zap: ZapHandler | None = None
@@ -221,10 +223,16 @@ class ControlServer:
         name = peer.decode()
         logger.info("control client %s is gone: %s", name, reason)
         # In an iteration of its own: `post` may be in the middle of its caller's bookkeeping.
-        asyncio.get_running_loop().call_soon(self._on_peer_lost, name)
+        asyncio.get_running_loop().call_soon(self._report_lost, name)
+
+    def _report_lost(self, name: str) -> None:
+        if self._context is not None:
+            self._on_peer_lost(name)
 
     def _on_disconnect(self, event: int, value: int) -> None:
-        # libzmq does not say who left, and drops the route shortly after the event.
+        # libzmq does not say who left, and drops the route after the event: mostly at once, but an
+        # overloaded machine may take longer, hence further probes.
+        self._probes_due = _LATE_PROBES
         if self._probe is None:
             loop = asyncio.get_running_loop()
             self._probe = loop.call_later(_PROBE_DELAY_S, self._probe_peers)
@@ -238,6 +246,9 @@ class ControlServer:
     def _on_tick(self) -> None:
         if self._link is not None:
             self._link.drain()
+        if self._probes_due > 0 and self._probe is None:
+            self._probes_due -= 1
+            self._probe_peers()
         deadline = time.monotonic() - self._lease_s
         for peer, seen in list(self._last_seen.items()):
             if seen < deadline:

@@ -47,12 +47,14 @@ class Connections:
         keep_alive_s: how long a connection may wait for its next request.
         closed_early: connections that the server ended, by reason: refused at the bound, dropped
             for a new one, slow, invalid.
+        is_closing: the server ends; so do new connections.
     """
 
     def __init__(self, name: str, limit: int, keep_alive_s: int) -> None:
         self.name = name
         self.limit, self.keep_alive_s = limit, keep_alive_s
         self.closed_early = Counter(dict.fromkeys(REASONS, 0))
+        self.is_closing = False
         self._phases: Phases[Peer] = Phases(
             {
                 Phase.ENDING: ENDING_TIMEOUT_S,

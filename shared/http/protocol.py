@@ -80,6 +80,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Accept the connection, or refuse it if all others are being served."""
         if self._all.enter(self):
             super().connection_made(transport)
+            if self._all.is_closing:
+                self.shutdown()
             return
         self.transport, self._is_ending = transport, True
         transport.write(NO_ROOM.response())
@@ -206,8 +208,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_ending = True
         self.transport.abort()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether nothing more may be written."""
+        return self._is_ending or self.transport.is_closing()
+
     def linger(self) -> None:
-        """Close once the client has closed, or after a while."""
+        """Close once the client has closed, or after a while. Idempotent."""
+        if self.is_ending:
+            return
         self._is_ending = True
         self.flow.resume_reading()
         self.transport.write_eof()
@@ -294,7 +303,7 @@ class _LingeringTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         """Whether the connection ends."""
-        return self._protocol.transport.is_closing()
+        return self._protocol.is_ending
 
     def close(self) -> None:
         """Close later, since bytes may be unread."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,6 +14,7 @@ from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
+from pagewire.shared.http.server import HttpServer
 
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64  # scrapers, operators and health checks
@@ -37,7 +37,7 @@ class SideServer:
         self.connections = Connections(name, MAX_CONNECTIONS, KEEP_ALIVE_S)
         self._app = Starlette(routes=list(routes))
         self._listener: socket.socket | None = None
-        self._server: uvicorn.Server | None = None
+        self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, listener: socket.socket) -> None:
@@ -54,7 +54,7 @@ class SideServer:
             backlog=MAX_CONNECTIONS,  # asyncio accepts as many at once
             timeout_keep_alive=KEEP_ALIVE_S,
         )
-        self._server = _QuietServer(config)
+        self._server = HttpServer(config, self.connections)
         self._task = start_task(self._server.serve(sockets=[listener]), f"server of {self._name}")
 
     async def close(self) -> None:
@@ -93,11 +93,3 @@ async def listening_socket(host: str, port: int, option: str, purpose: str) -> s
             f"cannot listen on {host} port {port} for {purpose}: {exc.strerror}; "
             f"choose another {option}, or 0 for a free one"
         ) from exc
-
-
-class _QuietServer(uvicorn.Server):
-    """Leaves the process's signal handlers alone: the service has its own."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -181,6 +181,7 @@ class WorkerRuntime:
         service = self._service = make_service(self)
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
+        stack.callback(self._leave_service)
         self.engine.start()
         stack.push_async_callback(self._stop_engine)
         index.start()
@@ -277,6 +278,10 @@ class WorkerRuntime:
             if link.gb_per_s
         ]
 
+    def _leave_service(self) -> None:
+        """Let nothing reach it that still comes: it could start tasks that nobody ends."""
+        self._service = None
+
     def _on_message(self, peer_id: str, message: ControlMessage) -> None:
         if self._service is not None:
             self._service.on_message(peer_id, message)
@@ -286,8 +291,9 @@ class WorkerRuntime:
             self._service.on_peer_lost(peer_id)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        if self._service is not None:
-            self._service.on_outputs(outputs)
+        service = self._service  # read once: this is the engine's thread
+        if service is not None:
+            service.on_outputs(outputs)
 
     def is_healthy(self) -> bool:
         """Whether the engine's loop runs and new work is taken."""

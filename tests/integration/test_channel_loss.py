@@ -6,11 +6,12 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from pagewire.shared.control.channel import ClusterKeys
+from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
     Cancel,
     ControlMessage,
     Ping,
+    Pong,
     decode,
     encode,
 )
@@ -82,6 +83,35 @@ def test_a_server_that_ends_right_after_the_handshake_is_lost(
     assert not caplog.records
 
 
+def test_a_server_lost_together_with_its_first_answer_was_never_reached() -> None:
+    """The client reads both before `connect` goes on: that raises, and nothing ticks afterwards."""
+
+    def greet_and_forget(server: zmq.Socket[bytes]) -> None:
+        peer, _ping = server.recv_multipart()
+        for epoch in (7, 0):
+            server.send_multipart([peer, encode(Pong(worker_id="worker-0", epoch=epoch))])
+        time.sleep(0.2)  # the client's I/O thread reads both
+
+    async def scenario() -> None:
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+            server.linger = 0
+            KEYS.secure_server(server)
+            port = server.bind_to_random_port("tcp://127.0.0.1")
+            endpoint, lost = f"tcp://127.0.0.1:{port}", list[str]()
+            client = ControlClient(
+                endpoint, KEYS, make_client_id("client"), lambda _: None, lost.append
+            )
+            connecting = asyncio.create_task(client.connect(WAIT_S))
+            await eventually(lambda: server.poll(0))
+            greet_and_forget(server)  # in this thread: the loop stands still
+            with pytest.raises(ChannelError, match="does not know this client"):
+                await connecting
+            assert lost == []
+            assert client._ticker is None
+
+    run_async(scenario())
+
+
 @pytest.mark.parametrize(("waits_s", "said_s"), [(0.5, "0.5"), (8.0, "5")], ids=["ours", "zmq's"])
 def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
     waits_s: float, said_s: str
@@ -111,8 +141,9 @@ def test_a_server_that_dies_in_the_handshake_did_not_refuse_it() -> None:
         with remote_peer("server", "the cluster's secret", "7") as server:
             endpoint = await asyncio.to_thread(server.read_line)
             server.freeze()
-            connecting = asyncio.create_task(lone_client(endpoint).connect(WAIT_S))
-            await asyncio.sleep(0.2)
+            client = lone_client(endpoint)
+            connecting = asyncio.create_task(client.connect(WAIT_S))
+            await eventually(lambda: client._reached == zmq.EVENT_CONNECTED)
             server.kill()
             with pytest.raises(ChannelError, match=DIED):
                 await connecting
@@ -136,12 +167,10 @@ def test_something_else_on_the_port_is_named() -> None:
 
 def test_a_client_that_leaves_is_reported_once_and_soon() -> None:
     async def scenario() -> None:
-        async with serving() as server:
+        async with serving(lease_s=60) as server:
             async with connected(server.endpoint) as client:
                 client.control.post(Cancel(request_id="last-word"))
-            start = time.monotonic()
             await eventually(lambda: server.lost)
-            assert time.monotonic() - start < 1
             assert server.received == [(client.control.client_id, Cancel(request_id="last-word"))]
             await asyncio.sleep(0.3)
             assert server.lost == [client.control.client_id]
@@ -151,13 +180,38 @@ def test_a_client_that_leaves_is_reported_once_and_soon() -> None:
     run_async(scenario())
 
 
-def test_a_server_that_closes_is_reported_once_and_soon() -> None:
+def test_a_client_that_leaves_later_than_its_event_is_reported_with_the_next_heartbeat() -> None:
+    """libzmq may drop the route long after it has said that somebody left."""
+
+    async def scenario() -> None:
+        async with serving(lease_s=60) as server:
+            server.control._monitor._on_frames = lambda _frames: None  # it says nothing else
+            async with connected(server.endpoint) as client:
+                server.control._on_disconnect(zmq.EVENT_DISCONNECTED, 0)
+                await eventually(lambda: server.control._probe is None)
+                assert server.control.peers == (client.control.client_id,)
+            await eventually(lambda: server.lost == [client.control.client_id])
+
+    run_async(scenario())
+
+
+def test_a_server_that_is_closed_reports_nobody_lost() -> None:
+    """Not even whom it has forgotten just before."""
+
     async def scenario() -> None:
         async with serving() as server, connected(server.endpoint) as client:
+            server.control._forget(client.control.client_id.encode(), "for the test")
             await server.control.close()
-            start = time.monotonic()
+            assert server.lost == []
+
+    run_async(scenario())
+
+
+def test_a_server_that_closes_is_reported_once_and_soon() -> None:
+    async def scenario() -> None:
+        async with serving() as server, connected(server.endpoint, lease_s=60) as client:
+            await server.control.close()
             await eventually(lambda: client.lost)
-            assert time.monotonic() - start < 1
             assert not client.control.alive
             with pytest.raises(ChannelError, match="not connected"):
                 client.control.post(ack(1))
@@ -194,11 +248,11 @@ def test_a_killed_server_process_is_noticed_at_once() -> None:
 
 def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
     async def scenario(endpoint: str, freeze: Callable[[], None]) -> None:
-        async with connected(endpoint, lease_s=0.5) as client:
+        async with connected(endpoint, lease_s=1.5) as client:
             freeze()
             start = time.monotonic()
             await eventually(lambda: client.lost)
-            assert 0.3 < time.monotonic() - start < 3
+            assert time.monotonic() - start > 1
             assert "silent" in client.lost[0]
 
     with remote_peer("server", "the cluster's secret", "3") as remote:
@@ -224,7 +278,7 @@ def test_a_forgotten_client_that_goes_on_talking_is_notified_and_not_served() ->
             silent.send(encode(Cancel(request_id="one")))
             await eventually(lambda: server.lost == ["raw"])
             silent.send(encode(Cancel(request_id="two")))
-            assert await asyncio.to_thread(silent.poll, 2000)
+            assert await asyncio.to_thread(silent.poll, 20_000)
             assert decode(silent.recv()).epoch == 0
             assert len(server.received) == 1
             assert server.lost == ["raw"]

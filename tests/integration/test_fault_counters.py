@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import msgspec
@@ -103,15 +103,17 @@ def leave_records(redis: RedisServer) -> None:
             client.sadd(f"{prefix}s", worker_id)
 
 
-async def say(endpoint: str, *frames: bytes) -> None:
+@asynccontextmanager
+async def saying(endpoint: str, *frames: bytes) -> AsyncIterator[None]:
     """Send something as a member of the cluster."""
     async with raw_peer(endpoint, keys=KEYS) as member:
         for frame in frames:
             member.send(frame)
-        await asyncio.sleep(0.3)
+        yield
 
 
-async def knock(endpoint: str) -> None:
+@contextmanager
+def knocking(endpoint: str) -> Iterator[None]:
     """Come without the cluster's key."""
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -119,7 +121,7 @@ async def knock(endpoint: str) -> None:
         stranger.curve_serverkey = KEYS.public
         stranger.curve_publickey, stranger.curve_secretkey = public, secret
         stranger.connect(endpoint)
-        await asyncio.sleep(0.3)
+        yield
 
 
 def test_a_workers_faults_are_on_its_page(redis_server: RedisServer) -> None:
@@ -137,11 +139,12 @@ def test_a_workers_faults_are_on_its_page(redis_server: RedisServer) -> None:
             everything = [*CONTROL, *KV, *UNSEEN_KV, *RECORDS, *REDIS]
             assert {each: shown.get(each) for each in everything} == dict.fromkeys(everything, 0)
             leave_records(redis_server)
-            await say(record.endpoint, b"", bytes([PROTOCOL_VERSION + 1, 0]))
-            await say(kv_endpoint, b"noise")
-            await knock(record.endpoint)
-            await knock(kv_endpoint)
-            await wait_for(http, record.metrics_endpoint, [*CONTROL, *KV, *RECORDS])
+            async with (
+                saying(record.endpoint, b"", bytes([PROTOCOL_VERSION + 1, 0])),
+                saying(kv_endpoint, b"noise"),
+            ):
+                with knocking(record.endpoint), knocking(kv_endpoint):
+                    await wait_for(http, record.metrics_endpoint, [*CONTROL, *KV, *RECORDS])
             redis_server.kill()
             caused = [*CONTROL, *KV, *RECORDS, *REDIS]
             await wait_for(http, record.metrics_endpoint, caused)

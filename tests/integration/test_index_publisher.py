@@ -8,7 +8,7 @@ from pagewire.shared.errors import RedisUnavailableError
 from pagewire.shared.index import prefix_index, publisher
 from pagewire.shared.index.publisher import BATCH_BLOCKS, MAX_PENDING, IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
-from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.prefix import (
     EPOCH,
     TAG,
@@ -71,9 +71,11 @@ def test_changes_from_the_engines_thread_end_in_the_right_state(redis_server: Re
             await asyncio.to_thread(thread.join)
             publisher.resync()
             await eventually(lambda: publisher.resyncs >= 2 and publisher.pending == 0)
-            await asyncio.sleep(0.1)
-            in_index = {h for h in pool if (await index.lookup([h], {"w": EPOCH})).hits}
-            assert in_index == set(cached)
+
+            async def in_index() -> set[BlockHash]:
+                return {h for h in pool if (await index.lookup([h], {"w": EPOCH})).hits}
+
+            await until_returns(in_index, set(cached))
 
     run_async(scenario())
 
@@ -123,10 +125,9 @@ def test_memory_is_bounded_while_redis_is_away_and_the_snapshot_makes_up(
             for number in range(3 * MAX_PENDING // 1000):
                 publisher.added([BlockHash(b"%08d%08d" % (number, n)) for n in range(1000)])
                 assert publisher.pending <= MAX_PENDING
-            await asyncio.sleep(0.3)
+            await eventually(lambda: publisher.failed_flushes > 0)
             redis_server.start()
             await until_found(index, prompt, {"w": 100})
-            assert publisher.failed_flushes > 0
 
     run_async(scenario())
 
@@ -188,7 +189,6 @@ def test_a_bug_in_the_snapshot_is_logged(
 
     async def scenario() -> None:
         async with index_at(redis_server.url) as index, publishing(index, snapshot=snapshot):
-            await asyncio.sleep(0.1)
+            await eventually(lambda: "index-publisher failed" in caplog.text)
 
     run_async(scenario())
-    assert "index-publisher failed" in caplog.text

@@ -164,15 +164,15 @@ def test_a_link_that_nothing_comes_through_is_replaced() -> None:
 
 
 def test_a_link_of_idle_or_busy_engines_is_kept() -> None:
-    times = Times(transfer_s=0.3)
+    times = Times(transfer_s=1.0)
 
     async def scenario() -> None:
         async with prefill_worker(times=times) as p, decode_worker(times=times) as d:
             await d.link_to(p)
             links = d.receiver.tested_links
-            await asyncio.sleep(3 * times.transfer_s)
+            await asyncio.sleep(2 * times.transfer_s)
             with p.stuck(), d.stuck():
-                await asyncio.sleep(3 * times.transfer_s)
+                await asyncio.sleep(2 * times.transfer_s)
             async with router_of(d) as router:
                 router.generate()
                 await router.answer()

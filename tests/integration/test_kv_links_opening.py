@@ -16,7 +16,7 @@ from pagewire.tests.support.kv_router import router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
 from pagewire.tests.support.kv_workers import Times
 
-SOON_S = 3.0  # much less than any time-out of the workers
+SOON_S = 8.0  # less than any time-out of the workers
 SHORT_TIMES = Times(transfer_s=0.5)
 
 
@@ -138,12 +138,12 @@ def test_where_a_carrier_brings_nothing_the_next_is_taken(
     trouble: Trouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     ShakyCarrier.trouble = trouble
-    both = ShakyCarrier, ZmqCarrier
+    both, times = (ShakyCarrier, ZmqCarrier), Times(transfer_s=2.0)
 
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=both, times=SHORT_TIMES) as p,
-            decode_worker(carriers=both, times=SHORT_TIMES) as d,
+            prefill_worker(carriers=both, times=times) as p,
+            decode_worker(carriers=both, times=times) as d,
         ):
             await d.link_to(p)
             assert [link.carrier for link in p.sender.links] == ["zmq"]
@@ -278,6 +278,23 @@ def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
                 time.sleep(0.2)  # noqa: ASYNC251 - see above
                 await eventually(lambda: len(by_hand.hellos) > 1)
             assert not d.is_linked()
+
+    run_async(scenario())
+
+
+def test_a_link_that_is_tested_at_the_last_moment_is_kept() -> None:
+    async def scenario() -> None:
+        async with prefill_by_hand() as by_hand, decode_worker(times=Times(transfer_s=1.0)) as d:
+            d.records = [by_hand.record()]
+            await eventually(lambda: by_hand.hellos)
+            with kv_link_by_hand(by_hand.hellos[0][1]) as link:
+                await link.granted()
+                # The loop does not run: it hears of the test when the time is over, too.
+                link.pass_test()
+                time.sleep(1.2)  # noqa: ASYNC251 - see above
+                await asyncio.sleep(2 * d.times.heartbeat_s)
+                assert d.is_linked()
+                assert len(by_hand.hellos) == 1
 
     run_async(scenario())
 

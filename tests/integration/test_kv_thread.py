@@ -133,7 +133,7 @@ def workers(kind: str) -> Iterator[Workers]:
         made.close()
 
 
-def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"

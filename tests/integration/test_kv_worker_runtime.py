@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import pytest
@@ -15,8 +15,8 @@ from pagewire.services.decode.main import make_service as make_decode_service
 from pagewire.services.prefill.main import make_service as make_prefill_service
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.control.channel import ClusterKeys
-from pagewire.shared.control.protocol import Role
+from pagewire.shared.control.channel import ClusterKeys, ControlServer
+from pagewire.shared.control.protocol import KvHello, Role
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
@@ -150,12 +150,12 @@ def test_strangers_and_nonsense_at_the_kv_port_are_counted(redis_server: RedisSe
             endpoint = runtime.kv.socket.endpoint
             async with raw_peer(endpoint, keys=KEYS) as member:
                 member.send(b"noise")
-                await _knock(endpoint)
-                for kind in ("malformed", "denied"):
-                    name = f'pagewire_kv_link_faults_total{{kind="{kind}"}} '
-                    async with asyncio.timeout(10):
-                        while f"{name}0.0" in await _own_page(router):  # noqa: ASYNC110 - over HTTP
-                            await asyncio.sleep(0.1)
+                with _knocking(endpoint):
+                    for kind in ("malformed", "denied"):
+                        name = f'pagewire_kv_link_faults_total{{kind="{kind}"}} '
+                        async with asyncio.timeout(20):
+                            while f"{name}0.0" in await _own_page(router):  # noqa: ASYNC110
+                                await asyncio.sleep(0.1)
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200
 
     run_async(scenario(), timeout=60)
@@ -169,7 +169,8 @@ async def _own_page(router: LiveRouter) -> str:
     return text
 
 
-async def _knock(endpoint: str) -> None:
+@contextmanager
+def _knocking(endpoint: str) -> Iterator[None]:
     """Come without the cluster's key."""
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
@@ -177,7 +178,7 @@ async def _knock(endpoint: str) -> None:
         stranger.curve_serverkey = KEYS.public
         stranger.curve_publickey, stranger.curve_secretkey = public, secret
         stranger.connect(endpoint)
-        await asyncio.sleep(0.3)
+        yield
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -190,3 +191,34 @@ def test_a_worker_that_ends_leaves_nothing_running(
 
     run_async(scenario(), timeout=60)  # which finds errors of callbacks and tasks that are left
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_link_that_is_asked_for_while_a_worker_ends_is_not_opened(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the engine the control server is still there for a moment."""
+
+    async def scenario() -> None:
+        async with worker(redis_server, "prefill") as runtime, live_router(redis_server.url) as it:
+            await record_of(it, "prefill-0")
+            hello = KvHello(
+                worker_id="decode-0",
+                epoch=1,
+                layout=runtime.built.layout,
+                link=1,
+                token=bytes(16),
+                endpoint="tcp://127.0.0.1:9",
+                carriers={"zmq": b""},
+                slot_bytes=1 << 20,
+            )
+            asked.append(lambda: runtime._on_message("decode-0.1", hello))
+
+    async def close_late(server: ControlServer) -> None:
+        for ask in asked:
+            ask()
+        await close(server)
+
+    asked: list[Callable[[], None]] = []
+    close = ControlServer.close
+    monkeypatch.setattr(ControlServer, "close", close_late)
+    run_async(scenario(), timeout=60)  # which finds tasks that are left

@@ -250,11 +250,11 @@ def test_a_real_entry_outlives_an_optimistic_one_which_does_not_replace_it(
 
     async def scenario() -> None:
         async with index_at(redis_server.url) as index, index_at(redis_server.url) as fresh:
-            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
+            index.assume(prompt, {"w": EPOCH}, ttl_s=1.5)
             await until_found(fresh, prompt, {"w": 2})
             await index.publish("w", EPOCH, prompt, [])
             index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.6)
             assert (await fresh.lookup(prompt, {"w": EPOCH})).hits == {"w": 2}
 
     run_async(scenario())
@@ -289,13 +289,13 @@ def test_lookups_without_redis_are_empty_and_quick_then_recover(
             assert [answer.hits for answer in answers] == [{}] * 50
             for _ in range(200):
                 assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
-            assert time.monotonic() - start < 1
-            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
+            assert time.monotonic() - start < 10  # one after the other, 200 would take 20 s
+            index.assume(prompt, {"w": EPOCH}, ttl_s=1.5)
             assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 4}
             redis_server.thaw() if fault == "frozen" else redis_server.start()
             if fault == "killed":
                 await index.publish("w", EPOCH, prompt, [])
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.6)
             await until_found(index, prompt, {"w": 4})
             assert index.failed_lookups > 200
 
@@ -306,7 +306,7 @@ def test_lookups_without_redis_are_empty_and_quick_then_recover(
 
 def test_one_slow_answer_does_not_pause_lookups(redis_server: RedisServer) -> None:
     async def scenario() -> None:
-        async with index_at(redis_server.url, lookup_timeout_s=0.2) as index:
+        async with index_at(redis_server.url, lookup_timeout_s=1.0) as index:
             await index.publish("w", EPOCH, blocks(1), [])
             redis_server.freeze()
             assert (await index.lookup(blocks(1), {"w": EPOCH})).hits == {}

@@ -91,7 +91,7 @@ def test_a_redis_that_does_not_answer_times_out() -> None:
         start = time.monotonic()
         with pytest.raises(RedisSetupError, match="answer"):
             run_async(connect_redis(f"redis://127.0.0.1:{mute.getsockname()[1]}/0", 0.3))
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 10
 
 
 def test_a_server_that_is_not_redis_is_reported() -> None:

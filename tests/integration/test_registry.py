@@ -13,10 +13,11 @@ from pagewire.shared.cluster.registry import (
     RecordPublisher,
     Registry,
     WorkerLoad,
+    WorkerRecord,
 )
 from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
 from pagewire.shared.errors import RedisUnavailableError
-from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import (
     TAG,
@@ -327,7 +328,7 @@ def test_without_redis_calls_fail_in_time_and_epochs_come_from_the_clock(
             with pytest.raises(RedisUnavailableError):
                 await registry.list_workers()
             assert await registry.new_epoch("decode-0") > 0
-            assert time.monotonic() - start < 3
+            assert time.monotonic() - start < 10  # each has 1 s
             redis_server.thaw()
             await registry.publish(record())
             assert await registry.list_workers() == [record()]
@@ -343,11 +344,16 @@ def test_without_redis_calls_fail_in_time_and_epochs_come_from_the_clock(
 
 def test_a_publisher_keeps_a_record_alive_and_removes_it_at_the_end(any_redis_url: str) -> None:
     async def scenario() -> None:
-        async with registry_at(any_redis_url, lease_s=0.4) as registry:
-            state = {"state": "ready"}
-            publisher = RecordPublisher(registry, lambda: record(**state), heartbeat_s=0.1)
+        made: list[WorkerRecord] = []
+
+        def make() -> WorkerRecord:
+            made.append(record())
+            return made[-1]
+
+        async with registry_at(any_redis_url, lease_s=1.0) as registry:
+            publisher = RecordPublisher(registry, make, heartbeat_s=0.1)
             await publisher.start()
-            await asyncio.sleep(0.8)
+            await eventually(lambda: len(made) == 15)  # which takes longer than a lease
             assert await registry.list_workers() == [record()]
             await publisher.close()
             assert await registry.list_workers() == []
@@ -364,8 +370,7 @@ def test_a_change_of_state_is_published_at_once(redis_server: RedisServer) -> No
             await publisher.start()
             state["state"] = "draining"
             publisher.renew_now()
-            await asyncio.sleep(0.1)
-            assert await registry.list_workers() == [record(state="draining")]
+            await until_returns(registry.list_workers, [record(state="draining")])
             await publisher.close()
 
     run_async(scenario())
@@ -379,10 +384,9 @@ def test_a_publisher_outlives_redis(
             publisher = RecordPublisher(registry, record, heartbeat_s=0.05)
             await publisher.start()
             redis_server.kill()
-            await asyncio.sleep(0.3)
+            await eventually(lambda: publisher.failed_renewals > 1)
             redis_server.start()
-            await asyncio.sleep(0.3)
-            assert await registry.list_workers() == [record()]
+            await until_returns(registry.list_workers, [record()])
             redis_server.kill()
             await publisher.close()
 
@@ -400,8 +404,7 @@ def test_a_bug_in_making_a_record_is_logged(
         async with registry_at(redis_server.url) as registry:
             publisher = RecordPublisher(registry, lambda: next(records), heartbeat_s=0.05)
             await publisher.start()
-            await asyncio.sleep(0.2)
+            await eventually(lambda: "record-publisher failed" in caplog.text)
             await publisher.close()
 
     run_async(scenario())
-    assert "record-publisher failed" in caplog.text

@@ -135,7 +135,7 @@ def test_ten_thousand_idle_connections_slow_nobody_down(redis_url):
                     among = sorted([await answers(url) for _ in range(20)])
                     print(f"{count} connections: {among[10]:.3f} s, alone {alone[10]:.3f} s")
                     assert among[10] < 2 * alone[10] + 0.1
-                    assert among[-1] < 3
+                    assert among[-1] < 10
                     assert crowd.leave() == 0
 
     run_async(scenario(), 100)

@@ -52,6 +52,7 @@ class Served:
 
     def __init__(self, send_timeout_s: float = 10) -> None:
         self.sources: list[Source] = []
+        self.answers: list[AnswerSet] = []
         self.sent: list[dict[str, Any]] = []
         self._send_timeout_s = send_timeout_s
 
@@ -68,6 +69,7 @@ class Served:
         )
         dispatcher = SimpleNamespace(open=lambda requests, watch: [source])
         answers = AnswerSet(dispatcher, TOKENIZER, asked, "r")
+        self.answers.append(answers)
         rest = answers.deltas()
         first = await anext(rest)
         form = CompletionFormat("m", [""], Extras())
@@ -116,13 +118,13 @@ def serve(
 
 
 async def ask(served: Served, client: socket.socket, request: bytes = GET) -> Source:
-    """Ask for a stream; return its source after the first event."""
+    """Ask for a stream; return its source when the first event is sent and all else is pushed."""
     count = len(served.sources)
     await asyncio.get_running_loop().sock_sendall(client, request)
     await eventually(lambda: len(served.sources) > count)
     source = served.sources[-1]
     source.push(WORDS[:1])
-    await eventually(lambda: bool(served.sent))
+    await eventually(lambda: bool(served.sent) and served.answers[-1]._is_idle)
     return source
 
 
@@ -158,7 +160,6 @@ def test_events_are_written_at_once_and_the_connection_is_kept():
     async def scenario(served: Served, client: socket.socket) -> None:
         for _ in range(2):
             source = await ask(served, client)
-            await asyncio.sleep(0.05)
             served.sent.clear()
             for word in WORDS[1:]:
                 source.push([word])
@@ -191,7 +192,6 @@ def test_a_pipelined_request_is_answered_after_the_first():
 def test_a_client_that_pauses_gets_everything_in_order():
     async def scenario(served: Served, client: socket.socket) -> None:
         source = await ask(served, client)
-        await asyncio.sleep(0.05)
         for step in range(6000):  # far more than all buffers hold
             source.push([WORDS[step % len(WORDS)]])
         received = b""
@@ -215,7 +215,6 @@ def test_a_client_that_pauses_gets_everything_in_order():
 def test_a_client_that_takes_nothing_is_given_up_and_its_request_cancelled():
     async def scenario(served: Served, client: socket.socket) -> None:
         source = await ask(served, client)
-        await asyncio.sleep(0.05)
         for step in range(6000):
             source.push([WORDS[step % len(WORDS)]])
         await eventually(lambda: source.closed == ["abort"])

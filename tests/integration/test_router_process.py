@@ -18,7 +18,7 @@ from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.router_process import ready, router_process
+from pagewire.tests.support.router_process import drains, ready, router_process
 from pagewire.tests.support.sse import arriving_events
 
 WORD = Tokenizer.from_dir(demo_model_path()).encode(" the", add_special_tokens=False)
@@ -88,7 +88,7 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
                     events = arriving_events(response)
                     await anext(events)
                     process.send_signal(signal.SIGTERM)
-                    await asyncio.sleep(0.3)
+                    await drains(http)
                     with contextlib.suppress(httpx.TransportError):
                         late = await http.post("/v1/completions", json=asked)
                         assert late.status_code == 503
@@ -103,10 +103,13 @@ def test_a_request_that_comes_as_it_stops_has_to_be_sent_again(redis_url):
 def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, again):
     """A stream has an event of it, a request without an answer a status, the log one line."""
     options = ("--drain-timeout-s", "30" if again else "1")
+    draining = "draining: requests running: 2"
 
     async def scenario() -> None:
         port = free_port()
         with router_process(redis_url, port, *options) as process:
+            stderr = process.stderr
+            assert stderr is not None
             async with (
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http,
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 9999, step_s=0.01) as worker,
@@ -119,9 +122,11 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
                 ) as response:
                     events = arriving_events(response)
                     await anext(events)
+                    await eventually(lambda: worker.active == 2)
                     process.send_signal(signal.SIGTERM)
                     if again:
-                        await asyncio.sleep(0.5)
+                        while draining not in (line := await asyncio.to_thread(stderr.readline)):
+                            assert line, "it has ended"
                         process.send_signal(signal.SIGTERM)
                     *_, last = [event async for event in events]
                 assert last["error"]["code"] == "shutting_down"
@@ -130,9 +135,8 @@ def test_what_does_not_end_within_the_drain_time_ends_with_an_error(redis_url, a
                 assert (answer.status_code, answer.json()) == (503, last)
                 assert await asyncio.to_thread(process.wait, 10) == 0
                 await eventually(lambda: worker.active == 0)
-            assert process.stderr is not None
-            log = process.stderr.read()
-            assert "draining: requests running: 2" in log
+            log = stderr.read()
+            assert again or draining in log
             assert "Traceback" not in log
             [line] = [each for each in log.splitlines() if "WARNING" in each or "ERROR" in each]
             assert line.endswith("2 requests are cut")
@@ -177,9 +181,13 @@ def test_a_request_whose_body_is_still_coming_is_cut_too(redis_url):
             ):
                 await ready(http, 200)
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                head = "POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\n{"
-                writer.write(head.encode())
-                await asyncio.sleep(0.2)
+                head = (
+                    b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n"
+                    b"Expect: 100-continue\r\n\r\n"
+                )
+                writer.write(head)
+                assert b" 100 " in await reader.readuntil(b"\r\n\r\n")  # it reads the body
+                writer.write(b"{")
                 process.send_signal(signal.SIGTERM)
                 assert b" 503 " in await reader.readline()
                 writer.close()

@@ -122,7 +122,7 @@ async def counts_by_worker(url: str, routers: int, workers: int, requests: int) 
             request = lives[number % routers].complete(prompt=prompt, max_tokens=2)
             asked.append(asyncio.create_task(request))
             await eventually(lambda: sum(len(fake.generated) for fake in fakes) > number)  # noqa: B023
-            await asyncio.sleep(0.01)  # for the write to arrive
+            await eventually(lambda: not any(live.service._index._writes for live in lives))
         for fake in fakes:
             fake.hold.set()
         assert {each.status_code for each in await asyncio.gather(*asked)} == {200}

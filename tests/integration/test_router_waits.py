@@ -86,7 +86,7 @@ def test_if_it_stays_away_they_end_with_a_503(redis_url, monkeypatch, stream, wa
         async with router_that_lost_its_worker(redis_url, **settings) as (router, _):
             start = time.monotonic()
             response = await router.complete(prompt="Hi", stream=stream)
-            assert 0.5 <= time.monotonic() - start < 3
+            assert 0.5 <= time.monotonic() - start < 15
             assert response.status_code == 503
             assert int(response.headers["Retry-After"]) >= 1
             error = response.json()["error"]

@@ -60,10 +60,10 @@ def test_signal_stops_everything_and_cleans_up(start: StartCluster, number: sign
 
 def test_signal_while_starting_stops_everything(start: StartCluster) -> None:
     cluster = start()
-    wait_until(lambda: (cluster.state / "supervisor.pid").exists(), 10)
+    wait_until(lambda: (cluster.state / "supervisor.pid").exists(), 20)
     time.sleep(0.1)
     assert cluster.stop() in (0, -signal.SIGINT)
-    wait_until(lambda: not cluster.left_over(), 5)
+    wait_until(lambda: not cluster.left_over(), 20)
     assert "Pagewire is ready" not in cluster.stdout
     assert not cluster.ready_file.exists()
 
@@ -82,7 +82,7 @@ def test_killed_supervisor_takes_its_children_along(start: StartCluster) -> None
     cluster.wait_ready()
     cluster.process.kill()
     cluster.process.wait(10)
-    wait_until(lambda: not cluster.left_over(), 5, lambda: str(cluster.left_over()))
+    wait_until(lambda: not cluster.left_over(), 20, lambda: str(cluster.left_over()))
 
 
 def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
@@ -110,15 +110,12 @@ def test_killed_worker_is_reported_and_restarted(start: StartCluster) -> None:
 def test_killed_router_is_soon_back_however_often(start: StartCluster) -> None:
     cluster = start()
     cluster.wait_ready()
-    outages = []
     for number in range(1, 6):
         cluster.kill_router("router-0")
-        began = time.monotonic()
         again = "router-0 is ready again"
         wait_until(lambda: cluster.stdout.count(again) == number, 20)  # noqa: B023
-        outages.append(time.monotonic() - began)
-    assert "starting router-0 again in 1 s" in cluster.stdout
-    assert max(outages) < 4, outages  # 1 s, and the start of a process on a busy machine
+    pauses = re.findall(r"starting router-0 again in ([\d.]+) s", cluster.stdout)
+    assert pauses == ["0.5", "1", "1", "1", "1"]
     assert "router-1 died" not in cluster.stdout
 
 
@@ -225,9 +222,9 @@ def test_second_signal_kills_a_stubborn_worker_and_its_child(start: StartCluster
     assert cluster.process.poll() is None  # it waits for the one that ignores SIGTERM
     began = time.monotonic()
     assert cluster.stop() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # requests have 20 s
     assert cluster.left_over() == []
-    wait_until(lambda: not is_alive(child), 5)
+    wait_until(lambda: not is_alive(child), 20)
 
 
 def test_workers_stop_when_the_router_has_no_request_left(start: StartCluster) -> None:
@@ -240,7 +237,7 @@ def test_workers_stop_when_the_router_has_no_request_left(start: StartCluster) -
     time.sleep(0.5)
     assert all(map(is_alive, workers))
     (cluster.state / "router-0.go").touch()
-    assert cluster.process.wait(5) == 0
+    assert cluster.process.wait(15) == 0
     assert not any(map(is_alive, workers))
     assert cluster.left_over() == []
 
@@ -252,7 +249,7 @@ def test_a_second_signal_lets_the_router_notify_its_clients(start: StartCluster)
     cluster.wait_for("router-0: requests running: 3")
     began = time.monotonic()
     assert cluster.stop() == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15  # requests have 20 s
     assert (cluster.state / "router-0.cut").exists()
     assert cluster.left_over() == []
 

@@ -46,6 +46,16 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Non
         await asyncio.sleep(0.005)
 
 
+async def until_returns(
+    read: Callable[[], Coroutine[Any, Any, T]], expected: T, timeout: float = 20.0
+) -> None:
+    """Wait until what is read, again and again, is this, or fail."""
+    deadline = time.monotonic() + timeout
+    while (found := await read()) != expected:
+        assert time.monotonic() < deadline, f"{found!r} instead of {expected!r}"
+        await asyncio.sleep(0.005)
+
+
 async def until_one_ends(*copies: Coroutine[Any, Any, None]) -> None:
     """Run these at the same time until one has ended, and cancel the others."""
     tasks = [asyncio.create_task(copy) for copy in copies]

@@ -31,7 +31,7 @@ class Outputs:
         return any(o.finish_reason for o in self.said if o.request_id == request_id)
 
 
-def until(condition: Callable[[], object], timeout: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
     """Wait, in this thread."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -142,7 +142,7 @@ class Router:
         """Wait for it."""
         await eventually(lambda: self.tokens(request_id))
 
-    async def answer(self, request_id: str = "r", timeout: float = 10.0) -> None:
+    async def answer(self, request_id: str = "r", timeout: float = 20.0) -> None:
         """Wait for the whole answer, which must be right."""
         await eventually(lambda: self._has_ended(request_id), timeout)
         assert self.outputs[request_id][-1].finish_reason == "length"

@@ -242,7 +242,7 @@ class DecodeWorker(Worker):
         """Whether there is a usable link to this life of a worker."""
         return self.links.open_epochs.get(worker_id) == epoch
 
-    async def link_to(self, *workers: PrefillWorker, timeout: float = 5.0) -> None:
+    async def link_to(self, *workers: PrefillWorker, timeout: float = 20.0) -> None:
         """Have the directory know these prefill workers, and wait for the links."""
         self.records = [worker.record() for worker in workers]
         names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]

@@ -2,8 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import RouterService
 from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.http.server import HttpServer
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
@@ -72,12 +73,6 @@ class LiveRouter:
         return float(lines[0].rpartition(" ")[2])
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 @asynccontextmanager
 async def live_router(
     redis_url: str, *, port: int = 0, **settings: Any
@@ -110,7 +105,7 @@ async def live_router(
         lifespan="on",
         ws="none",
     )
-    server = _Server(config)
+    server = HttpServer(config, service.connections)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:

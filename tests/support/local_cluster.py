@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import secrets
 import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from pagewire.loadtest.cluster import (
     wait_idle,
     wait_ready,
 )
-from pagewire.services.cli.up.machine import LOOPBACK, require_free_port
+from pagewire.services.cli.up.machine import LOOPBACK, PortTakenError, require_free_port
 
+PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+MIN_PORT, PORTS = 10_000, 16_000
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
@@ -212,4 +215,10 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def free_port() -> int:
+    """A port that is free, and if possible none that the system gives to who asks for any."""
+    first_given = int(PORTS_GIVEN.read_text().split()[0])
+    lowest = max(MIN_PORT, first_given - PORTS)
+    while lowest < first_given:
+        with suppress(PortTakenError):
+            return require_free_port(LOOPBACK, lowest + secrets.randbelow(first_given - lowest))
     return require_free_port(LOOPBACK, 0)

@@ -58,7 +58,7 @@ async def until_found(
     index: PrefixIndex, hashes: list[BlockHash], expected: dict[str, int], **epochs: int
 ) -> None:
     """Wait until a lookup answers so."""
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 20
     while (found := (await index.lookup(hashes, epochs or {"w": EPOCH})).hits) != expected:
         assert time.monotonic() < deadline, f"{found} instead of {expected}"
         await asyncio.sleep(0.02)
@@ -68,7 +68,7 @@ async def until_reserved(
     index: PrefixIndex, epochs: dict[str, int], expected: dict[str, int]
 ) -> None:
     """Wait until a lookup finds this load that other routers have reserved."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (found := (await index.lookup([], epochs)).reserved) != expected:
         assert time.monotonic() < deadline, found
         await asyncio.sleep(0.01)

@@ -63,3 +63,15 @@ async def ready(http: httpx.AsyncClient, status: int) -> None:
                 return
         await asyncio.sleep(0.05)
     pytest.fail(f"no {status} from /ready")
+
+
+async def drains(http: httpx.AsyncClient) -> None:
+    """Wait until a router that was ready has heard that it is to end."""
+    for _ in range(1000):
+        try:
+            if (await http.get("/ready")).status_code != 200:
+                return
+        except httpx.TransportError:  # it accepts no connections any more
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail("the router does not drain")

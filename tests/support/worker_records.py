@@ -41,7 +41,7 @@ def record(worker_id: str = "decode-0", epoch: int = 1, **changes: Any) -> Worke
 
 
 @asynccontextmanager
-async def client_of(url: str, timeout: float = 2.0) -> AsyncIterator[Redis]:
+async def client_of(url: str, timeout: float = 5.0) -> AsyncIterator[Redis]:
     client = await connect_redis(url, timeout)
     try:
         yield client
@@ -54,7 +54,7 @@ async def registry_at(
     url: str, lease_s: float = 5.0, secret: str = SECRET
 ) -> AsyncIterator[Registry]:
     async with client_of(url) as client:
-        yield Registry(client, secret, lease_s, timeout_s=0.5)
+        yield Registry(client, secret, lease_s, timeout_s=1.0)
 
 
 async def put_bytes(client: Redis, worker_id: str, stored: bytes) -> None:

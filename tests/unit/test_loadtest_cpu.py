@@ -46,7 +46,7 @@ def test_children_and_what_they_start_are_counted_under_their_name(tmp_path: Pat
                 time.sleep(2)
             finally:
                 os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.5)
+        time.sleep(1.5)  # several samples
     sampler.save(path, before)
     samples = read_cpu(path)
     shares = [sample.cores.get(GENERATOR, 0.0) for sample in samples]

@@ -93,7 +93,7 @@ def test_a_client_that_leaves_while_it_is_sent_to_ends_the_stream():
         await asyncio.sleep(0.01)
         assert not answers.closed
         client.left.set()
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, 10)
         assert client.record.final_outcome == "cancelled"
         assert answers.closed
 
