@@ -59,22 +59,21 @@ def test_a_server_that_ends_right_after_the_handshake_is_lost(
 ) -> None:
     """Both happen before the client's event loop hears of the first."""
 
-    def shake_hands_and_end(server: zmq.Socket[bytes]) -> None:
-        with server.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
-            assert monitor.poll(int(WAIT_S * 1000))
-            server.disable_monitor()
+    def shake_hands_and_end(server: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+        assert monitor.poll(int(WAIT_S * 1000))
+        server.disable_monitor()
         server.close(linger=0)
         time.sleep(0.2)  # the client's I/O thread finds the connection closed
 
     async def scenario() -> None:
-        with zmq.Context() as context:
-            server = context.socket(zmq.ROUTER)
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
             KEYS.secure_server(server)
             port = server.bind_to_random_port("tcp://127.0.0.1")
-            client = lone_client(f"tcp://127.0.0.1:{port}")
-            connecting = asyncio.create_task(client.connect(WAIT_S))
-            await asyncio.sleep(0)  # the client connects: an address needs no look-up
-            shake_hands_and_end(server)  # in this thread: the loop stands still
+            with server.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+                client = lone_client(f"tcp://127.0.0.1:{port}")
+                connecting = asyncio.create_task(client.connect(WAIT_S))
+                await asyncio.sleep(0)  # the client connects: an address needs no look-up
+                shake_hands_and_end(server, monitor)  # in this thread: the loop stands still
             with pytest.raises(ChannelError, match="was closed"):
                 await connecting
 
