@@ -53,7 +53,7 @@ class Store:
     """The cluster's Redis.
 
     Attributes:
-        spec: how to run it; None if it is somebody else's.
+        spec: how to run it; None if `pagewire up` did not start it.
         description: for the ready box, without a password.
     """
 
@@ -67,11 +67,11 @@ class ClusterContext:
     """What a cluster runs with, in addition to its options.
 
     Attributes:
-        secret: that all services share.
-        redis_url: of a Redis to use; None starts one.
-        drain_timeout_s: for requests to finish at the end.
+        secret: the cluster secret of all services.
+        redis_url: URL of the Redis to use; None starts one.
+        drain_timeout_s: time for requests to finish at the end.
         echo: print the children's output, too.
-        log_format: of what is said, too.
+        log_format: format of log lines and of this process's messages.
         needs_key: clients must send an API key.
         ready_file: shows other programs when the cluster is ready.
     """
@@ -111,12 +111,12 @@ class ClusterContext:
 
     @property
     def url(self) -> str:
-        """Where a client on this machine finds the routers."""
+        """The routers' URL for clients on this machine."""
         return local_url(self.options.host, self.options.port)
 
     @property
     def operator_url(self) -> str:
-        """Where an operator on this machine finds the routers."""
+        """The operator port's URL on this machine."""
         return local_url(LOOPBACK, self.options.operator_port)
 
 
@@ -198,7 +198,7 @@ async def _run_until(
 async def _live(
     supervisor: Supervisor, context: ClusterContext, store: Store, sockets: RouterSockets
 ) -> None:
-    """Start everything in order, show the ready box, then keep an eye on it."""
+    """Start everything in order, show the ready box, then watch the cluster."""
     is_json = context.log_format == "json"
     console = Console(quiet=True) if is_json else context.console
     async with httpx.AsyncClient(trust_env=False) as client:

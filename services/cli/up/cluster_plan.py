@@ -64,10 +64,10 @@ def plan_services(
     """Return the workers and the routers, in the order of their start.
 
     Args:
-        options: of the command line.
-        machine: whose cores and GPUs the workers share.
+        options: the command line's options.
+        machine: the cores and GPUs that the workers share.
         shared_env: variables that every service gets: secret and Redis URL.
-        sockets: that the routers accept from.
+        sockets: the sockets that the routers accept from.
 
     Raises:
         ConfigError: the workers of one GPU would take more memory than it has.
@@ -133,7 +133,7 @@ def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
 
 
 def gpu_share(options: ClusterOptions, machine: Machine) -> float:
-    """Return each worker's part of its GPU's memory: as asked for, else what is free for it.
+    """Return each worker's share of its GPU's memory: the setting, or else what is free for it.
 
     Raises:
         ConfigError: the workers of one GPU would take more memory than it has, or a GPU's memory

@@ -1,9 +1,9 @@
-"""A Redis stand-in in a process of its own, for machines without a Redis server.
+"""A stand-in for Redis in a separate process, for machines without a Redis server.
 
     python -P -m pagewire.services.cli.up.fake_redis SOCKET
 
-Listens on a Unix socket only: it has no password, and runs the Lua that a client sends. Good for
-trying Pagewire out; it is slow and keeps everything in memory.
+It listens only on a Unix socket, because it has no password and runs the Lua code that a client
+sends. It is meant for trying Pagewire out: it is slow and keeps everything in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads log lines of the cluster's processes, text or JSON, as those of `shared/logs.py` are."""
+"""Reads log lines of the cluster's processes, as text or JSON, in the forms of `shared/logs.py`."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def what_explains(lines: Sequence[str], count: int) -> list[str]:
     first. Then the reason and the stack of the thread that crashed are returned.
 
     Args:
-        lines: that the process has written, oldest first.
-        count: of lines to return, at most.
+        lines: the lines that the process has written, oldest first.
+        count: how many lines to return at most.
     """
     first = _index(lines, 0, _CRASH)
     if first == len(lines):

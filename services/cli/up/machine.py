@@ -1,4 +1,4 @@
-"""What this machine has to offer: cores, GPUs, a free port."""
+"""The resources of this machine: cores, GPUs, a free port."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PortTakenError(ConfigError):
     """Another program listens on a port.
 
     Attributes:
-        free: a port that could be taken in its place; 0 if none was looked for.
+        free: a free port to use instead; 0 if none was looked for.
     """
 
     def __init__(self, message: str, free: int = 0) -> None:
@@ -32,7 +32,7 @@ class Machine:
     """The resources that workers share.
 
     Attributes:
-        cores: that this process may use.
+        cores: number of cores that this process may use.
         gpus: as CUDA_VISIBLE_DEVICES names them; empty without a GPU.
         free: the unused share of each GPU's memory, 0 to 1; empty if not known.
     """

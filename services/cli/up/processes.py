@@ -29,7 +29,7 @@ class ChildSpec:
     """What to run.
 
     Attributes:
-        name: of the child in messages and of its log file, e.g. "prefill-0".
+        name: the child's name in messages, and its log file's, e.g. "prefill-0".
         argv: program and arguments.
         env: variables on top of the supervisor's own.
         is_store: the others depend on it, so it starts first and stops last.
@@ -46,7 +46,7 @@ class ChildSpec:
 
     @property
     def stop_phase(self) -> int:
-        """When it stops: what requests come through first, so that they end, the store last."""
+        """The phase in which it stops: routers first, so that requests end; the store last."""
         return 0 if self.is_front else 2 if self.is_store else 1
 
 
@@ -94,7 +94,7 @@ class OutputLog:
         self._lines.clear()
 
     def feed(self, chunk: bytes) -> None:
-        """Take what the child wrote."""
+        """Add output of the child."""
         try:
             self._write(chunk)
         except OSError as exc:  # a full disk must not stop the child, whose pipe would fill
@@ -107,7 +107,7 @@ class OutputLog:
             self.end_line()
 
     def end_line(self) -> None:
-        """Count what came without a newline as a line."""
+        """Treat output without a newline at the end as a line."""
         if self._partial:
             self._add(self._partial)
             self._partial = b""
@@ -142,7 +142,7 @@ class OutputLog:
 
 
 class Child:
-    """A running process in a session of its own, so that a terminal's Ctrl-C passes it by.
+    """A running process in its own session, so that a terminal's Ctrl-C does not reach it.
 
     Attributes:
         ended: done when the process has ended, all that it wrote is in the log and nothing that
@@ -183,7 +183,7 @@ class Child:
         return cls(spec, process, output)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM to its process group."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:

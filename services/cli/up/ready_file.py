@@ -1,4 +1,4 @@
-"""A file that shows other programs that a cluster is ready, and where."""
+"""A file that shows other programs that a cluster is ready, and its URL."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MAX_BYTES = 1 << 20
 
 
 class ReadyFile:
-    """Written in one step when a cluster is ready, removed when it stops.
+    """A file that is written in one step when a cluster is ready, and removed when it stops.
 
-    The cluster holds a lock on its file, which ends with the process, however that ends. A file
-    that an earlier cluster has left is removed at once; any other file is refused.
+    The cluster holds a lock on its file until the process ends, in whatever way. A file that an
+    earlier cluster has left is removed at once; any other file is refused.
 
     Raises:
         ConfigError: the path cannot be used, or a running cluster's file is there.

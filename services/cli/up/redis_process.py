@@ -109,8 +109,8 @@ async def _ping(url: str) -> None:
     """Ping once over a connection of its own.
 
     Raises:
-        ValueError: the URL is none.
-        RedisError, OSError: nobody answers; a TimeoutError is an OSError.
+        ValueError: the URL is invalid.
+        RedisError, OSError: no Redis answers; a TimeoutError is an OSError.
     """
     client = redis.asyncio.Redis.from_url(
         url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None

@@ -45,8 +45,8 @@ def operator_port(asked: int | None, port: int) -> int:
     """Return the operator port, which is this machine's alone.
 
     Args:
-        asked: by the user; None takes the usual one, or a free one if that is taken.
-        port: of the endpoint.
+        asked: the port that the user chose; None takes the usual one, or a free one if it is taken.
+        port: the endpoint's port.
 
     Raises:
         PortTakenError: the one asked for is taken; names a free one.

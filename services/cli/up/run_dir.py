@@ -1,4 +1,4 @@
-"""The directories of one run: logs that stay for a while, and a private one that goes with it."""
+"""The directories of one run: logs, which are kept for a while, and a private temporary one."""
 
 from __future__ import annotations
 
