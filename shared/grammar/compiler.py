@@ -6,6 +6,7 @@ on meanwhile.
 
 from __future__ import annotations
 
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thread
 from pagewire.shared.grammar.reasons import plain_reason
+from pagewire.shared.grammar.tokens import spells_special
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
@@ -46,10 +48,28 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
     Raises:
         InvalidRequestError: it is wrong, or exceeds a limit.
     """
+    if spells_special(text, vocabulary):
+        text = _unforced(text)
     compiled = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits(vocabulary.vocab_size))
     if compiled.is_error():
         raise InvalidRequestError(problem_of(compiled))
     return compiled
+
+
+def _unforced(text: str) -> str:
+    """Return a grammar that leaves it to the model by which tokens it spells a text.
+
+    Where only one text is possible, llguidance otherwise allows no other tokens than those that the
+    tokenizer makes of it. Of the text of a special token it makes that token, which has no text in
+    answers, or ends them.
+    """
+    try:
+        grammars = json.loads(text)["grammars"]
+    except (ValueError, LookupError, TypeError, RecursionError):  # Lark
+        grammars = [{"lark_grammar": text}]
+    name = grammars[0]["name"] = grammars[0].get("name") or "whole"
+    start = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{name}'}
+    return json.dumps({"grammars": [start, *grammars]})
 
 
 def problem_of(matcher: LLMatcher) -> str:

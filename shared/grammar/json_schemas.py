@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import msgspec
 from llguidance import LLMatcher
 
+from pagewire.shared.schema_fit import changed, fitted
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
 
 # Between the parts of JSON: a space or a new line, or nothing. Where more is allowed, a model that
 # likes spaces, or once has begun to indent, may never come to the next part.
 JSON_WHITE_SPACE = r"[ \n]?"
-
-MAX_EXACT = 2**53  # float64 has all integers up to this
-
-_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}  # objects, by any names
-_OF_VALUES = {"const", "enum", "default", "examples"}
 
 
 def json_grammar(
@@ -31,7 +26,8 @@ def json_grammar(
         closed: objects have no properties that are not declared, unless their schema says more.
 
     Raises:
-        ValueError: the text is not JSON, not of a schema, or has a number that is too large.
+        ValueError: the text is not JSON, not of a schema, has numbers that are too large, or is
+            nested too deeply.
     """
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
@@ -42,9 +38,8 @@ def json_grammar(
         msgspec.json.decode(text)
         raise ValueError("a schema must be an object or true")
     decoded = msgspec.json.decode(text)
-    check_numbers(decoded)
-    kept = _changed(decoded, _without_idle_keywords)
-    kept = _changed(kept, _closed) if closed else kept
+    kept = fitted(decoded)
+    kept = changed(kept, _closed) if closed else kept
     if kept != decoded:
         text = msgspec.json.encode(kept).decode()
     return LLMatcher.grammar_from_json_schema(
@@ -52,78 +47,16 @@ def json_grammar(
     )
 
 
-def _changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Return a schema in which each one, that in it first, has been changed."""
-    match schema:
-        case dict():
-            return change({key: _changed_in(key, each, change) for key, each in schema.items()})
-        case list():
-            return [_changed(each, change) for each in schema]
-    return schema
-
-
-def _changed_in(key: str, value: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    if key in _OF_SCHEMAS and isinstance(value, dict):
-        return {name: _changed(each, change) for name, each in value.items()}
-    return value if key in _OF_VALUES else _changed(value, change)
-
-
-def _without_idle_keywords(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without keywords that say nothing, which llguidance refuses all the same.
-
-    Libraries write `"uniqueItems": false` and, of records, `"propertyNames": {"type": "string"}`.
-    """
-    return {key: value for key, value in schema.items() if not _is_idle(key, value)}
-
-
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
     is_listed = "properties" in schema or "patternProperties" in schema
     return {"additionalProperties": False, **schema} if is_listed else schema
-
-
-def _is_idle(key: str, value: Any) -> bool:
-    if key == "propertyNames":
-        return value is True or value in ({}, {"type": "string"})
-    return key == "uniqueItems" and value is False
-
-
-def check_numbers(schema: Any) -> None:
-    """Check that llguidance, which has them as float64, makes no other numbers of those to write.
-
-    Raises:
-        ValueError: it does.
-    """
-    match schema:
-        case dict():
-            written = (schema.get("const"), schema.get("enum"))
-            if any(map(_has_large_number, written)):
-                raise ValueError("numbers in const and enum must be between -2**53 and 2**53")
-            for value in schema.values():
-                check_numbers(value)
-        case list():
-            for value in schema:
-                check_numbers(value)
-
-
-def _has_large_number(value: Any) -> bool:
-    match value:
-        case dict():
-            return any(map(_has_large_number, value.values()))
-        case list():
-            return any(map(_has_large_number, value))
-        case int() | float():
-            return abs(value) > MAX_EXACT
-    return False
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
     """Return a JSON schema as a rule in llguidance's syntax of Lark.
 
     Raises:
-        ValueError: it has a number that is too large.
+        ValueError: it has numbers that are too large, or is nested too deeply.
     """
-    check_numbers(schema)
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
-    return (
-        f"%json {msgspec.json.encode(_changed(schema, _without_idle_keywords) | options).decode()}"
-    )
+    return f"%json {msgspec.json.encode(fitted(schema) | options).decode()}"

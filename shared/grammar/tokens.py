@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from pathlib import Path
 
 from llguidance import LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
+
+_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # of JSON, or of a regular expression
 
 
 @lru_cache(maxsize=4)
@@ -34,6 +37,13 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
         raise InvalidRequestError(
             f"structured output: the model's tokenizer.json cannot be used for it: {exc}"
         ) from exc
+
+
+def spells_special(text: str, vocabulary: LLTokenizer) -> bool:
+    """Whether a grammar text has the text of a special token in it, perhaps with escapes."""
+    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "", text)
+    encoded = plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return any(map(vocabulary.is_special_token, vocabulary.tokenize_str(encoded)))
 
 
 def mask_words(vocab_size: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.schema_fit import fitted
 from pagewire.shared.tools.xml_calls import PARAMETER, PARAMETER_END, kind_of
 
 MAX_ARGUMENTS = 33  # of a call whose schema does not list them
@@ -190,16 +192,25 @@ def rule_of_arguments(index: int, function: str) -> str:
     return f"arguments_{index}_{_NOT_IN_NAMES.sub('_', function.lower())}"
 
 
-def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
+def json_rule(schema: dict[str, Any], lenient: bool = False, name: str = "") -> str:
     """Return what reads a value of a schema.
 
     Args:
         schema: of the value.
-        lenient: keywords and formats that no grammar can express are ignored, and `oneOf` is
-            `anyOf`.
+        lenient: keywords, numbers and formats that no grammar can express are ignored, and `oneOf`
+            is `anyOf`.
+        name: of the rule, which errors show.
+
+    Raises:
+        InvalidRequestError: it has numbers that no grammar can express, or is nested too deeply.
     """
     options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
-    return f"%json {msgspec.json.encode({**schema, 'x-guidance': options}).decode()}"
+    try:
+        kept = fitted(schema, lenient)
+    except ValueError as exc:
+        where = f"tools: {name}" if name else "tools"
+        raise InvalidRequestError(f"{where}: {exc}", "tools") from exc
+    return f"%json {msgspec.json.encode({**kept, 'x-guidance': options}).decode()}"
 
 
 def regex(pattern: str) -> str:

@@ -5,6 +5,10 @@ The router and the offline `LLM` share it.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
 from msgspec.structs import replace
 
 from pagewire.shared.errors import InvalidRequestError
@@ -76,14 +80,14 @@ def tool_grammars(
             call begins at once.
 
     Raises:
-        InvalidRequestError: the tools are too large for a grammar.
+        InvalidRequestError: the tools are too large for a grammar, or one that is strict cannot be
+            followed.
     """
     if wanted.must_call and not may_reason and not syntax.has_channels:
         syntax = ChatSyntax(syntax.tools, None, syntax.tokens)
     begins = reading.reasoning or "outside"
-    grammars: list[str | None] = [syntax.grammar(wanted, begins)]
+    grammars: list[str | None] = [*grammars_of(wanted, partial(syntax.grammar, begins=begins))]
     if not any(function.strict for function in wanted.functions):
-        grammars.append(syntax.grammar(replace(wanted, lenient=True), begins))
         anything = replace(wanted, functions=any_arguments(wanted.functions))
         grammars.append(syntax.grammar(anything, begins) if wanted.must_call else None)
     fitting = [text for text in grammars if text is None or len(text) <= MAX_GRAMMAR_CHARS]
@@ -92,3 +96,22 @@ def tool_grammars(
             f"tools must make a grammar of at most {MAX_GRAMMAR_CHARS} characters", "tools"
         )
     return tuple(fitting)
+
+
+def grammars_of(wanted: CallsWanted, make: Callable[[CallsWanted], str]) -> list[str]:
+    """Return the grammars of functions' schemas: all of each, then what can be expressed of it.
+
+    Args:
+        wanted: the calls; if a function is strict, only the first grammar counts.
+        make: returns the grammar of answers with such calls.
+
+    Raises:
+        InvalidRequestError: a function that is strict cannot be followed.
+    """
+    if any(function.strict for function in wanted.functions):
+        return [make(wanted)]
+    found = []
+    for lenient in (False, True):
+        with contextlib.suppress(InvalidRequestError):
+            found.append(make(replace(wanted, lenient=lenient)))
+    return found

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 
-from msgspec.structs import replace
-
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.answer import AnswerReading
-from pagewire.shared.tools.asking import PROMPT_END_TOKENS
+from pagewire.shared.tools.asking import PROMPT_END_TOKENS, grammars_of
 from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
 from pagewire.shared.tools.harmony_grammar import form_in_final
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
@@ -83,6 +81,9 @@ def form_or_calls(
         syntax: the model's.
         wanted: the calls that it may be; None for none.
         begins: as `reasoning_before` has returned it.
+
+    Raises:
+        InvalidRequestError: a function that is strict cannot be followed.
     """
     form, calls = syntax.reasoning, syntax.tools
     alone = after_reasoning(text, syntax, begins)
@@ -90,11 +91,13 @@ def form_or_calls(
     if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
         return (alone,)
     reasoning = None if begins is None else form
-    both = []
-    for lenient in (False, True):
-        each, reads = replace(wanted, lenient=lenient), syntax.tokens.get
-        lark = tools_grammar(calls, each, reasoning, begins or "outside", reads, f"@{_NAME}")
-        both.append(_named(lark, text))
+
+    def make(each: CallsWanted) -> str:
+        reads, start = syntax.tokens.get, f"@{_NAME}"
+        lark = tools_grammar(calls, each, reasoning, begins or "outside", reads, start)
+        return _named(lark, text)
+
+    both = grammars_of(wanted, make)
     if any(function.strict for function in wanted.functions):
         return (both[0],)
     return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)

@@ -245,7 +245,7 @@ class _Grammar:
             arguments, end = parameters.add(), FUNCTION_END
         else:
             arguments = rule_of_arguments(index, function.name)
-            self._rules[arguments] = json_rule(schema, lenient)
+            self._rules[arguments] = json_rule(schema, lenient, arguments)
             end = form.tail if form.kind == "object" else ""
         parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
         self._rules[body] = " ".join(part for part in parts if part)

@@ -111,7 +111,7 @@ class _Rules:
     def add_call(self, index: int, function: Function, lenient: bool) -> str:
         """Add the rule of a function's arguments; return what reads a call of it."""
         arguments = rule_of_arguments(index, function.name)
-        self.add(arguments, json_rule(function.schema, lenient))
+        self.add(arguments, json_rule(function.schema, lenient, arguments))
         recipient = f" {RECIPIENT}{function.name}"
         # The recipient comes after the role or after the channel.
         heads = [f"{CHANNEL}commentary{recipient}", f"{recipient}{CHANNEL}commentary"]

@@ -122,6 +122,24 @@ def test_sampling_fields_and_forms(serve: Serve) -> None:
     serve("7", scenario)
 
 
+def test_a_form_where_earlier_clients_put_it(serve: Serve) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        form = {"type": "json_schema", "schema": {"type": "integer"}}
+        await created(router, output_format=form)
+        await created(router, output_config={"format": form})
+        earlier, today = [each.spec.grammar for each in worker.generated]
+        assert earlier == today is not None
+        for wrong in (
+            {"output_format": form, "output_config": {"format": form}},
+            {"output_format": {**form, "schema": {"type": "no such type"}}},
+        ):
+            response = await post(router, max_tokens=9, **wrong)
+            assert response.status_code == 400
+            assert response.json()["error"]["message"].startswith("output_format")
+
+    serve("7", scenario)
+
+
 def test_tokens_are_counted_as_they_are_used(serve: Serve) -> None:
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         long = [{"role": "user", "content": "long " * 9000}]  # read in a process

@@ -417,6 +417,7 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
 ) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     odder = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)"}}}
+    large = {"type": "object", "properties": {"a": {"enum": [2**53 + 1]}, "b": {}}}
 
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         def create(choice: str, parameters: dict[str, Any] = odd, **function: Any) -> None:
@@ -436,6 +437,12 @@ def test_a_schema_that_no_grammar_expresses_costs_nothing_unless_strict(
         assert '"a"' in auto and '"a"' in required
         assert any_auto is None
         assert any_required is not None and "pattern" not in any_required
+        create("auto", large)
+        grammar = worker.generated[-1].spec.grammar
+        assert grammar is not None and '"b"' in grammar and "enum" not in grammar
+        with pytest.raises(openai.BadRequestError) as caught:
+            create("auto", large, strict=True)
+        assert "tools: arguments_0_clock: numbers in const and enum" in str(caught.value)
         with pytest.raises(openai.BadRequestError) as caught:
             create("auto", strict=True, name="Clock-2")
         assert caught.value.param == "tools"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -22,6 +23,7 @@ from pagewire.shared.grammar.matcher import Matcher, allowed_tokens, fill_masks
 from pagewire.shared.grammar.structures import choice_grammar, regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.text.tokenizer import Tokenizer
 
 VOCAB, EOS = 2048, (1, 5)
 PATH = demo_model_path()
@@ -51,6 +53,41 @@ def walk(matcher: Matcher, length: int, seed: int) -> list[int]:
         tokens.append(choose.choice(allowed))
         matcher.follow(tokens[-1:])
     return tokens
+
+
+SPELLED = "<|end|>0"  # the demo's `<|end|>` ends an answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (choice_grammar([SPELLED]), SPELLED),
+        (regex_grammar(r"<\|end\|>0"), SPELLED),
+        (json_grammar({"enum": [SPELLED]}), json.dumps(SPELLED)),
+        (json_grammar({"type": "string", "pattern": r"^<\|end\|>0$"}), json.dumps(SPELLED)),
+        (lark_text('root ::= "<|end|>" "0"'), SPELLED),
+        ('%llguidance {}\nstart: %json {"const": "\\u003c|end|>0"}', json.dumps(SPELLED)),
+        (json_grammar({"const": "<|user|> \\ud83c 🎉"}), json.dumps("<|user|> \\ud83c 🎉")),
+    ],
+)
+def test_a_special_token_that_a_grammar_spells_out_is_text(
+    vocabulary: LLTokenizer, text: str, answer: str
+) -> None:
+    tokenizer = Tokenizer.from_dir(PATH)
+    for seed in range(3):
+        matcher = Matcher(check_grammar(text, vocabulary))
+        tokens = walk(matcher, 64, seed)
+        assert matcher.has_ended, tokens
+        said = tokenizer.decode(tokens)  # leaves special tokens out
+        assert said == answer or json.loads(said) == json.loads(answer)
+
+
+def test_special_tokens_that_a_grammar_names_are_allowed(vocabulary: LLTokenizer) -> None:
+    for name in ("<|user|>", "<[3]>"):
+        text = f'%llguidance {{}}\nstart: "<|end|>" {name} "a"'
+        tokens = walk(Matcher(check_grammar(text, vocabulary)), 64, 0)
+        assert 3 in tokens
+        assert Tokenizer.from_dir(PATH).decode(tokens) == "<|end|>a"
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -71,6 +71,59 @@ def test_keywords_that_say_nothing_are_left_out(
             assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
+INT64 = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+FLOAT64 = {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}
+FLOAT32 = {"type": ["number", "null"], "exclusiveMinimum": -3.4028234663852886e38, "maximum": 4e38}
+
+
+@pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (INT64, ["0", "-1", f"{2**63 - 1}", f"{1 - 10**18}"], [f"{2**63}", f"-{2**63 + 1}"]),
+        ({"type": "integer", "minimum": -(2**64)}, ["5", f"-{10**18}"], [f"{-(2**64) - 1}"]),
+        ({"type": "integer", "minimum": 10**18}, [f"{10**18}", f"{2**62}"], ["1", f"{10**18 - 1}"]),
+        ({"type": "integer", "maximum": -(10**18)}, [f"-{10**18}"], ["1", f"{1 - 10**18}"]),
+        # Bounds that a float64 does not have.
+        ({"type": "integer", "exclusiveMinimum": 2**53}, [f"{2**53 + 2}"], [f"{2**53}"]),
+        ({"type": "integer", "minimum": 2**53 + 1}, [f"{2**53 + 2}"], [f"{2**53}"]),
+        ({"type": "integer", "maximum": -(2**53) - 1}, [f"-{2**53 + 2}"], [f"-{2**53}"]),
+        ({"type": "integer", "minimum": 0.5, "maximum": 1e300}, ["1", f"{10**18}"], ["0"]),
+        (FLOAT64, ["1.5", "-2", f"{10**17}"], ["null"]),
+        (FLOAT32, ["1.5", "-2", "null"], ["true"]),
+        ({"minimum": 3, "maximum": 1e30}, ["3.5", '"a"', "true"], ["2"]),
+        ({"type": "string", "maxLength": 2**53 - 1}, ['"abc"'], ["1"]),
+        ({"properties": {"minimum": INT64}, "required": ["minimum"], "type": "object"},
+         ['{"minimum": -1}'], ['{"minimum": "a"}']),
+    ],
+)  # fmt: skip
+def test_bounds_that_llguidance_cannot_count_to_are_moved(
+    asked: Any, schema: dict[str, Any], right: list[str], wrong: list[str], vocabulary: LLTokenizer
+) -> None:
+    compiled = check_grammar(grammar_text(asked(schema)) or "", vocabulary)
+    for texts, expected in ((right, True), (wrong, False)):
+        for text in texts:
+            matcher = Matcher(compiled)
+            matcher.follow(vocabulary.tokenize_str(text))
+            assert (matcher.problem is None and matcher.is_accepting) is expected, text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        # llguidance 1.9 ends the process with the first two.
+        {"type": "integer", "minimum": -(2**63), "maximum": 10 - 2**63},
+        {"type": "integer", "minimum": -(2**70), "exclusiveMaximum": -(2**63)},
+        {"type": "integer", "minimum": 2**63},
+        {"type": "number", "minimum": 1e19},
+        {"type": "number", "maximum": -1e19},
+    ],
+)
+def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="must allow numbers between -"):
+        grammar_text(StructuredOutputs(json=schema))
+
+
 def test_objects_may_be_closed(vocabulary: LLTokenizer) -> None:
     inner = {"type": "object", "properties": {"properties": {"type": "integer"}}}
     open_one = {**inner, "additionalProperties": True}

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.definitions import Function
@@ -234,6 +235,50 @@ def test_what_no_grammar_can_express_may_be_left_out() -> None:
         assert not kept.allows(calls_in(form, [("move", {"ids": [1], "more": 1})]))
         exact = LLMatcher(kept.tokenizer, Allowed(form, functions=functions).text, log_level=0)
         assert "uniqueItems" in exact.get_error()
+
+
+def test_schemas_are_as_in_forms() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "ids": {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
+            "at": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            "size": {"type": "number", "minimum": 0, "maximum": 1.7976931348623157e308},
+            "of": {"type": "object", "propertyNames": {"type": "string"}},
+        },
+        "required": ["ids", "at", "size", "of"],
+    }
+    functions = (Function("move", parameters=schema, strict=True),)
+    for form in FORMATS:
+        allowed = Allowed(form, functions=functions)
+        right: dict[str, Any] = {"ids": [1, 1], "at": -(2**62), "size": 0.5, "of": {"a": 1}}
+        assert allowed.allows(calls_in(form, [("move", right)])), form
+        wrong = [("at", -(2**63) - 1), ("at", 2**63), ("size", -1), ("ids", ["a"])]
+        for name, value in wrong:
+            assert not allowed.allows(calls_in(form, [("move", right | {name: value})])), (
+                form,
+                name,
+            )
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"enum": [2**53 + 1]}, r"numbers in const and enum must be between -2\*\*53 and 2\*\*53"),
+        ({"type": "integer", "maximum": -(2**70)}, "minimum and maximum must allow numbers"),
+    ],
+)
+def test_numbers_that_no_grammar_can_express(schema: dict[str, Any], reason: str) -> None:
+    properties = {"id": schema, "n": {"type": "integer"}}
+    declared = {"type": "object", "properties": properties, "required": ["id", "n"]}
+    functions = (Function("move", parameters=declared),)
+    for form in FORMATS:
+        with pytest.raises(InvalidRequestError, match=reason) as caught:
+            Allowed(form, functions=functions)
+        assert caught.value.param == "tools"
+        kept = Allowed(form, functions=functions, lenient=True)
+        assert kept.allows(calls_in(form, [("move", {"id": 2**53 + 1, "n": 1})]))
+        assert not kept.allows(calls_in(form, [("move", {"id": 2**53 + 1, "n": "a"})]))
 
 
 def test_constants_are_followed() -> None:

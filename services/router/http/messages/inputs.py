@@ -20,6 +20,7 @@ from pagewire.services.router.http.messages.schemas import (
     AnyChoice,
     AutoChoice,
     CountBody,
+    MessageForm,
     MessagesBody,
     NoneChoice,
     ToolChoice,
@@ -39,7 +40,7 @@ from pagewire.shared.tools.definitions import (
 # What templates call the switch of a model's reasoning: Qwen's and SmolLM's, then DeepSeek's and
 # Granite's.
 _SWITCHES = ("enable_thinking", "thinking")
-_FORM_FIELD = "output_config.format"
+_FORM_FIELD, _EARLIER_FORM_FIELD = "output_config.format", "output_format"
 
 BodyT = TypeVar("BodyT", bound=CountBody)
 
@@ -69,10 +70,11 @@ def read_message(raw: bytes | bytearray, model: ServedModel, max_model_len: int)
     except InvalidRequestError as exc:
         if exc.param != "response_format":
             raise
-        message = exc.message.replace("response_format", _FORM_FIELD)
-        raise InvalidRequestError(message, _FORM_FIELD, exc.code) from exc
+        field = _form(body)[0]
+        message = exc.message.replace("response_format", field)
+        raise InvalidRequestError(message, field, exc.code) from exc
     if found.form_field == "response_format":
-        found = msgspec.structs.replace(found, form_field=_FORM_FIELD)
+        found = msgspec.structs.replace(found, form_field=_form(body)[0])
     return found
 
 
@@ -140,10 +142,8 @@ def _check_thinking(body: CountBody) -> None:
 
 def _chat(body: CountBody) -> ChatBody:
     """Return the chat that a body asks for, without what concerns only its answer's tokens."""
-    choice, config = body.tool_choice, body.output_config
-    form = None
-    if config is not None and config.format is not None:
-        form = JsonSchemaFormat(NamedSchema(config.format.schema))
+    choice, (_, asked) = body.tool_choice, _form(body)
+    form = None if asked is None else JsonSchemaFormat(NamedSchema(asked.schema))
     tools = [
         Tool("function", Function(tool.name, tool.description, tool.input_schema, tool.strict))
         for tool in body.tools or ()
@@ -159,6 +159,21 @@ def _chat(body: CountBody) -> ChatBody:
         response_format=form,
         continue_final_message=_goes_on(body),
     )
+
+
+def _form(body: CountBody) -> tuple[str, MessageForm | None]:
+    """Return the field that may ask for a form, and the form.
+
+    Raises:
+        InvalidRequestError: both fields do.
+    """
+    config, earlier = body.output_config, body.output_format
+    if config is None or config.format is None:
+        return _EARLIER_FORM_FIELD if earlier is not None else _FORM_FIELD, earlier
+    if earlier is not None:
+        problem = f"{_EARLIER_FORM_FIELD} cannot be combined with {_FORM_FIELD}"
+        raise InvalidRequestError(problem, _EARLIER_FORM_FIELD)
+    return _FORM_FIELD, config.format
 
 
 def _choice(body: CountBody) -> Any:

@@ -225,6 +225,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         model: one of the names that `/v1/models` lists.
         messages: the conversation; if the last is the assistant's, the answer continues it.
         system: text before the conversation.
+        output_format: an earlier name of `output_config.format`.
     """
 
     model: str
@@ -250,6 +251,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: MessageForm | None = None
     container: _Unsupported = None
     context_management: ContextManagement | None = None
     mcp_servers: (

@@ -1,0 +1,175 @@
+"""JSON schemas as llguidance can follow them: what says nothing is left out, bounds are moved.
+
+llguidance has all numbers of a schema as float64, and counts integers in 64 bits. What it would
+follow wrongly is written in another way here, or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MAX_EXACT = 2**53  # float64 has all integers up to this
+# Bounds that are further away are moved here: all answers that remain are right.
+_LEAST_INTEGER, _MOST_INTEGER = -(2**63 - 1024), 2**63 - 1
+_MOST_NUMBER = 10**18
+_MOST_CHARS = 2**31  # no answer has as many
+
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_BOUNDS = (*_LOW, *_HIGH)
+_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}  # objects, by any names
+_OF_VALUES = {"const", "enum", "default", "examples"}
+_TOO_DEEP = "it is nested too deeply"
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def fitted(schema: Any, lenient: bool = False) -> Any:
+    """Return a schema that llguidance follows as it is meant.
+
+    Args:
+        schema: decoded from JSON.
+        lenient: numbers that no grammar can express are left out.
+
+    Raises:
+        ValueError: it has such numbers, or is nested too deeply.
+    """
+    return changed(schema, lambda each: _fitted(each, lenient))
+
+
+def changed(schema: Any, change: Change) -> Any:
+    """Return a schema in which each one, that in it first, has been changed.
+
+    Raises:
+        ValueError: it is nested too deeply.
+    """
+    try:
+        return _changed(schema, change)
+    except RecursionError as exc:
+        raise ValueError(_TOO_DEEP) from exc
+
+
+def _changed(schema: Any, change: Change) -> Any:
+    match schema:
+        case dict():
+            return change({key: _changed_in(key, each, change) for key, each in schema.items()})
+        case list():
+            return [_changed(each, change) for each in schema]
+    return schema
+
+
+def _changed_in(key: str, value: Any, change: Change) -> Any:
+    if key in _OF_SCHEMAS and isinstance(value, dict):
+        return {name: _changed(each, change) for name, each in value.items()}
+    return value if key in _OF_VALUES else _changed(value, change)
+
+
+def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
+    kept = {key: value for key, value in schema.items() if not _is_idle(key, value)}
+    for fit, keys in ((_with_exact_values, ("const", "enum")), (_with_near_bounds, _BOUNDS)):
+        try:
+            kept = fit(kept)
+        except ValueError:
+            if not lenient:
+                raise
+            kept = {key: value for key, value in kept.items() if key not in keys}
+    return kept
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    """Whether a keyword says nothing. llguidance refuses it all the same.
+
+    Libraries write `"uniqueItems": false`, of records `"propertyNames": {"type": "string"}`, and as
+    `maxLength` the largest integer that they know.
+    """
+    if key == "propertyNames":
+        return value is True or value in ({}, {"type": "string"})
+    if key == "maxLength":
+        return type(value) is int and value >= _MOST_CHARS
+    return key == "uniqueItems" and value is False
+
+
+def _has_large_number(value: Any) -> bool:
+    match value:
+        case dict():
+            return any(map(_has_large_number, value.values()))
+        case list():
+            return any(map(_has_large_number, value))
+        case int() | float():
+            return abs(value) > MAX_EXACT
+    return False
+
+
+def _with_exact_values(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema as it is.
+
+    Raises:
+        ValueError: an answer is to have a number that llguidance would write as another one.
+    """
+    if any(_has_large_number(schema.get(key)) for key in ("const", "enum")):
+        raise ValueError("numbers in const and enum must be between -2**53 and 2**53")
+    return schema
+
+
+def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without bounds that llguidance cannot count to, or that no float64 is.
+
+    Libraries write the bounds of 64-bit integers and of floats.
+
+    Raises:
+        ValueError: it allows nothing but larger numbers.
+    """
+    given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    if all(abs(value) < MAX_EXACT for value in given.values()):
+        return schema
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    are_integers = "integer" in kinds and "number" not in kinds
+    moved = _of_integers(given) if are_integers else _of_numbers(given)
+    return {key: value for key, value in schema.items() if key not in given} | moved
+
+
+def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:
+    lows = [math.ceil(given["minimum"])] if "minimum" in given else []
+    lows += [math.floor(given["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in given else []
+    highs = [math.floor(given["maximum"])] if "maximum" in given else []
+    highs += [math.ceil(given["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in given else []
+    low = max(lows, default=None)
+    high = min(highs, default=None)
+    if (low or 0) > -_LEAST_INTEGER or (high or 0) < _LEAST_INTEGER:
+        raise ValueError("minimum and maximum must allow numbers between -2**63 and 2**63")
+    # Without the other bound, llguidance cannot count on from a bound of more than 18 digits.
+    if low is None and high is not None and high < -MAX_EXACT:
+        low = _LEAST_INTEGER
+    if high is None and low is not None and low > MAX_EXACT:
+        high = _MOST_INTEGER
+    moved: dict[str, Any] = {}
+    if low is not None:
+        moved["minimum"] = int(_at_least(max(low, _LEAST_INTEGER)))
+    if high is not None:
+        is_most = high >= _MOST_INTEGER
+        moved["maximum"] = _MOST_INTEGER if is_most else int(-_at_least(-high))
+    return moved
+
+
+def _of_numbers(given: Mapping[str, float]) -> dict[str, Any]:
+    lows = {key: value for key, value in given.items() if key in _LOW}
+    highs = {key: value for key, value in given.items() if key in _HIGH}
+    low, high = max(lows.values(), default=0), min(highs.values(), default=0)
+    if low >= _MOST_NUMBER or high <= -_MOST_NUMBER:
+        raise ValueError("minimum and maximum must allow numbers between -10**18 and 10**18")
+    return {
+        **{key: _at_least(max(value, -_MOST_NUMBER)) for key, value in lows.items()},
+        **{key: -_at_least(-min(value, _MOST_NUMBER)) for key, value in highs.items()},
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and math.isfinite(value))
+
+
+def _at_least(value: float) -> float:
+    """Return the least float64 that is not less than a number, which may be an integer."""
+    nearest = float(value)
+    return nearest if nearest >= value else math.nextafter(nearest, math.inf)
