@@ -9,7 +9,7 @@ real segment crosses between two endpoints in this process, by ZeroMQ, under a p
 passes through a function that makes it, takes it as an argument, or returns or yields it: itself or
 its acknowledgement, in a tuple or list, or as an object's `segment`. Besides, all functions are
 counted that run while it crosses and not in polls that find nothing.
-`tests/integration/test_kv_size.py` counts hand-overs between threads as well.
+`tests/integration/kv/test_kv_size.py` counts hand-overs between threads as well.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import pytest
 import pagewire
 from pagewire.services.cli.doctor.command import WORKER_PACKAGES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TOP = ("kernels", "shared", "services")
 NOT_IN_THE_WHEEL = ("loadtest", "tests", "tools")
 NOT_IN_A_ROUTER = {"torch", "triton", "transformers", "safetensors", "numpy", "ucxx-cu13"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "services" / "container_start.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "services" / "container_start.sh"
 REPORT = """#!/bin/sh
 echo "$*|$PAGEWIRE_WORKER_ID|$PAGEWIRE_ADVERTISE_HOST|${CUDA_VISIBLE_DEVICES-unset}"
 exec sleep 60

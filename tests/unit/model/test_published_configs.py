@@ -18,7 +18,7 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.worker.estimate import weight_bytes
 from pagewire.tests.support.hf_configs import assert_same
 
-PUBLISHED = Path(__file__).parents[1] / "support" / "published_configs"
+PUBLISHED = Path(__file__).parents[2] / "support" / "published_configs"
 # Of the tensors on the hub, a tied head counted once, layers that predict further tokens left out.
 PARAMETERS = {
     "deepseek-v2-lite-chat": 15_706_484_224,

@@ -1,6 +1,6 @@
 """Grammars that a worker accepts and that cost much to follow: others in the batch go on.
 
-python -P -m pytest -s tests/integration/test_llm_hostile_grammars.py    prints the gaps
+python -P -m pytest -s tests/integration/offline/test_llm_hostile_grammars.py    prints the gaps
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "requirements"
 BLOCK = re.compile(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
 # File by file: the extras that it serves, together with torch's files where they have torch.

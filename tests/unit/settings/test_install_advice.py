@@ -32,7 +32,7 @@ from pagewire.shared.worker import kv
 if TYPE_CHECKING:
     from pagewire.shared.engine.execution.executor import BlockMoves
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = ("*.py", "*.md", "*.sh", "*.yml", "Makefile", "Dockerfile")
 BUILD_TOOLS = {"uv", "wheel"}  # pyproject.toml names the others

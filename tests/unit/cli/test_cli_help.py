@@ -18,7 +18,7 @@ from pagewire.services.cli.main import app
 from pagewire.services.cli.up.command import NOT_SETTINGS
 from pagewire.shared.config import ClientSettings, RouterSettings, WorkerSettings
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SERVICES = ("up", "router", "prefill", "decode")
 

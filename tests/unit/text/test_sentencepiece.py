@@ -15,7 +15,7 @@ from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.shared.text.sentencepiece_file import read_sentencepiece
 from pagewire.shared.text.tokenizer import Tokenizer
 
-MODELS = Path(__file__).resolve().parents[1] / "support" / "sentencepiece_models"
+MODELS = Path(__file__).resolve().parents[2] / "support" / "sentencepiece_models"
 EXPECTED: dict[str, dict[str, list[int]]] = json.loads((MODELS / "expected.json").read_text())
 
 

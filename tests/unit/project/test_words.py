@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CODE = ("kernels", "loadtest", "services", "shared", "tools")
 TEXTS = (
     "*.md",

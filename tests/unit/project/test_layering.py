@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 LAYERS = ("kernels", "shared", "services")  # each may import itself and those before it
 SERVICES = ("cli", "decode", "prefill", "router")
 CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "prefill", "router")}

@@ -17,7 +17,7 @@ from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
 from pagewire.shared.tools.xml_calls import MAX_TAG, XmlCall, argument_kinds
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import calls_of, content_of, parsed, parser, splits
-from pagewire.tests.unit.test_tool_grammar import EOS, VOCABULARIES
+from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

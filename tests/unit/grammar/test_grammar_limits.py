@@ -1,6 +1,6 @@
 """What grammars cost with a vocabulary of 128,000 tokens: realistic ones pass, hostile ones end.
 
-python -P -m pytest -s tests/unit/test_grammar_limits.py    prints the times
+python -P -m pytest -s tests/unit/grammar/test_grammar_limits.py    prints the times
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Many JSON schemas: nearly all are accepted, end in time, and let nothing wrong through.
 
-python -P -m pytest -s tests/integration/test_llm_json_schemas.py    prints the figures
+python -P -m pytest -s tests/integration/offline/test_llm_json_schemas.py    prints the figures
 """
 
 from __future__ import annotations

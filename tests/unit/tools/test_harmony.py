@@ -25,7 +25,7 @@ from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tools.syntax import ChatSyntax
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import parsed, splits
-from pagewire.tests.unit.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary
+from pagewire.tests.unit.tools.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary
 
 SYNTAX = ChatSyntax(TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"])
 NAMES = ("get_weather", "clock")

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAME = "pagewire_test_package"
 WHEEL = f"{NAME}-1.0+cpu-py3-none-any.whl"
 

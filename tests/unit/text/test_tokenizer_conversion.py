@@ -16,9 +16,9 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.tests.unit.test_sentencepiece import EXPECTED, MODELS
+from pagewire.tests.unit.text.test_sentencepiece import EXPECTED, MODELS
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[3] / "README.md"
 TEXTS = (
     "Hello world",
     "  It's 1234 lamps,\n\n\tisn't it?  ",

@@ -15,7 +15,7 @@ from pagewire.shared.tools.grammar import CallsWanted
 from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tools.syntax import ChatSyntax
 from pagewire.tests.support.tool_answers import TOOLS, Call, as_grammars_have_it, written
-from pagewire.tests.unit.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
+from pagewire.tests.unit.tools.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 
 SCHEMA = {
     "type": "object",
