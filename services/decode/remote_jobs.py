@@ -112,7 +112,7 @@ class RemoteJobs(JobCallbacks):
 
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
         """Handle a prefill worker's report about a job; ignore it if the job was given up."""
-        expected = self._receiver.expected.hear_of(message.job_id)
+        expected = self._receiver.expected.note_activity(message.job_id)
         job = None if expected is None else self._jobs.get(expected.request_id)
         if job is None or job.link is not link:
             return
@@ -168,7 +168,7 @@ class RemoteJobs(JobCallbacks):
     def check_deadlines(self) -> None:
         """Send jobs to other workers if nothing was heard of them for `timeout_s`."""
         latest = self._receiver.clock() - self._timeout_s
-        for job in [job for job in self._jobs.values() if job.expected.heard_s < latest]:
+        for job in [job for job in self._jobs.values() if job.expected.last_active_s < latest]:
             self._on_failed(job, f"no message for {self._timeout_s:g} s")
 
     def _on_failed(self, job: _Job, reason: str) -> None:

@@ -110,7 +110,7 @@ class PrefixIndex:
         self._recent.extend(hits, hashes, epochs)
         return Found(_without_zeros(hits), _without_zeros(reserved))
 
-    def assume(
+    def add_optimistic(
         self,
         hashes: Sequence[BlockHash],
         epochs: Mapping[str, int],

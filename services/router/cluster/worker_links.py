@@ -98,12 +98,12 @@ class WorkerLink:
         now = time.monotonic()
         if not self._arrived:
             self._arrived_since = now
-            asyncio.get_running_loop().call_soon(self._hand_on)
+            asyncio.get_running_loop().call_soon(self._deliver)
         self._arrived.append(outputs)
         if now - self._arrived_since > MAX_JOIN_S:
-            self._hand_on()
+            self._deliver()
 
-    def _hand_on(self) -> None:
+    def _deliver(self) -> None:
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
@@ -118,7 +118,7 @@ class WorkerLink:
             return
         self.lost.set()
         self.client.close()
-        self._hand_on()
+        self._deliver()
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.on_lost(reason)

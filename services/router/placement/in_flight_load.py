@@ -85,9 +85,11 @@ class InFlightLoad:
             If this is called after each placement, other routers never see less than that load.
         """
         changed, self._changed = self._changed, set()
-        return {worker_id: (self.placed_lately(worker_id), self._settle_s) for worker_id in changed}
+        return {
+            worker_id: (self.recently_placed(worker_id), self._settle_s) for worker_id in changed
+        }
 
-    def placed_lately(self, worker_id: str) -> int:
+    def recently_placed(self, worker_id: str) -> int:
         """Return the load that the worker's record and newest report may not include yet."""
         return self._placed_since(worker_id, self._settled(worker_id, records_arrive=True))
 

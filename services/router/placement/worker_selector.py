@@ -160,7 +160,7 @@ class WorkerSelector:
             return
         records = [self._directory.get(worker_id) for worker_id in worker_ids]
         epochs = {record.worker_id: record.epoch for record in records if record is not None}
-        self._index.assume(prompt.hashes, epochs, self._in_flight.take_changes())
+        self._index.add_optimistic(prompt.hashes, epochs, self._in_flight.take_changes())
 
     def _hasher(self, layout: BlockLayout) -> BlockHasher:
         key = (layout.fingerprint, layout.dtype, layout.block_size)

@@ -23,7 +23,7 @@ class Expected:
         after: the last plan whose work may touch them.
         job: the job's name, unique in the cluster.
         coverage: blocks that have arrived, including those that are being unpacked.
-        heard_s: time of the job's last message or segment.
+        last_active_s: time of the job's last message or segment.
         attempt: number of this job among those of the request.
         num_unpacking: segments that are being unpacked.
         first_token: the token that the prefill worker sampled; None before that.
@@ -37,7 +37,7 @@ class Expected:
     after: int
     job: str
     coverage: Coverage
-    heard_s: float
+    last_active_s: float
     attempt: int = 1
     num_unpacking: int = 0
     first_token: int | None = None
@@ -46,11 +46,11 @@ class Expected:
     num_bytes: int = 0
 
     def note_segment(self, nbytes: int) -> None:
-        """Count a segment of the job, whose arrival `heard_s` already has."""
+        """Count a segment of the job, whose arrival `last_active_s` already has."""
         self.num_segments += 1
         self.num_bytes += nbytes
         if self.first_segment_s is None:
-            self.first_segment_s = self.heard_s
+            self.first_segment_s = self.last_active_s
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Expectations:
 
     def any_heard(self, since_s: float) -> bool:
         """Whether since then a message or segment of a job has come, or blocks were reserved."""
-        return any(expected.heard_s >= since_s for expected in self._by_request.values())
+        return any(expected.last_active_s >= since_s for expected in self._by_request.values())
 
     def reserve(self, work: Expect, after: int) -> Expected:
         """Expect a sequence's blocks; only plans up to `after` may still touch them."""
@@ -124,10 +124,10 @@ class Expectations:
             return None
         return sequence if self._by_job.get(expected.job) is expected else None
 
-    def hear_of(self, job: str) -> Expected | None:
+    def note_activity(self, job: str) -> Expected | None:
         """Note that a job was heard of; return its `Expected`, or None if nobody waits for it."""
         expected = self._by_job.get(job)
         if expected is None or self._reserved(expected) is None:
             return None
-        expected.heard_s = self.clock()
+        expected.last_active_s = self.clock()
         return expected

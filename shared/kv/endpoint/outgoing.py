@@ -65,7 +65,7 @@ class Outgoing:
         self,
         link: SenderLink,
         job: str,
-        life: int,
+        epoch: int,
         cut: Cut,
         nbytes: int,
         pack: Callable[[torch.Tensor, int], PendingMove],
@@ -75,7 +75,7 @@ class Outgoing:
         Args:
             link: the link to send it over.
             job: the job's name, or `TEST_JOB`.
-            life: see `OutgoingSegment`.
+            epoch: see `OutgoingSegment`.
             cut: the part of the job that it has.
             nbytes: size of its payload.
             pack: launches the packing into a buffer, with a seed.
@@ -103,7 +103,7 @@ class Outgoing:
             self.release(slot)
             link.put_back(credit)
             raise
-        self.packing.append(OutgoingSegment(link, life, cut, segment, slot, pending, self.clock()))
+        self.packing.append(OutgoingSegment(link, epoch, cut, segment, slot, pending, self.clock()))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the staging slots whose payloads are sent; return the links that failed, and why."""

@@ -249,7 +249,7 @@ class KvReceiver(KvHalf):
             check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
             self._unpacking.append(_Unpacking(link, segment, None, [], check))
             return
-        expected = self.expected.hear_of(segment.job)
+        expected = self.expected.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
         is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, segment.num_groups)
         if expected is None or not is_wanted or not expected.coverage.allows(positions, groups):

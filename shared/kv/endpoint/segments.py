@@ -86,7 +86,7 @@ class ExportQueue:
         plan = next(plan for final, plan in self._plans if final >= cut.positions.stop)
         return cut, self._blocks[cut.positions.start : cut.positions.stop], plan
 
-    def again(self, cut: Cut) -> None:
+    def requeue(self, cut: Cut) -> None:
         """Put a cut back at the front, to be packed again."""
         self._cuts.appendleft(cut)
 

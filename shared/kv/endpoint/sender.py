@@ -45,16 +45,16 @@ class _Job:
 
     Attributes:
         unacknowledged: number of layer groups of blocks without an acknowledgement.
-        life: grows by one when the sequence loses its blocks.
-        again: how often each cut was packed again.
+        epoch: grows by one when the sequence loses its blocks.
+        resends: how often each cut was packed again.
     """
 
     name: str
     link: SenderLink
     queue: ExportQueue
     unacknowledged: int
-    life: int = 0
-    again: Counter[Cut] = field(default_factory=Counter)
+    epoch: int = 0
+    resends: Counter[Cut] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class KvSender(KvHalf):
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
-                job.life += 1
+                job.epoch += 1
 
     def _poll(self, plan: StepPlan | None) -> bool:
         if plan is not None:
@@ -269,7 +269,7 @@ class KvSender(KvHalf):
             return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
 
         try:
-            self._outgoing.launch(job.link, job.name, job.life, cut, nbytes, pack)
+            self._outgoing.launch(job.link, job.name, job.epoch, cut, nbytes, pack)
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
@@ -291,7 +291,7 @@ class KvSender(KvHalf):
         is_wanted = segment.job == TEST_JOB or (job is not None and job.link is link)
         try:
             packed.pending.is_done()  # raises what has gone wrong
-            if is_open and is_wanted and (job is None or job.life == packed.life):
+            if is_open and is_wanted and (job is None or job.epoch == packed.epoch):
                 packed.pending = link.outbound.send(segment, packed.slot)
                 self._outgoing.writing.append(packed)
                 if job is not None:
@@ -301,7 +301,7 @@ class KvSender(KvHalf):
                 return
             if is_open and is_wanted and job is not None:
                 # The blocks went to another sequence while they were read.
-                job.queue.again(packed.cut)
+                job.queue.requeue(packed.cut)
             if is_open:
                 link.put_back(segment.credit)
         except TransferError as exc:
@@ -345,7 +345,7 @@ class KvSender(KvHalf):
         if job is None or job.link is not link:
             return
         if ack.outcome == "corrupt":
-            self._again(job, sent.cut)
+            self._resend(job, sent.cut)
             return
         job.unacknowledged -= sent.cut.num_units
         if job.unacknowledged <= 0:
@@ -356,14 +356,14 @@ class KvSender(KvHalf):
             raise TransferError(f"{link.carrier} does not bring what is sent")
         link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9
 
-    def _again(self, job: _Job, cut: Cut) -> None:
-        job.again[cut] += 1
-        if job.again[cut] >= MAX_SENDS:
+    def _resend(self, job: _Job, cut: Cut) -> None:
+        job.resends[cut] += 1
+        if job.resends[cut] >= MAX_SENDS:
             self._fail(job, f"a KV segment arrived corrupt {MAX_SENDS} times")
             return
         logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
         self.stats.resends += 1
-        job.queue.again(cut)
+        job.queue.requeue(cut)
 
     # Ends
 

@@ -22,7 +22,7 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        life: the job's `life` when the packing was launched; if it has grown since, the sequence
+        epoch: the job's `epoch` when the packing was launched; if it has grown since, the sequence
             has lost these blocks.
         cut: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
@@ -31,7 +31,7 @@ class OutgoingSegment:
     """
 
     link: SenderLink
-    life: int
+    epoch: int
     cut: Cut
     segment: Segment
     slot: int

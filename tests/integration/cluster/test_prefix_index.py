@@ -155,7 +155,7 @@ def test_garbage_in_the_index_is_no_hit_and_is_overwritten(redis_server: RedisSe
                 probe.rpush(entry_key(prompt[1]), "not a hash")
                 probe.rpush(f"pagewire:{TAG}:w:w", "not a string")
             assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
-            index.assume(prompt, {"v": 1}, ttl_s=0.01)
+            index.add_optimistic(prompt, {"v": 1}, ttl_s=0.01)
             await index.publish("w", EPOCH, prompt, [])
             await index.publish("w", EPOCH, [], prompt[7:])
             assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 7}
@@ -170,7 +170,7 @@ def test_an_optimistic_entry_counts_here_at_once_and_elsewhere_soon(any_redis_ur
     async def scenario() -> None:
         async with index_at(any_redis_url) as here, index_at(any_redis_url) as elsewhere:
             await here.publish("w", EPOCH, prompt[:2], [])
-            here.assume(prompt, {"w": EPOCH}, ttl_s=1.0)
+            here.add_optimistic(prompt, {"w": EPOCH}, ttl_s=1.0)
             assert (await here.lookup(prompt, {"w": EPOCH})).hits == {"w": 5}
             await until_found(elsewhere, prompt, {"w": 5})
             assert (await here.lookup(prompt, {"w": EPOCH + 1})).hits == {}
@@ -190,12 +190,12 @@ def test_what_other_routers_reserve_comes_with_the_lookup(redis_server: RedisSer
             index_at(url, router_id="b") as second,
             index_at(url, router_id="c") as third,
         ):
-            first.assume(blocks(2), {"w": 2}, {"w": (10, 60.0)})
-            second.assume([], {"w": 2, "v": 1}, {"w": (5, 60.0), "v": (7, 0.5)})
+            first.add_optimistic(blocks(2), {"w": 2}, {"w": (10, 60.0)})
+            second.add_optimistic([], {"w": 2, "v": 1}, {"w": (5, 60.0), "v": (7, 0.5)})
             await until_reserved(third, epochs, {"v": 7, "w": 15})
             assert (await first.lookup(blocks(2), epochs)).reserved == {"v": 7, "w": 5}
             assert (await third.lookup(blocks(2), epochs)).hits == {"w": 2}
-            first.assume([], {}, {"w": (0, 60.0)})
+            first.add_optimistic([], {}, {"w": (0, 60.0)})
             await until_reserved(third, epochs, {"w": 5})  # v's is over by itself
             redis_server.freeze()
             assert (await third.lookup(blocks(2), epochs)).reserved == {}
@@ -208,7 +208,7 @@ def test_garbage_in_a_workers_reservations_is_none(redis_server: RedisServer) ->
     async def scenario() -> None:
         redis = await connect_redis(redis_server.url)
         async with index_at(redis_server.url, router_id="a") as index:
-            index.assume([], {}, {"w": (3, 60.0)})
+            index.add_optimistic([], {}, {"w": (3, 60.0)})
             async with index_at(redis_server.url, router_id="b") as other:
                 await until_reserved(other, {"w": 1}, {"w": 3})
                 [key] = await redis.keys("pagewire:*:l:w")
@@ -216,7 +216,7 @@ def test_garbage_in_a_workers_reservations_is_none(redis_server: RedisServer) ->
                 assert (await other.lookup([], {"w": 1})).reserved == {"w": 3}
                 await redis.set(key, "no hash")
                 assert (await other.lookup([], {"w": 1})).reserved == {}
-                index.assume([], {}, {"w": (4, 60.0)})
+                index.add_optimistic([], {}, {"w": (4, 60.0)})
                 await asyncio.sleep(0.1)
                 assert (await other.lookup([], {"w": 1})).reserved == {}
         await redis.aclose()
@@ -233,7 +233,7 @@ def test_a_burst_of_equal_prompts_sees_the_first_placement(redis_server: RedisSe
             async def place():
                 found = (await index.lookup(prompt, {"a": 1, "b": 1})).hits
                 if not found:
-                    index.assume(prompt, {"a": 1})
+                    index.add_optimistic(prompt, {"a": 1})
                 return found
 
             found = await asyncio.gather(*(place() for _ in range(16)))
@@ -250,10 +250,10 @@ def test_a_real_entry_outlives_an_optimistic_one_which_does_not_replace_it(
 
     async def scenario() -> None:
         async with index_at(redis_server.url) as index, index_at(redis_server.url) as fresh:
-            index.assume(prompt, {"w": EPOCH}, ttl_s=1.5)
+            index.add_optimistic(prompt, {"w": EPOCH}, ttl_s=1.5)
             await until_found(fresh, prompt, {"w": 2})
             await index.publish("w", EPOCH, prompt, [])
-            index.assume(prompt, {"w": EPOCH}, ttl_s=0.3)
+            index.add_optimistic(prompt, {"w": EPOCH}, ttl_s=0.3)
             await asyncio.sleep(1.6)
             assert (await fresh.lookup(prompt, {"w": EPOCH})).hits == {"w": 2}
 
@@ -265,7 +265,7 @@ def test_optimistic_memory_is_bounded() -> None:
         async with index_at(url) as index:
             for number in range(300):
                 hashes = [BlockHash(b"%012d%04d" % (number, n)) for n in range(500)]
-                index.assume(hashes, {"w": 1}, ttl_s=100)
+                index.add_optimistic(hashes, {"w": 1}, ttl_s=100)
             assert len(index._recent._entries) <= 1 << 16
             assert (await index.lookup(hashes, {"w": 1})).hits == {"w": 500}
 
@@ -290,7 +290,7 @@ def test_lookups_without_redis_are_empty_and_quick_then_recover(
             for _ in range(200):
                 assert (await index.lookup(prompt, {"w": EPOCH})).hits == {}
             assert time.monotonic() - start < 10  # one after the other, 200 would take 20 s
-            index.assume(prompt, {"w": EPOCH}, ttl_s=1.5)
+            index.add_optimistic(prompt, {"w": EPOCH}, ttl_s=1.5)
             assert (await index.lookup(prompt, {"w": EPOCH})).hits == {"w": 4}
             redis_server.thaw() if fault == "frozen" else redis_server.start()
             if fault == "killed":

@@ -69,8 +69,8 @@ class Job:
         self.taken.append(cut)
         return True
 
-    def again(self, cut: Cut) -> None:
-        self.queue.again(cut)
+    def requeue(self, cut: Cut) -> None:
+        self.queue.requeue(cut)
         self.expected.update(units_of(cut.positions, cut.groups))
 
 
@@ -96,7 +96,7 @@ def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
         elif step == "lose":
             job.lose_blocks()
         elif job.taken:
-            job.again(data.draw(st.sampled_from(job.taken)))
+            job.requeue(data.draw(st.sampled_from(job.taken)))
     job.export(num_blocks, by_layer_group=data.draw(st.booleans()))  # all that is left
     while job.pack():
         pass
@@ -140,7 +140,7 @@ def test_what_is_packed_again_leaves_before_all_else() -> None:
     queue = ExportQueue(groups, groups.packed_bytes(1), planned=0)
     queue.add([5, 6], 1, by_layer_group=False)
     cut, _, _ = queue.take()
-    queue.again(cut)
+    queue.requeue(cut)
     assert queue.take() == (cut, [5], 1)
 
 

@@ -108,7 +108,7 @@ def test_a_burst_of_equal_prefixes_stays_together_until_its_queue_is_long():
     for number in range(8):
         hits = {chosen[0]: 64} if number else {}
         prompt = Prompt(1054, BLOCK, hits)
-        loads = candidates(p0=in_flight.placed_lately("p0"), p1=in_flight.placed_lately("p1"))
+        loads = candidates(p0=in_flight.recently_placed("p0"), p1=in_flight.recently_placed("p1"))
         placement = policy.place(prompt, candidates(d0=0), loads)
         chosen.append(placement.prefill_workers[0])
         in_flight.add(chosen[-1], prompt.uncached_tokens(chosen[-1]))
@@ -120,7 +120,7 @@ def test_different_prompts_spread_evenly():
     chosen = []
     for _ in range(9):
         prompt = Prompt(500, BLOCK, {})
-        loads = candidates(**{p: in_flight.placed_lately(p) for p in ("p0", "p1", "p2")})
+        loads = candidates(**{p: in_flight.recently_placed(p) for p in ("p0", "p1", "p2")})
         chosen.append(policy.place(prompt, candidates(d0=0), loads).prefill_workers[0])
         in_flight.add(chosen[-1], 500)
     assert sorted(chosen) == ["p0"] * 3 + ["p1"] * 3 + ["p2"] * 3
@@ -160,9 +160,9 @@ def test_recent_placements_count_until_a_record_must_show_them():
     clock.now = 1.5
     in_flight.add("w0", 7)
     in_flight.add("w1", 1)
-    assert (in_flight.placed_lately("w0"), in_flight.placed_lately("w1")) == (12, 1)
+    assert (in_flight.recently_placed("w0"), in_flight.recently_placed("w1")) == (12, 1)
     clock.now = 3
-    assert in_flight.placed_lately("w0") == 7
+    assert in_flight.recently_placed("w0") == 7
     assert in_flight.load("w0", RECORD, records_arrive=False) == 12
 
 
@@ -188,7 +188,7 @@ def test_other_routers_never_know_of_less_than_there_is_and_of_nothing_in_the_en
     def write() -> None:
         for worker_id, (amount, seconds) in in_flight.take_changes().items():
             known_elsewhere[worker_id] = (amount, clock.now + seconds)
-            assert amount == in_flight.placed_lately(worker_id)
+            assert amount == in_flight.recently_placed(worker_id)
         assert in_flight.take_changes() == {}
 
     for action, worker_id, amount in steps:
@@ -201,7 +201,7 @@ def test_other_routers_never_know_of_less_than_there_is_and_of_nothing_in_the_en
         if action in ("add", "write"):
             write()
         for each in ("w0", "w1"):
-            assert known(each) >= in_flight.placed_lately(each)
+            assert known(each) >= in_flight.recently_placed(each)
     clock.now += 3
     assert known("w0") == known("w1") == 0
 
@@ -211,10 +211,10 @@ def test_finished_placements_count_no_more():
     entries = [in_flight.add("w0", amount) for amount in (1, 2, 4)]
     in_flight.remove(entries[1])
     in_flight.remove(entries[1])
-    assert in_flight.placed_lately("w0") == 5
+    assert in_flight.recently_placed("w0") == 5
     in_flight.remove(entries[0])
     in_flight.remove(entries[2])
-    assert in_flight.placed_lately("w0") == 0
+    assert in_flight.recently_placed("w0") == 0
 
 
 def test_what_a_worker_reports_with_tokens_replaces_an_older_record():
@@ -244,8 +244,8 @@ def test_what_was_placed_before_a_report_is_part_of_it(records_arrive):
     clock.now = 1.2
     in_flight.note_report("w0", LoadReport(1, 2, 100))
     assert in_flight.load("w0", RECORD, records_arrive) == 100
-    assert in_flight.placed_lately("w0") == 0
+    assert in_flight.recently_placed("w0") == 0
     clock.now = 1.3
     in_flight.add("w0", 2)
     assert in_flight.load("w0", RECORD, records_arrive) == 102
-    assert in_flight.placed_lately("w0") == 2
+    assert in_flight.recently_placed("w0") == 2
