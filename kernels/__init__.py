@@ -21,7 +21,7 @@ those before it are arbitrary.
 launcher that chooses tiles, splits and the kernel: `paged_decode.py` splits the context,
 `paged_prefill.py` uses the kernel of `paged_prefill_hopper.py` where that applies, `linear.py`
 uses cuBLAS where that is faster. `reference/` has the same operations in plain torch, `bench/`
-times both. `invariant/` has a second version of those whose results would depend on the batch. Read
+times both. `invariant/` has versions of operations whose results would depend on the batch. Read
 first: `rms_norm.py` (a short one), `paged_decode.py`, `paged_prefill.py`.
 """
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 BackendName = Literal["auto", "triton", "torch"]
 
-# Whose results for a row depend on the batch, unless they are those of `kernels/invariant`.
+# Operations whose results for a row depend on the batch, except those of `kernels/invariant`.
 BATCH_DEPENDENT = (
     "paged_decode",
     "paged_prefill",
@@ -166,11 +166,11 @@ class GeluAndMul(Protocol):
 
 
 class Route(Protocol):
-    """The experts that each token has by the rule `routing`, and their weights.
+    """The experts of each token by the rule `routing`, and their weights.
 
     Experts are all different, from 0 to E - 1, whatever the logits are: NaN counts as -inf for the
-    choice. They come from the best score to the least; of equal scores, and of equal groups, that
-    of the lower number is taken. A softmax without correction is ordered by its logits.
+    choice. They are in descending order of scores; of equal scores, and of equal groups, the one
+    with the lower number is taken. A softmax without correction is ordered by its logits.
 
     Raises:
         UnsupportedShapeError: there are too many experts for a kernel, or logits or correction have
@@ -186,7 +186,7 @@ class Route(Protocol):
 
 
 class Experts(Protocol):
-    """A mixture of experts, of which each token has its own few.
+    """A mixture of experts, of which a few are chosen for each token.
 
     `sum_k weights[t, k] * expert(x[t])` over the `chosen[t, k]`, in float32, in an order that the
     shapes alone decide; an expert is `down @ activation(gate @ x, up @ x)`, with biases if it has
@@ -215,9 +215,9 @@ class Experts(Protocol):
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
-    The copy list (`kv_staging.fill_copy_list`) says how many, which, and the seed. It is read on
-    the device, so that each replay of a CUDA graph may copy other blocks. It may lie in pinned
-    memory of the host, which saves a copy.
+    The copy list (`kv_staging.fill_copy_list`) has the number of blocks, their ids, and the seed.
+    It is read on the device, so that each replay of a CUDA graph may copy other blocks. It may be
+    in pinned host memory, which saves a copy.
 
     Staging then holds `N` blocks and `N` int64: the seed plus the block's checksum. Blocks are rows
     of `pool.view(NB, -1)` seen as int32 words `w_i`; the checksum of a block is

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Rings of tiles in a Hopper GPU's shared memory, which its copy engine fills from a paged cache.
 
-A tile is some positions of keys, or of values, of one head. Warps that do nothing else start its
-copies: of each page, 64 elements of its KV slots at a time. A barrier a stage says that its tile is
-full, another one that all who read it are done.
+A tile has the keys or the values of some positions, for one head. Producer warps only start copies:
+64 elements of a page's KV slots at a time. Each stage has a barrier for a full tile, and another
+one for a tile that all readers have finished.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_COLUMNS = gl.constexpr(64)  # of a row that one copy takes: the 128 bytes of a swizzle
-_PRODUCER_WARPS = gl.constexpr(2)  # that copy keys, and as many that copy values
+_COLUMNS = gl.constexpr(64)  # of a row in one copy: the 128 bytes of a swizzle
+_PRODUCER_WARPS = gl.constexpr(2)  # for keys, and as many for values
 # Names that differ among versions of Triton (3.6 has the older ones).
 _start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -30,7 +30,7 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _as_parts(tiles, desc, COUNT: gl.constexpr):
-    """View tiles as what single copies fill: 64 columns of a page, columns outermost."""
+    """View tiles as the targets of single copies: 64 columns of a page, columns outermost."""
     SHAPE: gl.constexpr = [COUNT, desc.block_shape[0], _COLUMNS]
     if _REINTERPRET_IS_PUBLIC:
         return tiles.reinterpret(tiles.dtype, SHAPE, desc.layout)
@@ -64,7 +64,7 @@ def copy_tiles(ring, source, BLOCK_SIZE: gl.constexpr, WARP: gl.constexpr):
             # A block past the last one reads as zeros.
             block = gl.load(table + token // BLOCK_SIZE, mask=is_seen, other=num_blocks)
             row = block * block_rows + head_row + token % BLOCK_SIZE
-            # Gluon knows neither unpacking into a tuple nor its annotation.
+            # Gluon supports neither unpacking into a tuple nor its annotation.
             rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
         mbarrier.wait(free.index(stage), phase)
         mbarrier.expect(full.index(stage), (LAST - FIRST) * SLOTS * _COLUMNS * 2)
@@ -94,8 +94,8 @@ def make_ring(desc, dtype: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.const
 def clear_unseen(parts, tiles, stage, edge, first, stop):
     """Zero a tile's KV slots before `first` and from `stop` on, in the page that `edge` lies in.
 
-    They may hold NaN, and a weight of zero times NaN is NaN. Each warp group does so by itself, on
-    the same tile: what another group has zeroed already must not be written back.
+    They may hold NaN, and a weight of zero times NaN is NaN. Each warp group does this on the
+    same tile, so it must not write back what another group has already zeroed.
     """
     SLOTS: gl.constexpr = parts.shape[1]
     PAGES: gl.constexpr = tiles.shape[1] // SLOTS
@@ -114,8 +114,8 @@ def clear_unseen(parts, tiles, stage, edge, first, stop):
 def is_matrix(cache: torch.Tensor) -> bool:
     """Return whether a cache's KV slots are rows of one matrix that the copy engine can address.
 
-    It wants addresses and the rows' distance in multiples of 16 bytes, and 32-bit row numbers. The
-    heads of a block must lie within it: rows past the last block's read as zeros.
+    The engine needs addresses and row strides in multiples of 16 bytes, and 32-bit row numbers.
+    The heads of a block must be within the block: rows past the last block are read as zeros.
     """
     block, head, token, _ = cache.stride()
     return (

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Scores packed with the number of what they belong to, so that one maximum gives both.
+"""Scores packed with an id, such as that of a token or expert, so that one maximum gives both.
 
-A key is an integer of 64 bits, the score's bits above the number's, as in OpenAI's triton_kernels.
-Keys of different numbers differ whatever their scores are.
+A key is a 64-bit integer with the score's bits above the id's, as in OpenAI's triton_kernels.
+Keys of different ids differ for any scores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-decorators
-"""What the launchers share: shape checks and facts about the device.
+"""Shared parts of the launchers: shape checks and properties of the device.
 
 Launchers never wait for the device and never branch on a tensor's values, so that a captured CUDA
-graph replays with any metadata. They launch on the current device: it must be the tensors' own.
+graph replays with any metadata. They launch on the current device, which must have the tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pagewire.kernels.errors import UnsupportedShapeError
 
-# What the interpreter pretends to have, so that small tests split work as a GPU does.
+# Assumed SMs of the interpreter, so that small tests split work as on a GPU.
 _INTERPRETED_SMS = 4
-# In larger batches (measured on an H200) programs that come early cost more than they save: they
-# crowd on the SMs that happen to have room.
+# In larger batches (measured on an H200), early programs cost more than they save: they crowd on
+# the SMs that have room.
 _MOST_OVERLAPPING_ROWS = 16
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
@@ -52,17 +52,17 @@ def can_copy_tiles(device: torch.device) -> bool:
 def overlap_options(
     device: torch.device, rows: int, most_rows: int = _MOST_OVERLAPPING_ROWS
 ) -> dict[str, Any]:
-    """Return the options of a launch that may come while the kernel before it still runs.
+    """Return the options of a launch that may start while the kernel before it still runs.
 
-    That is CUDA's programmatic dependent launch, and lets the launches of a small step follow one
-    another some microseconds more closely. Every program of such a kernel calls
-    `await_predecessor(OVERLAPS)` before it reads what another kernel writes, or writes what another
-    reads; a model's weights, which none writes, it may read before.
+    This is CUDA's programmatic dependent launch; it saves some microseconds between the launches of
+    a small step. Every program of such a kernel calls `await_predecessor(OVERLAPS)` before it reads
+    what another kernel writes, or writes what another one reads. It may read a model's weights
+    before, since no kernel writes them.
 
     Args:
-        device: what the kernel is launched on.
-        rows: tokens of the step.
-        most_rows: with more, it does not pay.
+        device: the device of the launch.
+        rows: number of tokens of the step.
+        most_rows: with more tokens, launches do not overlap.
     """
     if rows <= most_rows and _is_hopper_or_newer(device):
         return {"OVERLAPS": True, "launch_pdl": True}
@@ -71,7 +71,7 @@ def overlap_options(
 
 @triton.jit
 def await_predecessor(OVERLAPS: tl.constexpr) -> None:
-    """Let the next kernel's programs come, and wait until all before this one is written."""
+    """Let the next kernel's programs start, and wait for the writes of all kernels before."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -82,7 +82,7 @@ def check_attention_shapes(
     k_cache: torch.Tensor,  # [NB, KH, BS, D]
     v_cache: torch.Tensor,  # [NB, KH, BS, D]
 ) -> None:
-    """Refuse what the attention kernels cannot compute.
+    """Refuse shapes that the attention kernels cannot compute.
 
     Raises:
         UnsupportedShapeError: A head dimension that is not a multiple of 8 from 16 to 256, query

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which rows the programs of a grouped product take: pairs of token and expert, by expert.
+"""The rows of each program of a grouped product: pairs of token and expert, by expert.
 
 The list is made on the device, and its length follows from shapes alone, so that one CUDA graph
-serves any routing. Without atomics: pairs of one expert are in the order of their tokens.
+serves any routing. There are no atomics: pairs of one expert are in the order of their tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TileList(NamedTuple):
         order: `[pairs]` int32, the pairs by expert.
         tiles: `[T, 3]` int32, expert, first place in `order` and the place after the last; the
             expert of an unused tile is -1.
-        rows: the most of a tile.
+        rows: largest number of pairs in a tile.
     """
 
     order: torch.Tensor
@@ -99,7 +99,7 @@ def _tile_list_kernel(
 
 
 def most_tiles(pairs: int, num_experts: int, rows: int) -> int:
-    """Return how many tiles there are at most, however the pairs are spread over the experts."""
+    """Return the largest possible number of tiles, for any routing."""
     used = min(pairs, num_experts)  # experts: the last tile of each may have a single pair
     return used + (pairs - used) // rows
 
@@ -109,8 +109,8 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
 
     Args:
         chosen: [T, top_k] int32, experts from 0 to `num_experts` - 1; T is above 0.
-        num_experts: of which each token chooses.
-        rows: of a tile, at most.
+        num_experts: number of experts.
+        rows: largest number of pairs in a tile.
     """
     chosen = chosen.contiguous()
     pairs = chosen.numel()

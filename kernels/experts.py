@@ -7,7 +7,7 @@ tile are neighbours, and share its rows in the L2 cache. The first product gates
 second writes a row for each pair, and the sum adds a token's rows in the order of its choices:
 there are no atomics, and a step that runs again gives the same bits.
 
-Few tokens, which hardly share an expert, are computed in another way: `few_experts.py`.
+Few tokens, which rarely share an expert, are computed by `few_experts.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_BLOCK = 1024
 
 
 class _Tiling(NamedTuple):
-    """How the products are cut: outputs and inputs a program, tiles in flight, warps."""
+    """Tiling of the products: outputs and inputs per program, tiles in flight, warps."""
 
     block_out: int
     block_in: int
@@ -207,10 +207,10 @@ def experts(
     interleaved: bool = False,
     tile_rows: int | None = None,
 ) -> torch.Tensor:
-    """Return the weighted sum of what each token's experts make of it, `[T, H]`.
+    """Return the weighted sum of the outputs of each token's experts, `[T, H]`.
 
-    Shapes are those of `pagewire.kernels.Experts`. `tile_rows` is how many pairs a tile has; None:
-    as suits the batch.
+    Shapes are those of `pagewire.kernels.Experts`. `tile_rows` is how many pairs a tile has; None
+    chooses by the batch.
 
     Raises:
         UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
@@ -245,13 +245,13 @@ def experts(
 
 
 def _rows_of_a_tile(pairs: int, num_experts: int) -> int:
-    """Return half as many rows again as an expert has on average: most take one tile then."""
+    """Return 1.5 times the average rows of an expert, so that most experts need one tile."""
     return min(max(next_power_of_2(3 * pairs // (2 * num_experts)), _LEAST_ROWS), _MOST_ROWS)
 
 
 def _choose_tiling(dtype: torch.dtype, rows: int, large_stages: int) -> _Tiling:
     """Return what was fastest on an H200 with the experts of Qwen3-30B-A3B."""
-    if dtype == torch.float32:  # no tensor cores: what registers hold
+    if dtype == torch.float32:  # no tensor cores: tiles that fit into registers
         return _Tiling(32, 32, 2, 8)
     if rows == _MOST_ROWS:  # products take the time: larger tiles read less from the L2 cache
         return _Tiling(128, 64, large_stages, 8)
@@ -259,9 +259,9 @@ def _choose_tiling(dtype: torch.dtype, rows: int, large_stages: int) -> _Tiling:
 
 
 def _can_describe(rows: int, *matrices: torch.Tensor) -> bool:
-    """Return whether large tiles of these are to be loaded by the GPU's copy engine (TMA).
+    """Return whether the GPU's copy engine (TMA) can load large tiles of these.
 
-    It needs rows and a start that are multiples of 16 bytes.
+    The copy engine needs rows and a start that are multiples of 16 bytes.
     """
     return rows == _MOST_ROWS and all(
         can_copy_tiles(each.device)

@@ -1,14 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """A mixture of experts for few tokens: matrix-vector products, without a list of tiles.
 
-Where few tokens share an expert, the matrix instruction's rows would be empty, and sorting pairs
-takes longer than it saves. So each program takes outputs of one pair (of token and expert) and
-multiplies their weights by its vector, and programs of one range of outputs are neighbours: what
-pairs of the same expert read comes from the L2 cache. The second product's programs take outputs
-of one token, all of its experts at once, and add these up: without atomics, and without a launch
-of its own. vLLM's fused_moe calls this "naive block assignment" and uses a matrix instruction.
+If few tokens share an expert, most rows of the matrix instruction would be empty, and sorting pairs
+would take longer than it saves. So each program computes some outputs of one pair (of token and
+expert): the product of their weights and the token's vector. Programs of one range of outputs are
+neighbours, so that pairs of the same expert read weights from the L2 cache. In the second product,
+a program computes outputs of one token for all of its experts and adds them, without atomics and
+without another launch. vLLM's fused_moe calls this "naive block assignment" and uses a matrix
+instruction.
 
-What a program computes depends on its own token alone, not on how many there are.
+The result of a program depends only on its own token, not on the number of tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap
 from pagewire.kernels.gated_silu import GatedSilu
 
 _MOST_CHOSEN = 64  # experts of a token, whose sums a program has in registers
-_ROW_BYTES = 512  # of a tile's row: what a warp reads at once, so that sums stay within a warp
+_ROW_BYTES = 512  # of a tile's row: one read of a warp, so that sums stay within a warp
 _ROWS = 16  # of a tile
 _STAGES = 4
 _WARPS = 4
@@ -132,7 +133,7 @@ def _few_down_kernel(
 
 
 def are_few(tokens: int, top_k: int, num_experts: int) -> bool:
-    """Return whether a step's tokens are so few that hardly two of them share an expert.
+    """Return whether a step's tokens are so few that they rarely share an expert.
 
     It depends on shapes alone, so that one CUDA graph serves any routing. With half as many pairs
     as experts, a balanced routing has 1.24 pairs an expert that is chosen.

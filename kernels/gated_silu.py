@@ -1,4 +1,4 @@
-"""What an expert makes of its gate and up projections; torch is not imported."""
+"""The gated activation of experts; torch is not imported."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class GatedSilu:
     """`gate * sigmoid(alpha * gate) * (up + up_offset)`, in float32.
 
     Attributes:
-        alpha: 1 is SiLU, 1.702 what gpt-oss has.
+        alpha: 1 for SiLU; gpt-oss has 1.702.
         up_offset: added to `up`.
-        limit: before all else, `gate` is made at most this, and `up` at most this and at least its
-            negative; None leaves them as they are.
+        limit: first, `gate` is cut at this, and `up` to the range from its negative to this; None
+            means no limit.
     """
 
     alpha: float = 1.0

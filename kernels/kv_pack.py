@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Gather and scatter KV blocks, rows of a pool, with a checksum of each as its words pass."""
+"""Gather and scatter KV blocks (rows of a pool), and compute a checksum of each block."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import triton.language as tl
 from pagewire.kernels._launch import sm_count
 from pagewire.kernels.kv_staging import as_words, copy_list_capacity, staging_views
 
-# Words of one vector step, warps of a program, and programs an SM, each of which takes whole
-# rows: as many bytes are under way as the memory needs, and few programs find nothing to do where
-# a copy list is shorter than its capacity.
+# Words of one vector step, warps of a program, and programs per SM. Each program takes whole rows.
+# Enough bytes are in flight to saturate the memory, and few programs are idle if a copy list is
+# shorter than its capacity.
 _STEP_WORDS = 8192
 _WARPS = 8
 _CTAS_PER_SM = 4

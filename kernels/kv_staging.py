@@ -1,8 +1,8 @@
-"""How packed KV blocks lie in staging, and how the list of those to copy is written.
+"""The layout of packed KV blocks in staging, and of copy lists.
 
 Staging holds the blocks, then an int64 sum of each. A copy list is int64 `[2 + capacity]`: the
-number of blocks, the seed of their sums, their ids, and padding. A block is a row of the pool that
-is handed in: the engine's have a row for each layer group of a block.
+number of blocks, the seed of their sums, their ids, and padding. A block here is a row of the given
+pool; the engine's pools have a row for each layer group of a block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEAD_WORDS = 2
 
 
 def packed_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Return what packed blocks take in staging."""
+    """Return the size of packed blocks in staging, in bytes."""
     return num_blocks * (block_bytes + _CHECKSUM_BYTES)
 
 
@@ -35,9 +35,9 @@ def fill_copy_list(
     """Write the copy list of these blocks.
 
     Args:
-        words: [>= 2 + len(block_ids)], of the copy list; the rest is padding.
-        block_ids: rows of the pool; below 0 in a list to unpack: check only, write nothing.
-        seed: signed 64 bit.
+        words: the copy list to write, [>= 2 + len(block_ids)]; the rest is padding.
+        block_ids: rows of the pool. When unpacking, a block with a negative id is only checked.
+        seed: signed 64-bit integer.
     """
     end = _HEAD_WORDS + len(block_ids)
     words[:_HEAD_WORDS] = len(block_ids), seed
@@ -45,7 +45,7 @@ def fill_copy_list(
 
 
 def make_copy_list(block_ids: Sequence[int], seed: int) -> torch.Tensor:
-    """Return the copy list of these blocks, on the CPU, with room for no others."""
+    """Return the copy list of these blocks on the CPU; its capacity is their number."""
     copy_list = empty_copy_list(len(block_ids))
     fill_copy_list(copy_list.numpy(), block_ids, seed)
     return copy_list
@@ -72,7 +72,7 @@ def staging_views(
     """Return staging's blocks `[count, words]` int32, and their sums `[count]` int64.
 
     Raises:
-        UnsupportedShapeError: staging is shorter: a kernel would write past its end.
+        UnsupportedShapeError: staging is too short; a kernel would write past its end.
     """
     end, size = count * words * 4, packed_bytes(count, words * 4)
     if staging.shape[0] < size:

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Paged attention of all heads to one latent vector a token: decode and prefill by one kernel.
 
-A row of a program's tile is one head of one query. All rows see the same rows of the cache, each of
-which is read once for a tile: as key, of two parts, and its first part as value. Decode steps cut
-the context into splits, which `paged_decode`'s second kernel combines.
+A row of a program's tile is one head of one query. All rows attend to the same rows of the cache. A
+tile reads each of them once: the whole row is the key, its first part the value. Decode steps split
+the context; the second kernel of `paged_decode` combines the splits.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class _Config:
 
 
 def _choose_config(rows: int, element_size: int) -> _Config:
-    """Return the tiles for heads times queries of the longest chunk, and an element's bytes.
+    """Return the tiles for a number of rows (heads times longest chunk) and an element size.
 
     A tile's sums are `[block_m, C]` in float32: 32 KiB of registers for 16 rows of 512 numbers.
     """

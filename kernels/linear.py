@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """`x @ weight.T + bias` of few rows, as in a decode step: reading the weights takes the time.
 
-Each program takes some output features, and where those alone would leave SMs idle, one
-of `SPLIT_K` ranges of the inputs: the program that finishes last adds their sums up, in order, so
-that results do not depend on which one it is. Many rows are cuBLAS's.
+Each program computes some output features. If that would leave SMs idle, the inputs are also split
+into `SPLIT_K` ranges: the program that finishes last adds their sums, always in the same order, so
+that results do not depend on which one it is. cuBLAS computes many rows.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from pagewire.kernels._launch import (
     sm_count,
 )
 
-# Above it cuBLAS is quicker, and above half of it for all but large weights.
+# cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
 MOST_ROWS = 64
 _LARGE = 1 << 25  # elements of a weight
 _LEAST_ROWS = 16  # of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
 _MAX_SPLIT_K = 4
-_MOST_TILES = 4096  # that are split: each has a counter
+_MOST_TILES = 4096  # tiles that may be split: each has a counter
 
 
 class _Tiling(NamedTuple):
-    """How a product is cut: outputs a program, ranges of the inputs, tiles in flight."""
+    """Tiling of a product: outputs per program, ranges of the inputs, tiles in flight."""
 
     block_out: int
     split_k: int
@@ -71,7 +71,7 @@ def _linear_kernel(
     x_tile = x_ptr + row[None, :] * x_stride + inputs[:, None]
     acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
     begin = 0
-    if OVERLAPS:  # the weights are nobody's work: the first come while others still run
+    if OVERLAPS:  # no kernel writes weights: load the first ones while others still run
         early = tl.load(weight_tile, eviction_policy="evict_first")
         await_predecessor(OVERLAPS)
         acc = tl.dot(early, tl.load(x_tile, mask=seen, other=0.0), acc, input_precision="ieee")
@@ -85,7 +85,7 @@ def _linear_kernel(
     is_last = True
     if SPLIT_K > 1:
         tl.store(partial_ptr + split * rows * outs + offsets, acc, mask=seen)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads must have stored before the counter changes
         is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
         if is_last:
             tl.store(counters_ptr + tile, 0)
@@ -101,17 +101,16 @@ def _linear_kernel(
 
 @lru_cache(maxsize=1024)
 def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
-    """Return how to cut a product, None if it is one for cuBLAS.
+    """Return the tiling of a product; None if cuBLAS should compute it.
 
-    Measured on an H200: about one and a half programs an SM are wanted where rows are few,
-    one where more of them make the splits costly to add up; with many rows and outputs, larger
-    tiles.
+    Measured on an H200: few rows are fastest with about 1.5 programs per SM; more rows, which make
+    splits costly to add, with one program per SM; many rows and outputs with larger tiles.
 
     Args:
-        rows: of x.
-        outs: of the weight.
-        ins: likewise.
-        sms: of the device.
+        rows: rows of x.
+        outs: output features of the weight.
+        ins: input features of the weight.
+        sms: SMs of the device.
     """
     if not 0 < rows <= MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
         return None
@@ -134,7 +133,7 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
 def _counters(device: torch.device) -> torch.Tensor:
     """Return counters that every launch leaves at zero.
 
-    All launches share them, which takes that one follows the other: on one stream.
+    All launches share them, so they must run one after another, on one stream.
     """
     return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
@@ -196,7 +195,7 @@ def linear(
 
 
 def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return each head's rows times its own matrix, by cuBLAS.
+    """Return each head's rows times the head's matrix, computed by cuBLAS.
 
     Shapes are those of `pagewire.kernels.HeadProducts`.
     """

@@ -4,7 +4,7 @@
 Each program takes one KV head of one sequence, all query heads of its group, and one split of the
 context. Splits are cut on the device from the sequence's actual length, so their number may be
 fixed when a CUDA graph is captured. A second kernel combines the splits. With a window, only its
-positions are split; what lies before is neither loaded nor looked up.
+positions are split; earlier blocks are not read, nor are their entries in the block table.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _TILE_BYTES = 16384
 _STAGES = 5
 _RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
 _MAX_SPLITS = 128
-# Tiles that an SM reads while a program by itself reads one: if all SMs read, and by itself.
+# Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
-_MOST_OVERLAPPING_ROWS = 4  # more programs than that fill the device: see `overlap_options`
+_MOST_OVERLAPPING_ROWS = 4  # with more rows, programs fill the device: see `overlap_options`
 
 
 @triton.jit
@@ -184,7 +184,7 @@ def _combine_splits_kernel(
         mask=mask,
         other=0.0,
     )  # [SPLITS, D]
-    # A finite stand-in keeps an empty sequence from -inf minus -inf.
+    # A finite maximum avoids -inf minus -inf for an empty sequence.
     m_i = tl.maximum(tl.max(lse, axis=0), -1.0e30)
     p = tl.exp2(lse - m_i)
     l_i = tl.sum(p, axis=0)
@@ -200,7 +200,7 @@ def _combine_splits_kernel(
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT) -> int:
-    """Return into how many splits to cut every context.
+    """Return the number of splits of every context.
 
     Args:
         programs: Programs without a split: batch rows times KV heads.
@@ -320,10 +320,10 @@ def combine_splits(
     window: int = 0,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> None:
-    """Write the attention over a context of what it is over its splits.
+    """Combine the attention over splits into the attention over the whole context.
 
-    A context is cut as `_paged_decode_kernel` does it: into equal numbers of tiles of `tile`
-    positions, as long as there are any.
+    A context is split as in `_paged_decode_kernel`: into equal numbers of tiles of `tile`
+    positions; the last splits may have fewer or none.
     """
     rows, heads, splits, dim = partial.shape
     _combine_splits_kernel[(heads, rows)](

@@ -2,9 +2,9 @@
 """Paged prefill attention: causal flash attention of packed query chunks over paged context.
 
 Each program takes a tile of one sequence's queries for one head. Tiles of keys that all its queries
-see are taken without masks; only those across the diagonal, or across the start of a window,
-compare positions. What lies before all windows is neither loaded nor looked up. On Hopper GPUs the
-launcher takes the kernel of `paged_prefill_hopper` wherever it applies.
+see need no masks; only those across the diagonal, or across the start of a window, compare
+positions. Blocks before all windows are not read, nor are their entries in the block table. On
+Hopper GPUs the launcher uses the kernel of `paged_prefill_hopper` where it applies.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _attend_tiles(
             scores = tl.where(seen, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, axis=1) * factor)
         if MASKED and WINDOW > 0:
-            # A query may have seen nothing yet: a finite stand-in for -inf minus -inf.
+            # A query may have seen no key yet: a finite maximum avoids -inf minus -inf.
             m_new = tl.maximum(m_new, -1.0e30)
         p = tl.exp2(scores * factor - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
@@ -188,7 +188,7 @@ def _paged_prefill_kernel(
     if sinks_ptr is not None:
         l_i += sink_weight(tl.load(sinks_ptr + head), m_i)
     if WINDOW > 0:
-        l_i = tl.where(l_i > 0.0, l_i, 1.0)  # rows past the chunk may have seen nothing
+        l_i = tl.where(l_i > 0.0, l_i, 1.0)  # rows past the chunk may have seen no key
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
     out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
@@ -210,7 +210,7 @@ class _Config:
 
 def _choose_config(dim: int, element_size: int, max_query_len: int) -> _Config:
     """Return the tiles for a head dimension, an element's bytes and the longest chunk."""
-    if element_size == 4:  # no tensor cores: what registers hold
+    if element_size == 4:  # no tensor cores: tiles that fit into registers
         return _Config(block_m=16 if dim > 128 else 32, block_n=32, num_warps=4, stages=2)
     if max_query_len <= 16:
         return _Config(block_m=16, block_n=64 if dim <= 128 else 32, num_warps=4, stages=3)
@@ -228,7 +228,7 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
         return None
     try:
         return importlib.import_module("pagewire.kernels.paged_prefill_hopper")
-    except (ImportError, AttributeError):  # Gluon is experimental: its names move
+    except (ImportError, AttributeError):  # Gluon is experimental: names may change
         return None
 
 

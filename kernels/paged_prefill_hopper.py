@@ -2,13 +2,13 @@
 """Paged prefill attention for Hopper GPUs, in Gluon.
 
 A program takes 64 to 192 rows of one sequence and key/value head; a row is a (token, query head of
-the group) pair, so that short chunks fill tiles, too. Four warps do nothing but start copies of
+the group) pair, so that short chunks fill tiles, too. Four producer warps start copies of
 pages of keys and values into rings of tiles in shared memory; one to three warp groups compute 64
 rows each. While a group's softmax runs, its product of the last weights and values and the other
 groups' products keep the tensor cores busy.
 
-Only tiles across the diagonal, or across the start of a window, compare positions. What lies before
-all windows of a program is neither copied nor looked up.
+Only tiles across the diagonal, or across the start of a window, compare positions. Blocks
+before all windows of a program are not copied, nor are their entries in the block table read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS = gl.constexpr(64)  # of a warp group
 
 @gluon.jit
 def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr):
-    """One step of the online softmax: `p`, the factor for what came before, new maxima."""
+    """One step of the online softmax: `p`, the factor for earlier sums, new maxima."""
     WINDOW: gl.constexpr = options[0]
     CAP: gl.constexpr = options[1]
     factor = scale
@@ -64,7 +64,7 @@ def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr)
         scores = gl.where(is_seen, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, axis=1) * factor)
     if MASKED and WINDOW > 0:
-        # A query may have seen nothing yet: a finite stand-in for -inf minus -inf.
+        # A query may have seen no key yet: a finite maximum avoids -inf minus -inf.
         m_new = gl.maximum(m_new, -1.0e30)
     p = gl.exp2(scores * factor - m_new[:, None])
     return p, gl.exp2(m_i - m_new), m_new
@@ -72,7 +72,7 @@ def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr)
 
 @gluon.jit
 def _thread_sums(p):
-    """Sum what each thread holds of a row: 2 of 8 columns, 4 threads; they are added up last."""
+    """Sum each thread's part of a row: 2 of 8 columns, 4 threads; the sums are added last."""
     pairs = gl.reshape(p, [_ROWS, p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, axis=3), axis=1)  # [_ROWS, 4]
 
@@ -104,7 +104,7 @@ def _attend(
     q, keys, values, state, ring, positions, scale, start, stop, end, options,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Take the tiles from `start` to `stop`: each one's scores, with the values of the last."""
+    """Process tiles from `start` to `stop`: a tile's scores with the last tile's values."""
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, v_free = values
     STAGES: gl.constexpr = k_tiles.shape[0]
@@ -114,7 +114,7 @@ def _attend(
         operand = _as_operand(p, acc, q.dtype)
         scores = _start_scores(q, k_tiles, stage)
         mbarrier.wait(v_full.index(v_stage), v_phase)
-        # Waits for nothing: it keeps the rescaling after the start of the scores, which hide it.
+        # This never waits: it orders the rescaling after the start of the scores, which hide it.
         acc, rescale = warpgroup_mma_wait(1, deps=(acc, rescale))
         acc = _rescaled(acc, rescale)
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
@@ -146,7 +146,7 @@ def _row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
 def _compute(
     buffers, tensors, span, chunk, scale, options, NUMBER: gl.constexpr, GROUP: gl.constexpr
 ):
-    """Attend with 64 rows of the program's; runs in one warp group, that of this number."""
+    """Compute attention for 64 of the program's rows, in the warp group of this number."""
     q_tiles, keys, values, v_parts = buffers
     q, out, sinks_ptr = tensors
     start, end, lowest, seq_len = span
@@ -358,8 +358,8 @@ def choose_tiles(dim: int, rows: int, grids: int, sms: int) -> Tiles:
     """Return the smallest tiles whose programs all run at once, else the largest, for throughput.
 
     Args:
-        dim: of a head.
-        rows: of the longest chunk, as the module's docstring counts them.
+        dim: dimension of a head.
+        rows: rows of the longest chunk, counted as in the module's docstring.
         grids: sequences times key/value heads.
         sms: streaming multiprocessors of the device; each runs one program.
     """
@@ -383,7 +383,7 @@ def hopper_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Causal attention of packed query chunks over their paged context, on tensors that suit.
+    """Causal attention of packed query chunks over their paged context, on supported tensors.
 
     Shapes are those of `pagewire.kernels.PagedPrefill`; see `is_supported` for the rest. The
     descriptors are parameters of the launch, so a captured CUDA graph keeps them.

@@ -1,7 +1,7 @@
 """Logits of the distribution that a token was drawn from, in plain torch on any device.
 
-Few requests ask for them, and not to draw a token: so no kernel is worth its while, and a sort of
-their rows is good enough.
+Few requests ask for them, and no token is drawn from them. So there is no kernel, and sorting the
+rows is fast enough.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def processed_logits(
     that was drawn is always a candidate, however another backend rounds.
 
     Args:
-        logits: [N, V], as `ShapeLogits` returns them, or of a row that asks for nothing.
-        tokens: [N] int64, drawn.
-        temperature: [N], and so are the others, as `pagewire.kernels.Sample` takes them.
-        top_k: no more tokens than that are candidates; 0 stands for all.
-        top_p: only the most likely tokens whose probability reaches it are.
-        min_p: only tokens that are so probable, by the most probable one, are.
+        logits: [N, V], as `ShapeLogits` returns them, or raw logits of a row without shaping.
+        tokens: [N] int64, the tokens that were drawn.
+        temperature: [N], as the other parameters; see `pagewire.kernels.Sample`.
+        top_k: largest number of candidates; 0 for all tokens.
+        top_p: candidates are the most likely tokens that together reach this probability.
+        min_p: candidates have at least this probability, relative to the most probable token.
 
     Returns:
         [N, V] float32; the largest of a row is 0.

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which experts each token has, in one launch: a program a token, its logits in registers.
+"""The experts of each token, in one launch: one program per token, with its logits in registers.
 
-The best are found one after the other, by the maximum of their keys (`_keys.py`): whatever the
-logits are, a token has K different experts from 0 to E - 1, and of equal scores that of the lower
-number. torch.topk, which Hugging Face's models call, leaves open which of equal ones it takes.
+The best experts are found one after another, by the maximum of their keys (`_keys.py`). For any
+logits, a token has K different experts from 0 to E - 1, and equal scores are ordered by expert
+number. torch.topk, which Hugging Face's models use, has no defined order of equal scores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _route_kernel(
     weights_ptr,  # [tokens, top_k] float32
     stride,
     scale,
-    OF_GROUP: tl.constexpr,  # experts
+    OF_GROUP: tl.constexpr,  # experts of a group
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Which experts a token has, by its router's logits; torch is not imported."""
+"""Rules that choose the experts of a token from its router logits; torch is not imported."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Which experts a token has, and with which weights.
+    """A rule that chooses the experts of a token, and their weights.
 
     Attributes:
-        top_k: experts of a token.
-        scores: what makes scores of the router's logits.
+        top_k: number of experts of a token.
+        scores: the function from router logits to scores.
         renormalise: whether a token's weights are divided by their sum. After a softmax, that is
             the softmax over the chosen experts alone.
-        scale: what weights are multiplied by.
-        groups: into which the experts are divided; 1: all of them may be chosen.
-        top_groups: groups of which a token's experts are.
+        scale: factor of the weights.
+        groups: number of groups of experts; with 1, all experts may be chosen.
+        top_groups: number of groups from which a token's experts are chosen.
         group_score: a group's best score, or the sum of its best two.
         corrected: whether a bias is added to scores for the choice, but not for the weights.
     """

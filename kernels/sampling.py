@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Sampling: argmax, min-p, exact top-k and top-p, Gumbel-max by Philox.
 
-Five small launches. Two run over chunks of the vocabulary, each for the rows that are not the
-other's. For greedy rows and those without limits, the largest logit of each chunk is found; for
-rows that limit their candidates, the chunk's large logits are also kept, in a segment of their own.
-Then, a program a row, the greedy token and the smallest candidate; if all candidates are among the
-kept logits, as is usual, the token is drawn from them there. For other random rows, those without
-limits above all, two launches draw: per chunk the largest perturbed candidate, per row the token.
+There are five small launches. Two run over chunks of the vocabulary, each for a part of the rows.
+For greedy rows and those without limits, the largest logit of each chunk is found; for
+rows that limit their candidates, the chunk's large logits are also kept, in a segment per chunk.
+The third finds the greedy token and the smallest candidate, with one program per row; if all
+candidates are among the kept logits, as is usual, it also draws the token. For other random rows,
+mainly those without limits, two launches draw: per chunk the largest perturbed candidate, per row
+the token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.sampling_limits import find_floor, find_lowest, load_scores
 
 _CHUNK = 4096
-# Logits that a chunk's segment takes.
+# Logits that a chunk's segment holds.
 _KEPT = 128
-# What a segment's note says.
+# Fields of a segment's note.
 _FLOOR, _MASS, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NOTES = tl.constexpr(3)
 # One step of the noise: skipped where it holds no candidate.
 _DRAW_STEP = 1024
-# With them, even half the programs of a draw are more than a GPU runs at once.
+# With this many rows, even half the programs of a draw are more than a GPU runs at the same time.
 _MANY_ROWS = 64
 # Low bits of a float32 that are 0 in a value of the dtype: the search need not visit them.
 _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -34,9 +35,9 @@ _SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 @triton.jit
 def _is_limited(temperature_ptr, top_k_ptr, top_p_ptr, at, vocab_size):
-    """Return whether the row whose parameters lie there is random, with top-k or top-p.
+    """Return whether the row with parameters at `at` is random, with top-k or top-p.
 
-    Min-p by itself needs no search.
+    Min-p alone needs no search.
     """
     top_k = tl.load(top_k_ptr + at)
     limits = (top_k > 0) & (top_k < vocab_size)
@@ -174,7 +175,7 @@ def _threshold_kernel(
             mass = tl.load(note_ptr + _MASS, mask=inside, other=0.0)
             # Not a plain product: the compiler would make an fma of it and the addition of another
             # lane's, of which only the latter is rounded. Totals would then differ between lanes,
-            # which would part at a branch and wait for each other for ever.
+            # which would take different branches and wait for each other forever.
             share = tl.exp((best - highest) / temperature)
             total = tl.sum(tl.fma(mass, share, 0.0), axis=0)
             cells = tl.arange(0, CHUNKS_PAD * KEPT)
@@ -197,7 +198,7 @@ def _threshold_kernel(
                 noisy = tl.where(known >= lowest, noisy, float("-inf"))
                 top = tl.max(noisy, axis=0)
                 drawn = tl.min(tl.where(noisy == top, ids, 0x7FFFFFFF), axis=0)
-                token = tl.where(top > float("-inf"), drawn, token)  # a row of -inf alone has none
+                token = tl.where(top > float("-inf"), drawn, token)  # a row of only -inf has none
                 lowest = highest + float("inf")
         else:
             min_p = tl.load(min_p_ptr + at)
@@ -309,7 +310,7 @@ def sample(
         logits, temperature, top_k, top_p, best, best_id, stride, step, vocab_size,
         CHUNK=chunk, num_warps=8,
     )  # fmt: skip
-    # Rows without limits leave at once; where there are many, a few programs each do so.
+    # Programs of rows without limits return at once; with many rows, each has few programs.
     each = 4 if rows >= _MANY_ROWS else 1
     _keep_kernel[(-(-chunks // each), rows)](
         logits, temperature, top_k, top_p, best, best_id, kept, notes, stride, step, vocab_size,
@@ -320,7 +321,7 @@ def sample(
         limits, out, stride, step, vocab_size, chunks,
         CHUNKS_PAD=pad, KEPT=_KEPT, BLOCK=chunk // 2, SHIFT=_SPARE_BITS[logits.dtype], num_warps=16,
     )  # fmt: skip
-    # Fewer programs where there are enough rows: most have nothing to do.
+    # Fewer programs if there are enough rows: most have no work.
     chunk *= 2 if rows >= _MANY_ROWS else 1
     chunks = -(-vocab_size // chunk)
     _draw_kernel[(chunks, rows)](

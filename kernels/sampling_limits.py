@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The smallest candidate logit of a row: exact top-k and top-p thresholds by search.
 
-A search halves a bracket of floats in order. It runs over the large logits of a row alone, which
-`sampling.py` has kept, in registers; or, where those do not suffice, over the row in memory.
+A search narrows a bracket of floats. It reads only a row's large logits, which `sampling.py` has
+kept, in registers; if those do not suffice, it reads the row from memory.
 
-What is kept of a chunk of the vocabulary is complete down to its floor: each logit from there up.
-So the largest floor of the row is where all of it is known. A threshold at or above it is the one
-that the whole row has.
+Each chunk of the vocabulary has a floor: all logits from there up are kept. So all logits of the
+row from its largest floor up are known. A threshold at or above it is that of the whole row.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def _search_threshold(
         spread = temperature
     low = _key_of(lowest, SHIFT)
     high = _key_of(highest, SHIFT) + 1
-    # First probes at usual places, since most floats are far from any logit.
+    # First probes at likely values, since most floats are far from any logit.
     middle_key = tl.maximum(_key_of(highest - 8.0 * spread, SHIFT), low)
     high_key = tl.maximum(_key_of(highest - 2.0 * spread, SHIFT), low)
     low_count, middle_count, high_count, low_measure, middle_measure, high_measure = _measure(
@@ -207,7 +206,7 @@ def _search_threshold(
                 else:
                     high = low_key
                     count_high = low_count
-    # Which lies below the lowest one if its dtype is coarser.
+    # The value may be below `lowest` if its dtype is coarser.
     return tl.maximum(_value_of(low, SHIFT), lowest)
 
 
@@ -226,7 +225,7 @@ def find_lowest(
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """Return a row's smallest candidate: -inf if none of the parameters limits them."""
+    """Return a row's smallest candidate; -inf if no parameter limits candidates."""
     lowest = highest - float("inf")
     if (top_k > 0) & (top_k < vocab_size):
         found = tl.where(known >= floor, known, float("-inf"))

@@ -41,7 +41,7 @@ class ShapeLogits(Protocol):
 
 
 class EnterTokens(Protocol):
-    """Make masks of seen tokens and output counts of device slots from their tokens alone."""
+    """Compute masks of seen tokens and output counts of device slots from their tokens."""
 
     def __call__(
         self,
@@ -55,9 +55,9 @@ class EnterTokens(Protocol):
 
 
 class NoteTokens(Protocol):
-    """Count a new output of each device slot, and add it to its history, where a row asks for it.
+    """Count a new output of each device slot, and add it to its history, if its row needs this.
 
-    Each device slot comes once, except those that ask for nothing.
+    A device slot may occur several times only if its row does not need it.
     """
 
     def __call__(

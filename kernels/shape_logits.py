@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Logits as requests want them shaped: masks, biases, penalties, banned tokens.
+"""Applies masks, biases, penalties and banned tokens to logits.
 
-Three launches: each logit by itself, over chunks of the vocabulary; then, a program a row, the few
-that have a bias, computed again from the raw logit since the bias comes before the penalties; last
-the banned tokens. A row that asks for nothing is copied. A chunk is a tile of 32 logits a line, so
-that a line's bits in a mask are one word, which is loaded once.
+There are three launches. The first shapes each logit, over chunks of the vocabulary. The second has
+one program per row; it computes the few logits with a bias again from the raw logit, since the bias
+comes before the penalties. The last bans tokens. A row without shaping is copied.
+
+A chunk is a tile of 32 logits per line, so that a line's bits in a mask are one word, which is
+loaded once.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def _shaped(
     bits,
     words_inside,
 ):
-    """Shape the logits of some ids, except what is banned."""
+    """Shape the logits of some ids, except for bans."""
     scores = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))
     scores = tl.minimum(scores, 3.4028234663852886e38)
@@ -81,7 +83,7 @@ def _shaped(
         scores = tl.where(is_allowed, scores, float("-inf"))
     scores += biases
     if (flags & _IS_PENALIZED) != 0:
-        # A count is 4 bytes: those of tokens that were not seen are not read.
+        # A count has 4 bytes: counts of tokens that were not seen are not read.
         is_seen = _load_bits(seen_ptr, words, bits, words_inside)
         counts = tl.load(counts_ptr + ids, mask=inside & is_seen, other=0)
         repetition = _load_float(row_ptr, _REPETITION)
@@ -208,7 +210,7 @@ def shape_logits(
     mask_of_row: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return logits as the device slots' requests want them shaped.
+    """Return the logits, shaped as the requests of the device slots ask.
 
     Shapes and meaning are those of `pagewire.kernels.ShapeLogits`.
     """

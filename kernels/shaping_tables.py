@@ -1,11 +1,11 @@
-"""What shapes the logits of device slots, in tensors that kernels read: the layout, and how big.
+"""Parameters that shape the logits of device slots, in tensors for kernels: layout and sizes.
 
-A row of `ShapingTables.rows` begins with scalars and goes on with bounded lists:
+A row of `ShapingTables.rows` has scalars and then bounded lists:
 
     header | bias ids | bias values | stop ids | ends of bad words | their tokens | history
 
-Floats lie there as the bits of a float32. The history has the newest outputs, the one of position
-p at `p % HISTORY`. All zeros is a row that asks for nothing.
+Floats are stored as the bits of a float32. The history has the newest outputs, that of position p
+at `p % HISTORY`. A row of zeros means no shaping.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class ShapingTables(NamedTuple):
     Attributes:
         rows: [S, ROW_WORDS] int32.
         allowed: [S, ceil(V / 32)] int32, a bit a token, the lowest first.
-        seen: likewise, the tokens of prompt and output: of others, no count is read.
+        seen: mask of the tokens of prompt and output, in the form of `allowed`; counts of other
+            tokens are not read.
         counts: [S, V] int32, how often each token is in the output.
     """
 
@@ -61,7 +62,7 @@ class ShapingTables(NamedTuple):
 
     @classmethod
     def zeros(cls, slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
-        """Return tables of device slots that ask for nothing."""
+        """Return tables without shaping."""
         words = -(-vocab_size // 32)
         widths = (ROW_WORDS, words, words, vocab_size)
         return cls(
@@ -76,7 +77,7 @@ class ShapingTables(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShapingRow:
-    """What one device slot asks for.
+    """The shaping of one device slot.
 
     Attributes:
         output_start: position of the first output.
@@ -131,7 +132,7 @@ class ShapingRow:
 
 
 def _put(row: Words, start: int, most: int, values: Sequence[int] | Words) -> int:
-    """Write a list into a row; returns how long it is."""
+    """Write a list into a row; return its length."""
     if len(values) > most:
         raise ValueError(f"a list of {len(values)} values, of which a row takes {most}")
     row[start : start + len(values)] = values

@@ -1,4 +1,4 @@
-"""The logistic function, the same for an element wherever it stands in a batch."""
+"""The logistic function; an element's result does not depend on its place in a batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Which tokens a device slot has seen, and how often each is in its output.
+"""The tokens that a device slot has seen, and how often each is in its output.
 
-Both are made of token ids when a device slot gets an owner, in two launches: what the one before
-has left is cleared, and the tokens are entered. Then each sampled token is noted.
+Both are computed from token ids when a sequence is loaded into a device slot, in two launches: one
+clears the previous values, the other enters the tokens. After that, each sampled token is counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.shaping_tables import ShapingTables
 
 _CHUNK = 4096
-_ENTERED = 1024  # tokens a program
+_ENTERED = 1024  # tokens per program
 _ROW_WORDS = tl.constexpr(layout.ROW_WORDS)
 _FLAGS = tl.constexpr(layout.FLAGS)
 _IS_NOTED = tl.constexpr(layout.IS_NOTED)
@@ -30,7 +30,7 @@ def _clear_kernel(slots_ptr, seen_ptr, counts_ptr, vocab_size, words, CHUNK: tl.
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     zeros = tl.zeros([CHUNK], dtype=tl.int32)
     tl.store(counts_ptr + slot * vocab_size + ids, zeros, mask=ids < vocab_size)
-    # More words than there are for this chunk: others clear them, too.
+    # These are more words than this chunk has: other programs clear them, too.
     tl.store(seen_ptr + slot * words + ids, zeros, mask=ids < words)
 
 
@@ -98,7 +98,7 @@ def enter_tokens(
     tokens: torch.Tensor,
     longest: int,
 ) -> None:
-    """Replace what is known of device slots' tokens.
+    """Replace the seen tokens and counts of device slots.
 
     Shapes and meaning are those of `pagewire.kernels.EnterTokens`.
     """
@@ -119,7 +119,7 @@ def enter_tokens(
 def note_tokens(
     tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Add an output to what is known of each device slot.
+    """Add an output token to the counts and history of each device slot.
 
     Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
     """

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Log probabilities of tokens and of the most likely ones, from raw logits.
 
-Two small launches: per row and chunk of the vocabulary the largest logit, the sum of exponentials,
-how many logits exceed the token's, and the chunk's most likely tokens; per row all of it joined.
+There are two small launches. The first finds, per row and chunk of the vocabulary, the largest
+logit, the sum of exponentials, the number of logits above the token's, and the most likely tokens.
+The second joins these per row.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pagewire.kernels._keys import id_of, score_of, to_keys
 from pagewire.kernels._launch import next_power_of_2
 
 _CHUNK = 4096
-# Columns of the most likely tokens, whatever number is asked for: one compilation serves all.
+# Columns of the most likely tokens, for any requested number: one compilation serves all.
 _MOST_TOP = 32
 
 
@@ -89,7 +90,7 @@ def _join_kernel(
     mass = tl.load(mass_ptr + start + columns, mask=inside, other=0.0)
     better = tl.load(better_ptr + start + columns, mask=inside, other=0)
     peak = tl.max(highest, axis=0)
-    # The highest logit's own share is 1, unless there is none but -inf.
+    # The highest logit's own share is 1, unless all logits are -inf.
     log_sum = tl.log(tl.maximum(tl.sum(mass * tl.exp(highest - peak), axis=0), 1.0))
     row = tl.load(rows_ptr + index)
     token = tl.load(tokens_ptr + row)

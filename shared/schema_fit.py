@@ -1,7 +1,8 @@
-"""JSON schemas as llguidance can follow them: what says nothing is left out, bounds are moved.
+"""Rewrites JSON schemas so that llguidance follows them correctly.
 
-llguidance has all numbers of a schema as float64, and counts integers in 64 bits. What it would
-follow wrongly is written in another way here, or refused.
+llguidance reads all numbers of a schema as float64, and counts integers in 64 bits. It also refuses
+some keywords that have no effect. Here such keywords are left out, bounds are moved into range, and
+other numbers that llguidance would get wrong are refused.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_EXACT = 2**53  # float64 has all integers up to this
-# Bounds that are further away are moved here: all answers that remain are right.
+MAX_EXACT = 2**53  # float64 represents all integers up to this one
+# Bounds beyond these are moved to them. Each answer that is then possible follows the schema.
 _LEAST_INTEGER, _MOST_INTEGER = -(2**63 - 1024), 2**63 - 1
 _MOST_NUMBER = 10**18
-_MOST_CHARS = 2**31  # no answer has as many
+_MOST_CHARS = 2**31  # more than any answer has
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS = (*_LOW, *_HIGH)
-_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}  # objects, by any names
+# Keywords whose value is an object of schemas by name, and keywords whose value is not a schema.
+_OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _OF_VALUES = {"const", "enum", "default", "examples"}
 _TOO_DEEP = "it is nested too deeply"
 
@@ -26,23 +28,23 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def fitted(schema: Any, lenient: bool = False) -> Any:
-    """Return a schema that llguidance follows as it is meant.
+    """Return an equivalent schema that llguidance follows correctly.
 
     Args:
         schema: decoded from JSON.
-        lenient: numbers that no grammar can express are left out.
+        lenient: keywords with numbers that no grammar can express are left out.
 
     Raises:
-        ValueError: it has such numbers, or is nested too deeply.
+        ValueError: the schema has such numbers (unless lenient), or is nested too deeply.
     """
     return changed(schema, lambda each: _fitted(each, lenient))
 
 
 def changed(schema: Any, change: Change) -> Any:
-    """Return a schema in which each one, that in it first, has been changed.
+    """Return a schema after a change of each schema in it, inner ones first.
 
     Raises:
-        ValueError: it is nested too deeply.
+        ValueError: the schema is nested too deeply.
     """
     try:
         return _changed(schema, change)
@@ -78,10 +80,10 @@ def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
 
 
 def _is_idle(key: str, value: Any) -> bool:
-    """Whether a keyword says nothing. llguidance refuses it all the same.
+    """Whether a keyword has no effect, so that llguidance need not see it.
 
-    Libraries write `"uniqueItems": false`, of records `"propertyNames": {"type": "string"}`, and as
-    `maxLength` the largest integer that they know.
+    Libraries write `"uniqueItems": false`, `"propertyNames": {"type": "string"}` for dictionaries,
+    and their largest integer as `maxLength`.
     """
     if key == "propertyNames":
         return value is True or value in ({}, {"type": "string"})
@@ -102,10 +104,10 @@ def _has_large_number(value: Any) -> bool:
 
 
 def _with_exact_values(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema as it is.
+    """Return the schema unchanged.
 
     Raises:
-        ValueError: an answer is to have a number that llguidance would write as another one.
+        ValueError: `const` or `enum` has a number that llguidance would write as another one.
     """
     if any(_has_large_number(schema.get(key)) for key in ("const", "enum")):
         raise ValueError("numbers in const and enum must be between -2**53 and 2**53")
@@ -113,12 +115,12 @@ def _with_exact_values(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without bounds that llguidance cannot count to, or that no float64 is.
+    """Return a schema whose bounds llguidance can count to and represent as float64.
 
     Libraries write the bounds of 64-bit integers and of floats.
 
     Raises:
-        ValueError: it allows nothing but larger numbers.
+        ValueError: the schema allows only numbers beyond the range.
     """
     given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
     if all(abs(value) < MAX_EXACT for value in given.values()):
@@ -139,7 +141,7 @@ def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:
     high = min(highs, default=None)
     if (low or 0) > -_LEAST_INTEGER or (high or 0) < _LEAST_INTEGER:
         raise ValueError("minimum and maximum must allow numbers between -2**63 and 2**63")
-    # Without the other bound, llguidance cannot count on from a bound of more than 18 digits.
+    # llguidance cannot count from a bound of more than 18 digits unless the other bound is given.
     if low is None and high is not None and high < -MAX_EXACT:
         low = _LEAST_INTEGER
     if high is None and low is not None and low > MAX_EXACT:

@@ -1,17 +1,17 @@
-"""Operations whose result for a row depends on that row alone, in Triton.
+"""Operations in Triton whose result for a row depends only on that row.
 
 A sum of floating-point numbers depends on the order in which they are added, and the fastest order
 depends on the batch: on its rows, on where chunks end, on how a context is split. Here each order
-follows from shapes of the model alone, so that a row has the same bits in every batch, and a token
-the same keys and values whether it was decoded or computed as part of a prompt:
+depends only on shapes of the model. So a row has the same bits in every batch, and a token has the
+same keys and values whether it was decoded or computed as part of a prompt:
 
 - attention is one kernel for decode rows and chunks. Tiles of keys begin at multiples of a fixed
   size, one program takes all that a row sees, and tiles that a row does not see leave its sums as
   they are (`attention.py`);
-- products have one tiling a weight, whatever the rows, and no split of the inputs (`products.py`);
+- products have one tiling per weight, for any rows, and do not split the inputs (`products.py`);
 - experts have one size of tiles; their outputs are added in the order of a token's choices.
 
-The other operations compute a row by itself in any batch. `reference/invariant.py` has these in
+The other operations always compute each row independently. `reference/invariant.py` has these in
 plain torch. `load_ops` chooses.
 """
 

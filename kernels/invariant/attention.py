@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Paged attention whose result for a query depends on nothing but its own context.
+"""Paged attention whose result for a query depends only on its own context.
 
 A row of a program's tile is one head of one query; all query heads of a key/value head are packed
 together, so that a decode step reads each key once. A decode row is a chunk of one query: the same
@@ -33,8 +33,8 @@ class _Config(NamedTuple):
 
 
 def _config_of(dim_pad: int, element_size: int) -> _Config:
-    """Return the tiles; whatever they depend on must be the same in every batch."""
-    if element_size == 4:  # no tensor cores: what registers hold
+    """Return the tiles; they may only depend on what is the same in every batch."""
+    if element_size == 4:  # no tensor cores: tiles that fit into registers
         return _Config(block_m=16, tile=16, num_warps=4, stages=2)
     if dim_pad > 128:
         return _Config(block_m=64, tile=32, num_warps=8, stages=3)
@@ -124,8 +124,8 @@ def _attention_kernel(
         if WINDOW > 0:
             seen = seen & (tokens[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))  # [BLOCK_M, TILE]
-        # Of a tile that a row does not see, `p` is 0 and `rescale` 1, exactly. A finite stand-in
-        # where it has seen nothing yet, as a window may have it: no -inf minus -inf.
+        # For a tile that a row does not see, `p` is exactly 0 and `rescale` exactly 1. If a row has
+        # seen no key yet, as with a window, a finite maximum avoids -inf minus -inf.
         m_new = tl.maximum(tl.maximum(m_i, tl.max(scores, axis=1)), -1.0e30)
         p = tl.exp2(scores - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
@@ -232,8 +232,8 @@ def latent_attention(
 ) -> torch.Tensor:
     """Attention to latent vectors; see `pagewire.kernels.LatentAttention`.
 
-    The usual kernel takes decode rows and chunks, too: it does so here without splits, in one size
-    of tiles.
+    It calls the usual kernel for decode rows and chunks, without splits and with one size of
+    tiles.
 
     Raises:
         UnsupportedShapeError: C is above 512 or R above 128, or a last dimension has gaps.
@@ -251,5 +251,5 @@ def _one_query_each(device: torch.device, rows: int) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _numbers(device: torch.device) -> torch.Tensor:
-    """Return what all decode steps share, so that none of them makes it."""
+    """Return consecutive numbers that all decode steps share."""
     return torch.arange(_MOST_SEQUENCES + 1, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Matrix products with one tiling a weight: a row's result does not depend on the other rows.
+"""Matrix products with one tiling per weight: a row's result does not depend on other rows.
 
-A program takes some rows and some outputs, and all inputs in order. How it is cut follows from the
-weight's shape. Few rows leave most of a tile empty, which costs little: reading the weights takes
-the time.
+A program takes some rows, some outputs, and all inputs in order. The tiling depends on the weight's
+shape. With few rows, most of a tile is empty; this costs little, since most time is spent reading
+the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Tiling(NamedTuple):
 
 
 def _tiling_of(outs: int, element_size: int) -> _Tiling:
-    """Return how to cut the product with a weight, which must not depend on the rows."""
+    """Return the tiling of the product with a weight; it must not depend on the rows."""
     if element_size == 4:
         return _Tiling(32, 32, 32, 4, 2)
     return _Tiling(128, 128, 64, 8, 3) if outs >= _MANY_OUTS else _Tiling(128, 64, 64, 8, 4)
@@ -133,7 +133,7 @@ def linear(
 
 
 def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return each head's rows times its own matrix; see `pagewire.kernels.HeadProducts`."""
+    """Return each head's rows times the head's matrix; see `pagewire.kernels.HeadProducts`."""
     tokens, heads, _ = x.shape
     out = torch.empty((tokens, heads, weights.shape[2]), dtype=x.dtype, device=x.device)
     _multiply(x, weights.transpose(1, 2), None, out)

@@ -6,6 +6,6 @@ Each module is a program that prints one line of JSON for each result, or a part
 docs/benchmarks.md has the figures.
 Kernels are timed in kernels/bench, clusters on a CPU in loadtest/compare.py, and any endpoint by
 `pagewire bench` (services/cli/bench).
-Read first: `engine.py`, `wire.py`, `two_gpus.py`, `router.py`; `phases.py` has what is measured of
-a cluster, `clusters.py` starts them, vLLM's as well.
+Read first: `engine.py`, `wire.py`, `two_gpus.py`, `router.py`; `phases.py` has the
+measurements of a cluster, `clusters.py` starts clusters, also vLLM's.
 """

@@ -32,8 +32,8 @@ class Answer:
     """One answer.
 
     Attributes:
-        times: of its tokens' arrivals, in seconds from the request.
-        tokens: their ids.
+        times: arrival times of its tokens, in seconds from the request.
+        tokens: ids of its tokens.
     """
 
     times: list[float] = field(default_factory=list)
@@ -52,10 +52,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked.
+    """The body of a request.
 
     Attributes:
-        prompt: its token ids, as JSON.
+        prompt: token ids of the prompt, as JSON.
         options: the other fields.
     """
 
@@ -63,18 +63,18 @@ class Request:
     options: dict[str, Any]
 
     def fields(self, **more: Any) -> dict[str, Any]:
-        """Return the body to send, with further fields or others instead."""
+        """Return the body to send, with added or replaced fields."""
         return {"prompt": self.prompt, **self.options, **more}
 
 
 class Client:
-    """Asks the endpoints in turn.
+    """Sends requests to the endpoints in turn.
 
     Args:
-        urls: of endpoints.
-        prefill_url: of a vLLM server that is to compute each prompt first.
-        model: the name under which they serve it.
-        vocab: prompts are of token ids below.
+        urls: URLs of the endpoints.
+        prefill_url: URL of a vLLM server that computes each prompt first; None without one.
+        model: name under which the endpoints serve the model.
+        vocab: upper bound (exclusive) of token ids in prompts.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Client:
             await each.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
-        """Return sum and count so far of what KV took after first tokens; zeros elsewhere.
+        """Return sum and count so far of the KV times after first tokens; zeros if not measured.
 
         Raises:
             BenchError: the server does not answer.
@@ -118,24 +118,24 @@ class Client:
         return seconds, count
 
     def prepare(self, length: int, out: int) -> Request:
-        """Make up a request with a prompt of its own.
+        """Return a request with a random prompt.
 
-        That of a long prompt takes milliseconds, in which no token of another answer is seen: who
-        measures others meanwhile does it ahead.
+        For a long prompt this takes milliseconds, in which no other stream is read. So make such
+        requests before other streams are measured.
         """
         prompt = [self._rng.randrange(10, self._vocab) for _ in range(length)]
         options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
         return Request(msgspec.Raw(msgspec.json.encode(prompt)), options)
 
     async def complete(self, length: int, out: int) -> Answer:
-        """Ask with a prompt that is made up now; see `ask`."""
+        """Send a request with a new random prompt; see `ask`."""
         return await self.ask(self.prepare(length, out))
 
     async def ask(self, request: Request) -> Answer:
         """Stream one answer; a chunk of k tokens counts as k tokens at once.
 
         Raises:
-            BenchError: an error, or another number of tokens than asked for.
+            BenchError: the request failed, or the number of tokens is wrong.
         """
         which = self._turn % len(self._urls)
         self._turn += 1
@@ -152,7 +152,7 @@ class Client:
         return Answer([prefill_s + at for at in reply.token_times()], reply.token_ids)
 
     async def _prefill_first(self, url: str, request: Request) -> Any:
-        """Have a prompt computed and held for another server; returns where it is held."""
+        """Have a prompt computed and its KV held for another server; return where it is held."""
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
         ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}
@@ -166,7 +166,7 @@ class Client:
 
 @contextmanager
 def _bench_errors(url: str) -> Iterator[None]:
-    """Turn what goes wrong with a server into errors that end a bench in order."""
+    """Turn errors of a server into `BenchError`, which ends a bench cleanly."""
     try:
         yield
     except (httpx.HTTPError, EndpointError, KeyError, ValueError) as exc:

@@ -24,7 +24,7 @@ from pagewire.loadtest.cluster import Running, server, wait_ready
 READY_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 16384
 MAX_NUM_SEQS = 256
-LATE_PORTS = (10_000, 30_000)  # below those that Linux gives out by itself, from 32768
+LATE_PORTS = (10_000, 30_000)  # below Linux's ephemeral ports, which begin at 32768
 _CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
 
@@ -33,8 +33,8 @@ class Topology:
     """A cluster of Pagewire.
 
     Attributes:
-        prefill, decode: workers; without prefill workers those for decode do both.
-        budget: tokens of a step.
+        prefill, decode: numbers of workers; without prefill workers, decode workers also prefill.
+        budget: tokens per step.
     """
 
     prefill: int
@@ -43,18 +43,18 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, budget: int) -> Topology:
-        """Return what PREFILL:DECODE or PREFILL:DECODE:BUDGET means."""
+        """Parse PREFILL:DECODE or PREFILL:DECODE:BUDGET."""
         prefill, decode, *rest = map(int, text.split(":"))
         return cls(prefill, decode, *(rest or [budget]))
 
     @property
     def name(self) -> str:
-        """As a folder's name."""
+        """Name of its folder."""
         return f"{self.prefill}P{self.decode}D-{self.budget}"
 
     @property
     def label(self) -> str:
-        """As in the tables."""
+        """Name in the tables."""
         kind = f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
         return f"{kind}, steps of {self.budget}"
 
@@ -66,13 +66,13 @@ def running_cluster(
     """Start a cluster. Aggregated workers take requests in turn.
 
     Args:
-        model: directory.
-        topology: of the cluster.
-        logs: a folder of this name in it gets the output of all processes.
-        options: further ones of `pagewire up`, or others instead.
+        model: the model's directory.
+        topology: topology of the cluster.
+        logs: folder; a subfolder with the topology's name gets the output of all processes.
+        options: further or replaced options of `pagewire up`.
 
     Raises:
-        BenchError: it did not start or stop.
+        BenchError: the cluster did not start or stop.
     """
     roles = ("--prefill", str(topology.prefill), "--decode", str(topology.decode))
     command = [*roles, "--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
@@ -92,9 +92,9 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
     """Return the environment in which vLLM can be imported, None if it is not installed.
 
     Args:
-        folder: of an installation of its own (`pip install --target`), since it pins its
-            dependencies; None looks where this process imports from.
-        pair: whether its KV connector is needed, too.
+        folder: folder of a separate installation (`pip install --target`), since vLLM pins its
+            dependencies; None uses this process's import path.
+        pair: whether vLLM's KV connector is also needed.
     """
     names = ("vllm", "nixl") if pair else ("vllm",)
     path = None if folder is None else [str(folder)]
@@ -110,13 +110,13 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 def running_vllm_pair(
     model: Path, environment: dict[str, str], logs: Path, *, linked: bool
 ) -> Iterator[list[str]]:
-    """Start a vLLM server on each of two GPUs; yields their URLs.
+    """Start a vLLM server on each of two GPUs; yield their URLs.
 
     Args:
-        model: directory.
+        model: the model's directory.
         environment: see `vllm_environment`.
-        logs: folder of their output.
-        linked: they can send KV to each other.
+        logs: folder for their output.
+        linked: whether they can send KV to each other.
     """
     with contextlib.ExitStack() as stack:
         started = []
@@ -147,9 +147,9 @@ def running_vllm_pair(
 
 
 def late_port() -> int:
-    """Return a port that stays free until a server binds it, which may be a minute from now.
+    """Return a port that stays free until a server binds it, perhaps a minute later.
 
-    The kernel gives ports of its own range to outgoing connections meanwhile.
+    It is outside the range from which the kernel takes ports of outgoing connections.
     """
     while True:
         port = random.randrange(*LATE_PORTS)

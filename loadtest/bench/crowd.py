@@ -1,6 +1,6 @@
-"""Many clients in a closed loop: each asks for the next answer when it has the one before.
+"""Many clients in a closed loop: each sends its next request after the answer to the last one.
 
-The clients are spread over processes, so that what is measured is the server.
+The clients are spread over processes, so that they do not limit the server.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STEPS = "pagewire_engine_steps_total"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one process does.
+    """The work of one process.
 
     Attributes:
-        start: when its clients begin, by the monotonic clock.
-        seconds: measured after the warm-up.
+        start: start of its clients, by the monotonic clock.
+        seconds: duration of the measurement after the warm-up.
     """
 
     urls: Sequence[str]
@@ -49,12 +49,12 @@ class Job:
 
 @dataclass(slots=True)
 class Seen:
-    """What a process has seen while it measured.
+    """The measurements of a process.
 
     Attributes:
-        gaps: between chunks that arrived one after the other in a stream, in ms.
-        ttft: of answers, in ms.
-        tokens: in chunks that arrived.
+        gaps: times between consecutive chunks of a stream, in ms.
+        ttft: times to first token, in ms.
+        tokens: number of tokens that arrived.
     """
 
     gaps: array[float] = field(default_factory=lambda: array("d"))
@@ -62,7 +62,7 @@ class Seen:
     tokens: int = 0
 
     def add(self, answer: Answer, began: float, span: tuple[float, float]) -> None:
-        """Count what of an answer arrived in a span of time."""
+        """Count the parts of an answer that arrived in a time span."""
         times = [began + each for each in answer.times]
         if span[0] <= times[0] < span[1]:
             self.ttft.append(answer.ttft * 1e3)
@@ -83,11 +83,11 @@ def crowd(
     """Return the throughput and the gaps of a number of clients.
 
     Args:
-        urls: endpoints, asked in turn.
-        clients: at the same time.
-        seconds: measured.
-        warm_up_s: before that.
-        vocab: prompts are of token ids below.
+        urls: URLs of endpoints, used in turn.
+        clients: number of clients.
+        seconds: duration of the measurement.
+        warm_up_s: duration of the warm-up before it.
+        vocab: upper bound (exclusive) of token ids in prompts.
 
     Raises:
         BenchError: a request failed.
@@ -117,7 +117,7 @@ def crowd(
 
 
 def _step_ms(url: str, start: float, seconds: float) -> float | None:
-    """Return the mean time of a worker's step in a span of time; None where none is counted."""
+    """Return the mean time of a worker's step in a time span; None if steps are not counted."""
     time.sleep(max(0.0, start - time.monotonic()))
     before = _steps(url)
     time.sleep(seconds)

@@ -2,8 +2,8 @@
 
     python -P -m pagewire.loadtest.bench.engine --parts ttft decode throughput
 
-Prints one JSON line a result, medians of several runs with the spread. The ceiling next to a decode
-step is (bytes of weights + KV read) / device copy bandwidth, measured in the same run.
+Prints one JSON line per result, medians of several runs with the spread. The ceiling next to a
+decode step is (bytes of weights + KV read) / device copy bandwidth, measured in the same run.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def repeat(run: Callable[[], float], times: int) -> tuple[float, float, float]:
 
 
 def copy_bandwidth() -> float:
-    """Return the device's copy bandwidth in bytes/s, read and written ones counted."""
+    """Return the device's copy bandwidth in bytes/s, counting reads and writes."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
 
@@ -78,9 +78,9 @@ def throughput(generate: Callable[[int, int, int], float], mixes: list[str], tim
     """Time some of the `MIXES`.
 
     Args:
-        generate: answers (number of prompts, their length, tokens each); returns the seconds.
-        mixes: of which lengths.
-        times: that each is measured; a quarter of a minute each.
+        generate: takes the number of prompts, their length and tokens per answer; returns seconds.
+        mixes: names of the mixes.
+        times: number of measurements of each mix; one takes about 15 s.
     """
     for mix in mixes:
         (inp, out), count = map(int, mix.split(":")), MIXES[mix]
@@ -116,17 +116,17 @@ class Bench:
         return time.perf_counter() - start
 
     def ttft(self, prompts: list[int]) -> None:
-        """Time to the first token of one prompt, of each of some lengths."""
+        """Measure the time to first token of one prompt, for each of some lengths."""
         for length in prompts:
             median, low, high = repeat(partial(self._generate, 1, length, 1), self._times)
             emit(what="ttft", prompt=length, ms=median * 1e3, low=low * 1e3, high=high * 1e3)
 
     def decode(self, batches: list[int], bandwidth: float) -> None:
-        """Time of a decode step of sequences that have been prefilled, where the pool holds them.
+        """Measure decode steps of prefilled sequences, if the KV pool can hold them.
 
         Args:
-            batches: sequences of a step.
-            bandwidth: of the device, in bytes/s.
+            batches: numbers of sequences of a step.
+            bandwidth: bandwidth of the device in bytes/s.
         """
         for batch in batches:
             if not self._fits(batch):
@@ -177,14 +177,14 @@ class Bench:
         return times[1:]
 
     def throughput(self, mixes: list[str]) -> None:
-        """Output tokens a second when everything is there at once."""
+        """Return output tokens per second if all requests arrive at the start."""
         throughput(self._generate, mixes, self._times)
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return a parser's options and those that this bench and its peer's have in common.
+    """Return a parser's options, and options that this bench and that of vLLM have in common.
 
-    Those of what is measured are the model's where they are not given.
+    Options of measurements default to values for the model.
     """
     parser.add_argument("--model", choices=SHAPES, default=DEFAULT_MODEL)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -202,7 +202,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def longest_sequence(prompts: list[int]) -> int:
-    """Return the tokens of a sequence that an engine must take."""
+    """Return the length of the longest sequence that an engine must accept."""
     return max(16384, 1 << max(prompts).bit_length())
 
 

@@ -1,7 +1,8 @@
 """Bench of what disaggregation adds to a request: 1P1D against one aggregated worker.
 
-Both clusters are up at once on the same two GPUs, the aggregated worker on that of the prefill
-worker, and are asked in turn, one request at a time: a machine that slows down slows down both.
+Both clusters run at the same time on the same two GPUs; the aggregated worker shares the prefill
+worker's GPU. They get requests in turn, one at a time, so that changes of the machine's speed
+affect both.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ def handover(model: Path, budget: int, logs: Path, options: Sequence[str]) -> li
     """Start both clusters and compare them; times in ms.
 
     Args:
-        model: directory.
-        budget: tokens of a step.
-        logs: gets a folder of each cluster's logs.
-        options: further ones of `pagewire up`.
+        model: the model's directory.
+        budget: tokens per step.
+        logs: folder that gets a subfolder for each cluster's logs.
+        options: further options of `pagewire up`.
 
     Raises:
         BenchError: a cluster did not start, or an answer was wrong.
@@ -53,15 +54,15 @@ async def _ask_both(urls: list[str]) -> list[Row]:
 
 
 async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
-    """Send two clusters the same prompts of a length in turn.
+    """Send two clusters the same prompts of a length, in turn.
 
     Args:
-        clients: of the cluster with the roles apart, of the aggregated one; each is the first of
-            every other pair.
-        length: of the prompts.
+        clients: clients of the disaggregated and of the aggregated cluster; they alternate in
+            being first.
+        length: length of the prompts in tokens.
 
     Raises:
-        BenchError: an error, or another number of tokens than asked for.
+        BenchError: a request failed, or the number of tokens is wrong.
     """
     answers: tuple[list[Answer], list[Answer]] = ([], [])
     for number in range(WARM_UP_PAIRS + PAIRS):
@@ -74,9 +75,9 @@ async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
 
 
 def ratios(apart: list[Answer], aggregated: list[Answer]) -> Row:
-    """Return medians and quartiles in ms from the request to its first and second token.
+    """Return medians and quartiles of the times to first and second token, in ms.
 
-    `ratio` is of the medians.
+    `ratio` is the ratio of the medians.
     """
     row: Row = {}
     for number, token in enumerate(("ttft", "second")):

@@ -1,4 +1,4 @@
-"""Times what the host does for a step, with a device that takes no time.
+"""Measures the host's work for a step, with a device that takes no time.
 
     python -P -m pagewire.loadtest.bench.host --rows 256
 
@@ -46,7 +46,7 @@ WINDOW = 64  # steps
 
 
 class TimedScheduler(Scheduler):
-    """Notes the time of each decision."""
+    """Records the time of each scheduling decision."""
 
     seconds = 0.0
 
@@ -60,7 +60,7 @@ class TimedScheduler(Scheduler):
 
 @dataclass(slots=True)
 class InstantRunner(ModelRunner):
-    """Does all that a runner does before it launches, and samples the same token everywhere."""
+    """Does the work of a runner before the launch, and samples the same token everywhere."""
 
     seconds: float = 0.0
     _tokens: torch.Tensor = field(default_factory=lambda: torch.full((4096,), 7))
@@ -112,19 +112,19 @@ def make_decoding_core(rows: int, caching: bool) -> Engine:
 
 
 class NoModel:
-    """Stands where a model is wanted and not run."""
+    """A placeholder for a model that is not run."""
 
     def forward(self, *_args: object) -> torch.Tensor:
-        """Nobody calls it."""
+        """Never called."""
         raise NotImplementedError
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Nobody calls it."""
+        """Never called."""
         raise NotImplementedError
 
 
 def measure(engine: Engine, windows: int, before: Callable[[], None]) -> dict[str, float]:
-    """Return microseconds a step; `before` is called before each and counted with it."""
+    """Return microseconds per step; `before` is called before each step and counted with it."""
     core, scheduler, runner = engine
     results: dict[str, list[float]] = {"schedule": [], "prepare": [], "postprocess": []}
     for _ in range(windows + 1):

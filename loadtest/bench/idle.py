@@ -18,8 +18,8 @@ def idle(up_pid: int, seconds: float = SECONDS) -> list[Row]:
     """Return each worker's time on a processor, in percent of one core.
 
     Args:
-        up_pid: of `pagewire up`.
-        seconds: of the measurement.
+        up_pid: process id of `pagewire up`.
+        seconds: duration of the measurement.
 
     Raises:
         BenchError: there are no workers, or one has ended meanwhile.

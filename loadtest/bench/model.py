@@ -1,4 +1,4 @@
-"""A model directory of a shape without weights, for servers that make up their own."""
+"""A model directory of a shape without weights, for servers that use random weights."""
 
 from __future__ import annotations
 

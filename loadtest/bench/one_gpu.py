@@ -30,7 +30,7 @@ VALUES = {
 def results(
     module: str, *options: str, environment: dict[str, str] | None = None
 ) -> list[Row] | None:
-    """Run a bench, passing its output on; returns its results, None if it failed."""
+    """Run a bench, passing its output on; return its results, or None if it failed."""
     command = [sys.executable, "-P", "-m", module, *options]
     rows: list[Row] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -42,13 +42,13 @@ def results(
 
 
 def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
-    """Return a table of one kind of result, with the peer's figures where there are any."""
+    """Return a table of one kind of result, with the peer's figures if there are any."""
     key, value = VALUES[what]
     by_key = {(row[key], row.get("out")): row for row in theirs if row["what"] == what}
     rows = []
     for row in (row for row in ours if row["what"] == what):
         peer = by_key.get((row[key], row.get("out")))
-        # More tokens a second are better, less time is.
+        # Higher is better for tokens per second, lower for times.
         if peer is not None:
             spread = {f"vllm_{end}": peer[end] for end in ("low", "high") if end in peer}
             row = row | spread | {"vllm": peer[value], "ratio": row[value] / peer[value]}
@@ -62,7 +62,7 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
 
 
 def engine_options(args: argparse.Namespace) -> list[str]:
-    """Return the options of an engine's bench, as its command line has them."""
+    """Return the command-line options of an engine's bench."""
     options = ["--model", args.model, "--times", args.times, "--max-num-seqs", args.max_num_seqs]
     options += ["--parts", *args.parts, "--mixes", *args.mixes]
     options += ["--prompts", *args.prompts, "--batches", *args.batches]

@@ -1,6 +1,6 @@
 """Measurements of a serving cluster: unloaded TTFT, token gaps under long prompts, goodput.
 
-A function each: `unloaded`, `isolation`, `goodput`.
+Each is a function: `unloaded`, `isolation`, `goodput`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNLOADED_TIMES = 7
 UNLOADED_TOKENS = 32
 STREAMS = 8
 STREAM_PROMPT, STREAM_TOKENS = 1024, 1000
-FIRST_GAPS = 64  # of a stream: these belong to the other streams' own prompts
+FIRST_GAPS = 64  # skipped gaps of a stream, in which other streams' prompts are computed
 ISOLATION_TIMES = 3
 LONG_PROMPT = 8192
 LONG_PROMPTS_PER_S = 2.0
@@ -56,10 +56,10 @@ async def unloaded(client: Client) -> list[Row]:
 
 
 async def isolation(client: Client) -> list[Row]:
-    """Gaps of some streams in ms, by turns alone and while long prompts arrive.
+    """Measure gaps of some streams in ms, alternately alone and while long prompts arrive.
 
     Raises:
-        BenchError: the streams outlast the prompts that were made up for them.
+        BenchError: the streams last longer than the prepared prompts.
     """
     runs: dict[bool, list[list[float]]] = {False: [], True: []}
     long: list[float] = []
@@ -80,7 +80,7 @@ async def _streams(client: Client, loaded: bool) -> tuple[list[float], list[floa
         asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS)) for _ in range(STREAMS)
     ]
     disturbers = []
-    await asyncio.sleep(0.5)  # the streams' own prompts are not what is asked for
+    await asyncio.sleep(0.5)  # let the streams' own prompts be computed first
     while loaded and not all(task.done() for task in streams):
         if not long_requests:
             raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
@@ -104,7 +104,7 @@ def _isolation_row(runs: list[list[float]]) -> Row:
 
 
 def poisson_waits(rate: float, seconds: float) -> list[float]:
-    """Return the times in s between arrivals at a rate, until `seconds` are over."""
+    """Return the times between arrivals at a rate, in seconds, for `seconds` in total."""
     rng = random.Random(int(rate * 10))
     waits: list[float] = []
     while sum(waits) < seconds:
@@ -113,7 +113,7 @@ def poisson_waits(rate: float, seconds: float) -> list[float]:
 
 
 async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
-    """Poisson arrivals of long prompts with answers of some length; times in ms."""
+    """Measure goodput with Poisson arrivals of long prompts; times in ms."""
     rows = []
     for rate in rates:
         waits = poisson_waits(rate, seconds)

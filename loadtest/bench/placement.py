@@ -43,7 +43,7 @@ _NOTHING = LoadReport(1, 0, 0)
 
 @dataclass
 class Worker:
-    """A prefill or decode worker: what it says of itself, and what its record says."""
+    """A prefill or decode worker: its load, and the load in its record."""
 
     name: str
     amount: Callable[[], int]
@@ -84,7 +84,7 @@ class Simulation:
             Router(InFlightLoad(2 * HEARTBEAT_S, lambda: self.now), PrefixPolicy(self._rng))
             for _ in range(routers)
         ]
-        # What each router has written to Redis of each worker, and until when it counts.
+        # Each router's reserved load of each worker in Redis, and its expiry.
         self._reserved: dict[tuple[int, str], tuple[int, float]] = {}
         self._waits: list[float] = []
         self._excess: list[float] = []
@@ -131,7 +131,7 @@ class Simulation:
         router.records = {name: worker.published for name, worker in self.workers.items()}
 
     def _step(self) -> None:
-        """Every decode worker has made a step, and its tokens report its load."""
+        """Run a step of every decode worker; its tokens report its load."""
         for router in self.routers if self._known == "reports" else ():
             for name, streams in router.streams.items():
                 if streams:
@@ -178,7 +178,7 @@ class Simulation:
         prompt: Prompt,
         entries: tuple[Entry, Entry],
     ) -> None:
-        """The prompt is queued at both workers."""
+        """Queue the prompt at both workers."""
         self._waits.append(max(0.0, prefill.busy_until - self.now))
         prefill.busy_until = max(self.now, prefill.busy_until) + prompt.num_tokens / PREFILL_RATE
         decode.used_blocks += prompt.num_blocks

@@ -2,8 +2,8 @@
 
     python -P -m pagewire.loadtest.bench.router --streams 64 512 --tokens-per-event 1 4
 
-Prints a line for each number of streams and of tokens an event. At full speed a stub worker sends
-its next step when the client has seen all events of the last: the router is as busy as it can be,
+Prints a line for each number of streams and of tokens per event. At full speed, a stub worker sends
+its next step when the client has received all events of the last one: the router is fully loaded,
 and tokens are not joined. Events are counted per second of the router's CPU time. At half of that
 rate, "added" is the time from a worker's message to the client's socket. A bare asyncio relay and
 nginx, if it is installed, pass the same bytes at full speed and at the router's half rate. Another
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 
 def case_row(cases: dict[str, list[Case]]) -> Row:
-    """Return the figures of one number of streams and of tokens an event.
+    """Return the figures of one number of streams and of tokens per event.
 
     Args:
         cases: by target, one for each repetition.

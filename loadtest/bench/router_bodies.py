@@ -68,7 +68,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 
 async def send_tokens(redis_url: str, secret: str) -> None:
-    """Be a stub worker that sends each stream a token a step, forever."""
+    """Run a stub worker that sends each stream one token per step, forever."""
     worker = StubWorker(Script([TOKEN], ""), lambda source, number: None)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
@@ -81,13 +81,13 @@ async def send_tokens(redis_url: str, secret: str) -> None:
 
 
 def run_worker(until: Connection, redis_url: str, secret: str) -> None:
-    """Be the process of the stub worker, until the bench ends."""
+    """Run the stub worker's process until the bench ends."""
     threading.Thread(target=lambda: (until.poll(None), os._exit(0)), daemon=True).start()
     asyncio.run(send_tokens(redis_url, secret))
 
 
 class Stream(asyncio.Protocol):
-    """A client of one stream; it notes when tokens arrive."""
+    """A client of one stream, which records arrival times of tokens."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -97,7 +97,7 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         """Send the request."""
         asked = {"model": MODEL, "prompt": "Hi", "max_tokens": ENDLESS, "stream": True}
-        asked["seed"] = self._number  # by which stub workers know streams
+        asked["seed"] = self._number  # stub workers identify streams by it
         body = json.dumps(asked).encode()
         self.transport: asyncio.Transport = transport
         self.transport.write(
@@ -116,8 +116,8 @@ class Poster(threading.Thread):
     """Posts one body again and again.
 
     Attributes:
-        seconds: to each answer.
-        status: of the last answer.
+        seconds: time to each answer.
+        status: status of the last answer.
     """
 
     def __init__(self, port: int, path: str, body: bytes) -> None:

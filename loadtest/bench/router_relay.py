@@ -115,7 +115,7 @@ async def listen(make: Callable[[], asyncio.Protocol]) -> tuple[asyncio.Server, 
 
 
 def run_relay(commands: Connection) -> None:
-    """Be the relay's process: sends its ports, for clients and for sources, and serves."""
+    """Run the relay's process: send its ports for clients and for sources, then serve."""
     clients: dict[int, Any] = {}
     sources: list[Any] = []
 
@@ -129,7 +129,7 @@ def run_relay(commands: Connection) -> None:
         commands.send((port, source_port))
         await asyncio.Event().wait()
 
-    uvloop.run(main())  # as the router
+    uvloop.run(main())  # as in the router
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from pagewire.loadtest.cluster import BenchError
 SETTLE_S = 0.3
 LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # of the seconds that the router is measured
-CONNECTIONS = 64  # of the client that asks for short answers
+CONNECTIONS = 64  # of the client of short answers
 REPLY_TIMEOUT_S = 120.0
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -49,7 +49,7 @@ class Child:
         return self._process.pid or 0
 
     def ask(self, name: str, *args: Any) -> Any:
-        """Send a command; returns its result, see `result`."""
+        """Send a command; return its result, see `result`."""
         self.send(name, *args)
         return self.result()
 
@@ -58,10 +58,10 @@ class Child:
         self._connection.send((name, *args))
 
     def result(self) -> Any:
-        """Return the result of the earliest command that has none yet.
+        """Return the result of the earliest command without one.
 
         Raises:
-            BenchError: the process reports one, has ended, or does not answer.
+            BenchError: the process reports an error, has ended, or does not answer.
         """
         if not self._connection.poll(REPLY_TIMEOUT_S):
             raise BenchError(f"the streams stand still: no answer within {REPLY_TIMEOUT_S:g} s")
@@ -82,12 +82,12 @@ class Child:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What passes streams on.
+    """A program that passes streams on.
 
     Attributes:
-        kind: of the sources that its streams come from.
-        ports: of its HTTP endpoints.
-        pids: of its processes.
+        kind: kind of the sources of its streams.
+        ports: ports of its HTTP endpoints.
+        pids: ids of its processes.
     """
 
     kind: str
@@ -97,10 +97,10 @@ class Target:
     def cpu_s(self) -> tuple[float, float]:
         """Return the CPU time so far, in seconds: of all threads, and of the main threads.
 
-        Processes that these have started count, while they live.
+        Running child processes are included.
 
         Raises:
-            BenchError: one has ended.
+            BenchError: a process has ended.
         """
         every = main = 0.0
         try:
@@ -131,9 +131,9 @@ class Span:
 
     Attributes:
         start, end: by the monotonic clock.
-        cpu_s: CPU time of the target's processes in it.
-        loop_s: of their main threads, which run the event loops.
-        count: events that the client has seen, including ends of streams.
+        cpu_s: CPU time of the target's processes in this time.
+        loop_s: CPU time of their main threads, which run the event loops.
+        count: events that the client has received, including ends of streams.
     """
 
     start: float
@@ -144,17 +144,17 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one set of streams has shown for one number of tokens an event.
+    """The measurements of one set of streams with one number of tokens per event.
 
     Attributes:
-        full, half: at full speed, and at a rate.
-        rate: events a second, asked for.
+        full, half: the measurements at full speed, and at a rate.
+        rate: the requested rate in events per second.
     """
 
     full: tuple[Span, Arrivals]
@@ -192,7 +192,7 @@ class Bench:
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
             self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
         self._clients = [self._child(run_client, write_credits, script) for _ in self._routers.pids]
-        # In this order no process waits for another one: tokens, then clients, then servers.
+        # Closing in this order, no process waits for another: tokens, then clients, then servers.
         stack.callback(self._stubs.close)
 
     def _child(self, run: Callable[..., None], *args: Any) -> Child:
@@ -233,7 +233,7 @@ class Bench:
             self._stubs.ask("pace", tokens, None)
             full[tokens] = self._measure(target, seconds)
             if not full[tokens].count:
-                self._check([])  # it has lost a token
+                self._check([])  # raises if a token was lost
                 raise BenchError(f"no event came in {seconds:g} s")
         if rates is None:
             spans = full.items()

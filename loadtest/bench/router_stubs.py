@@ -1,7 +1,7 @@
-"""The process of the router bench from which tokens come.
+"""The process of the router bench that sends the tokens.
 
 Stub decode workers speak the control protocol to the router: real records, sockets and messages, no
-engine. The relay and nginx get events that are ready, from sources with the same streams and steps.
+engine. The relay and nginx get prepared events, from sources with the same streams and steps.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Source(ABC):
     """The streams of one stub worker.
 
     Attributes:
-        streams: stream -> where its tokens go.
-        position: tokens that each stream has been sent.
+        streams: stream -> destination of its tokens.
+        position: number of tokens sent to each stream.
         steps: when each message was sent, and how many tokens a stream got in it.
-        unread: events that the client has not seen yet.
+        unread: number of events that the client has not received yet.
 
     Args:
         on_open: called with each stream that is opened.
@@ -75,7 +75,7 @@ class Source(ABC):
         self.steps: list[tuple[float, int]] = []
 
     def open(self, number: int, where: Any) -> None:
-        """Take a stream."""
+        """Add a stream."""
         self.streams[number] = where
         self._on_open(self, number)
 
@@ -88,7 +88,7 @@ class Source(ABC):
 
     @abstractmethod
     def send(self, tokens: int, is_last: bool) -> float:
-        """Send a step's tokens; returns when, by the monotonic clock."""
+        """Send a step's tokens; return the time, by the monotonic clock."""
 
 
 class StubWorker(Source):
@@ -169,7 +169,7 @@ class StubWorker(Source):
 
 
 class EventSource(Source):
-    """Sends events that are ready: the bytes that the router has sent for such tokens."""
+    """Sends prepared events: the bytes that the router sends for such tokens."""
 
     def set_template(self, template: Template) -> None:
         """Choose the events' bytes."""
@@ -364,7 +364,7 @@ def run_stubs(
     secret: str,
     redis_url: str,
 ) -> None:
-    """Be the process of the stub workers."""
+    """Run the process of the stub workers."""
     os.set_blocking(credits.fileno(), False)
 
     async def main() -> None:

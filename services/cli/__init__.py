@@ -4,10 +4,10 @@
     client/   chat, complete, status, top
     batch/    the requests of a batch file, sent to any OpenAI-compatible endpoint
     bench/    load on any OpenAI-compatible endpoint
-    doctor/   what would go wrong on this machine
+    doctor/   checks of this machine
 
 Entry point: `app` (main.py); prefill.py, decode.py and router.py start one service each, and
-estimate.py and convert.py read a model.
+estimate.py and convert.py work on a model's files.
 Read first: `main.py`, `up/cluster.py`, `client/openai_client.py`.
 
 May import: `shared`; services only when a command starts one.

@@ -17,8 +17,8 @@ class Link(msgspec.Struct, frozen=True):
     """The KV link from a prefill worker to a decode worker.
 
     Attributes:
-        gb_per_s: as measured when the two met; None before that.
-        bytes: sent by this run of the sender, to this peer by this transport.
+        gb_per_s: bandwidth measured when the link was opened; None before that.
+        bytes: bytes that the sender has sent to this peer over this transport since its start.
     """
 
     peer: str
@@ -31,10 +31,10 @@ class Service(msgspec.Struct, frozen=True):
     """One worker that the router knows to be alive; it may be draining or unreachable.
 
     Attributes:
-        max_model_len: longest prompt plus answer that it takes; None if it is not known.
-        full_model_len: what that would be if its KV pool were large enough.
+        max_model_len: longest prompt plus answer that it accepts; None if that is not known.
+        full_model_len: the same if its KV pool were large enough.
         missing_links: prefill workers that this decode worker has no KV link to yet.
-        load: as its record says; None if that is not known.
+        load: the load in its worker record; None if that is not known.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Router(msgspec.Struct, frozen=True):
-    """One of the routers that share the work."""
+    """One of the cluster's routers."""
 
     id: str
     epoch: int | None = None
@@ -60,8 +60,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     """The router's view of its cluster.
 
     Attributes:
-        status: in a word or two.
-        waiting_for: what the start of the cluster still waits for.
+        status: the cluster's status in a word or two.
+        waiting_for: workers and routers that the cluster's start still waits for.
     """
 
     model: str = ""
@@ -91,7 +91,7 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest prompt plus answer that every decode worker takes, None if not known."""
+        """The longest prompt plus answer that every decode worker accepts; None if not known."""
         known = (each.max_model_len for each in self.services if each.role == "decode")
         return min((length for length in known if length is not None), default=None)
 
@@ -116,11 +116,11 @@ async def fetch_cluster_view(
 
     Args:
         client: owned by the caller.
-        url: of the operator port, or of the HTTP endpoint, whose `/health` has less.
-        path: what to ask there.
+        url: URL of the operator port, or of the HTTP endpoint, whose `/health` has fewer fields.
+        path: path of the request.
     """
     try:
         response = await client.get(f"{url}{path}", timeout=PROBE_TIMEOUT_S)
         return _decoder.decode(response.content)
-    except (httpx.HTTPError, *UNDECODABLE):  # not up yet, or something else's answer
+    except (httpx.HTTPError, *UNDECODABLE):  # no router yet, or another program answers
         return None

@@ -18,8 +18,8 @@ Model = Annotated[str, typer.Argument(help="A Hugging Face directory, or a hub i
 def convert(model: Model, revision: options.Revision = None) -> None:
     """Write a tokenizer.json for a model that lacks one.
 
-    It is made of tokenizer.model (SentencePiece), or of vocab.json and merges.txt, which needs the
-    package transformers. All services of a cluster read this file.
+    It is made from tokenizer.model (SentencePiece), or from vocab.json and merges.txt; this needs
+    the package transformers. All services of a cluster read this file.
 
     Example: pagewire convert models/my-llama
     """

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to stop, for work whose results must outlive it."""
+"""Ctrl-C as a request to stop, for commands that still report their results afterwards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ STOP_S = 5.0
 
 
 class CtrlC:
-    """While its context lasts, the first Ctrl-C ends what runs in `ends`, and more do nothing.
+    """A context in which the first Ctrl-C cancels the work of `ends`; later ones have no effect.
 
-    Afterwards, if there was one, the next kills the process without a traceback. A SIGINT that
-    is ignored stays ignored, as of a job in the background.
+    After the context, if Ctrl-C was pressed, the next one kills the process without a traceback. If
+    SIGINT was ignored before, as in a background job, it stays ignored.
 
     Args:
-        loop: where `ends` is called; closed later than the context.
+        loop: the event loop in which `ends` is called; it must stay open until the context ends.
 
     Attributes:
-        pressed: whether there was one.
+        pressed: whether Ctrl-C was pressed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,7 +52,7 @@ class CtrlC:
             self._loop.call_soon_threadsafe(self._stop.set)
 
     async def ends(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return what the work does, None if Ctrl-C cancelled it, which may take `STOP_S`."""
+        """Return the result of the work, or None if Ctrl-C cancelled it (takes up to `STOP_S`)."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -62,7 +62,7 @@ class CtrlC:
             task.cancel()
             await asyncio.wait([task], timeout=STOP_S)
             if task.done() and not task.cancelled():
-                task.exception()  # asked for, or asyncio would print it: the work was to end anyway
+                task.exception()  # retrieved, so that asyncio does not print it
             return None
         finally:
             task.cancel()

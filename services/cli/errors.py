@@ -18,7 +18,7 @@ EXIT_INTERRUPTED = 130
 def one_line_errors() -> Iterator[None]:
     """Turn Pagewire's own errors into a line on stderr and an exit code.
 
-    2 means that a setting is wrong and trying again won't help, 1 anything else.
+    Exit code 2 means that a setting is wrong and trying again will not help; 1 is any other error.
     """
     try:
         yield
@@ -29,7 +29,7 @@ def one_line_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def needs_worker_extra() -> Iterator[None]:
-    """Say how to install what only workers need, where it is missing.
+    """Turn a missing package of the workers into an error that says how to install it.
 
     Raises:
         ConfigError: torch or another package of the extra `worker` is not installed.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pagewire.shared.worker.estimate import Estimate
 
 GIB = 1 << 30
-# About what CUDA reports as the memory of a type, in GiB; --memory takes another value.
+# Approximate memory that CUDA reports for each GPU type, in GiB; --memory takes another value.
 GPUS = {
     "L4": 22.0,
     "RTX 4090": 23.5,
@@ -94,7 +94,7 @@ def estimate(
 
 
 def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: ModelConfig) -> int:
-    """Return how many sequences of a length run at once."""
+    """Return how many sequences of a length run at the same time."""
     if length > found.context:
         return 0
     groups = CacheGroups.of(config.windows, settings.block_size)

@@ -1,6 +1,6 @@
-"""Help pages that shorten no name, whatever the terminal's width.
+"""Help pages with the full names of options on a terminal of any width.
 
-Rich's tables shorten the names of options on 80 columns. These pages are Typer's plain definition
+Rich's tables shorten the names of options at 80 columns. These pages are Typer's plain definition
 lists, in the groups that the options name.
 """
 
@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 FIRST = "Options"
-SEVERAL = "--served-model-name"  # of commands without arguments
+SEVERAL = "--served-model-name"  # takes several names; its commands have no arguments
 
 
 def joined_names(args: list[str]) -> list[str]:
@@ -26,7 +26,7 @@ def joined_names(args: list[str]) -> list[str]:
 
 
 class Command(TyperCommand):
-    """A command whose help page groups its options, and leaves its example on one line."""
+    """A command whose help page groups its options and has its example on one line."""
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
         # \b: a paragraph that is not wrapped, so that it can be copied
@@ -34,7 +34,7 @@ class Command(TyperCommand):
         super().__init__(*args, help=text, **kwargs)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take several names after one option, too, as vLLM's command does."""
+        """Also accept several names after one option, as vLLM's command does."""
         return list(super().parse_args(ctx, joined_names(args)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -19,7 +19,7 @@ from pagewire.services.cli.stdout import checked_stdout
 from pagewire.services.cli.up.machine import forget_impossible_width
 from pagewire.services.cli.version import own_version
 
-# In the order of the help page; where each one's function is, which has its name.
+# Commands in the order of the help page, and the modules with a function of the same name.
 _MODULES = {
     "up": "up.command",
     "chat": "client.chat",
@@ -39,14 +39,14 @@ _MODULES = {
 
 
 class _Commands(Mapping[str, Any]):
-    """Imports a command when it is asked for: all of them take 0.3 s of each service's start."""
+    """Commands by name, imported on demand: all of them would add 0.3 s to a service's start."""
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over their names."""
+        """Iterate over the commands' names."""
         return iter(_MODULES)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of commands."""
         return len(_MODULES)
 
     def __getitem__(self, name: str) -> Any:
@@ -62,13 +62,13 @@ class _Group(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = _Commands()  # type: ignore[assignment]  # nobody adds one
+        self.commands = _Commands()  # type: ignore[assignment]  # read-only
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started without stdin or stderr one without text, or readers.
+    """Open /dev/null as stdin and stderr if the process was started without them.
 
-    Python has None in their place, and prints to stdout what is meant for that.
+    Python sets them to None then, and `print(..., file=None)` prints to stdout.
     """
     if sys.stdin is None:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - for the process's life
@@ -77,13 +77,13 @@ def _open_closed_streams() -> None:
 
 
 class App(typer.Typer):
-    """The command as a process runs it."""
+    """The command as the process's entry point."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, with an eye on what becomes of its output."""
+        """Run the command, and turn a failure to write stdout into an error."""
         _open_closed_streams()
         forget_impossible_width()
-        atexit.register(gc.freeze)  # else its last act is to look for garbage, 0.2 s long
+        atexit.register(gc.freeze)  # else a last garbage collection takes 0.2 s
         with checked_stdout():
             return super().__call__(*args, **kwargs)
 
@@ -114,7 +114,7 @@ app = App(
     callback=pagewire,
     no_args_is_help=True,
     context_settings=SETTINGS,
-    rich_markup_mode=None,  # its help pages shorten the names of options
+    rich_markup_mode=None,  # Rich's help pages shorten the names of options
     pretty_exceptions_enable=False,  # a bug deserves a plain traceback
 )
 

@@ -1,7 +1,7 @@
-"""Command-line options that several commands share; each sets the setting of its name.
+"""Command-line options that several commands share; each sets the setting of the same name.
 
-An option that is not given is None, so that the environment counts. Its help is the description and
-the default of the settings class.
+An option that is not given is None, so that the environment variable is used. Its help is the
+description and default from the settings class.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def setting(
 
     Args:
         kind: the settings class.
-        name: of the field.
-        panel: of the help page; None puts it among the first.
-        note: follows the field's description.
-        unset: what the command does by default, where that is not the field's default.
-        flags: in place of the one made from the parameter's name.
+        name: name of the field.
+        panel: group of the help page; None is the first group.
+        note: text after the field's description.
+        unset: what the command does by default, if that is not the field's default.
+        flags: the option's names; by default, one made from the parameter's name.
     """
     text = f"{description(kind, name)} {note}".rstrip()
     default = unset or default_text(kind, name)
@@ -54,7 +54,7 @@ def _network(kind: type[ClusterSettings], name: str) -> Any:
 
 
 def redis_url(unset: str | None = None) -> Any:
-    """Return the option for Redis; `unset` is what the command does without it."""
+    """Return the option for Redis; `unset` says what the command does without it."""
     note = "Put one with a password into PAGEWIRE_REDIS_URL: other users can see this command line."
     return setting(ClusterSettings, "redis_url", NETWORK, note=note, unset=unset)
 

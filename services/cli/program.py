@@ -9,6 +9,6 @@ from pathlib import Path
 
 
 def own_command() -> str:
-    """Return the command to advise: `pagewire`, or its path where only that was found."""
+    """Return the command to advise: `pagewire`, or its path if it is not on PATH."""
     is_ours = Path(sys.argv[0]).name == "pagewire" and shutil.which("pagewire") is None
     return shlex.quote(sys.argv[0]) if is_ours else "pagewire"

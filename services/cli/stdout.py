@@ -1,4 +1,4 @@
-"""How the command line ends when stdout cannot take what it prints."""
+"""How the command line ends if stdout cannot be written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagewire.services.cli.errors import EXIT_FAILURE
 
 
 class _Descriptor(io.FileIO):
-    """A file that remembers why it could not be written, whoever handled that."""
+    """A file that records its last write error, even if the caller handles the exception."""
 
     error: OSError | None = None
 
@@ -29,8 +29,8 @@ class _Descriptor(io.FileIO):
 def checked_stdout() -> Iterator[None]:
     """Turn a stdout that is full or closed into a line on stderr and exit code 1.
 
-    A pipe that nobody reads any more is not an error: it gets no line, and a command that goes on
-    without its reader keeps its own exit code.
+    A pipe whose reader has ended is not an error: nothing is printed, and a command that continues
+    keeps its own exit code.
     """
     before, file = sys.stdout, _open()
     sys.stdout = stream = _stream(file, before)
@@ -50,14 +50,14 @@ def checked_stdout() -> Iterator[None]:
         raise SystemExit(EXIT_FAILURE) from None
     finally:
         if file.error is not None:
-            _make_sink(file.fileno())  # what is still buffered would fail again
+            _make_sink(file.fileno())  # flushing the rest of the buffer would fail again
         sys.stdout = before
 
 
 def _open() -> _Descriptor:
-    """Return stdout without a buffer; where it was closed, a file that refuses all writes.
+    """Return stdout without a buffer; if it was closed, a file that refuses all writes.
 
-    That one also keeps the descriptor from becoming a socket's.
+    That file also prevents that a socket gets stdout's descriptor number.
     """
     closed = sys.stdout is None
     number = os.open(os.devnull, os.O_RDONLY) if closed else sys.stdout.fileno()
@@ -77,7 +77,7 @@ def _stream(file: _Descriptor, like: Any) -> io.TextIOWrapper:
 
 
 def _make_sink(number: int) -> None:
-    """Let a descriptor take everything and keep nothing."""
+    """Redirect a descriptor to /dev/null."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, number)
     os.close(sink)

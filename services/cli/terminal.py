@@ -1,4 +1,4 @@
-"""What the client commands print: a model's text, a dim line about it, tables."""
+"""Output of the client commands: a model's text, a dim line about it, tables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pagewire.services.cli.client.openai_client import Reply
 
 _MAX_COLUMNS = 1000
 
-# A model may write what a terminal would obey. Tabs and line ends are all that text needs.
+# A model may write control characters that a terminal obeys. Text needs only tabs and line ends.
 _CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def readable_stdin() -> TextIO:
-    """Return stdin, with a question mark for what is not text."""
+    """Return stdin; bytes that are not text become a replacement character."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     return sys.stdin
 
 
 def write_text(text: str) -> None:
-    """Write a part of an answer to stdout, as it is or, on a terminal, as printable text."""
+    """Write a part of an answer to stdout; on a terminal, without control characters."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -36,19 +36,19 @@ def printable(text: str) -> str:
 
 
 def note(line: str, style: str = "dim") -> None:
-    """Print a line about the answers to stderr, so that stdout has nothing but answers."""
+    """Print a line about the answers to stderr, so that stdout has only answers."""
     console = Console(stderr=True)
-    # A terminal gets lines that break between words, a file one line.
+    # On a terminal, the line breaks between words; in a file, it is one line.
     console.print(Text(printable(line), style=style), soft_wrap=not console.is_terminal)
 
 
 def can_redraw(console: Console) -> bool:
-    """Whether the output is a terminal on which lines can be drawn again, unlike TERM=dumb."""
+    """Whether the output is a terminal that can redraw lines; TERM=dumb cannot."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 def print_whole(console: Console, tables: RenderableType) -> None:
-    """Print tables as wide as they are: a narrower terminal breaks the lines, nothing is cut."""
+    """Print tables at full width: a narrower terminal breaks lines, but nothing is cut."""
     options = console.options.update(max_width=_MAX_COLUMNS)
     width = console.measure(tables, options=options).maximum
     if width > console.width:
@@ -57,7 +57,7 @@ def print_whole(console: Console, tables: RenderableType) -> None:
 
 
 def describe(reply: Reply) -> str:
-    """Return one line: time to first token, speed, length, what was cached."""
+    """Return one line: time to first token, speed, length, cached prompt tokens."""
     parts = []
     if reply.ttft is not None:
         parts.append(f"TTFT {seconds(reply.ttft)}")
@@ -70,11 +70,11 @@ def describe(reply: Reply) -> str:
 
 
 def cut_note(reply: Reply, max_tokens: int | None) -> str:
-    """Return a line that says that an answer was cut and how to get more; empty if it was not.
+    """Return a line about an answer that was cut and how to get more; empty if it is complete.
 
     Args:
         reply: the whole answer.
-        max_tokens: that were asked for; None left it to the endpoint.
+        max_tokens: the value of --max-tokens; None if the endpoint chose.
     """
     if reply.finish_reason != "length":
         return ""
@@ -87,5 +87,5 @@ def cut_note(reply: Reply, max_tokens: int | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time as people read it."""
+    """Return a time with a readable unit."""
     return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.2f} s"

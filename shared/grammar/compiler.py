@@ -1,7 +1,7 @@
-"""Compiles grammar texts, each once, in threads of its own.
+"""Compiles grammar texts in its own threads, and keeps the compiled grammars.
 
-llguidance drops the interpreter's lock while it compiles, so that an event loop or an engine goes
-on meanwhile.
+llguidance releases Python's global interpreter lock while it compiles, so that an event loop or an
+engine continues.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pagewire.shared.grammar.tokens import spells_special
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
-MOST_ORIGINALS = 16  # of one grammar
-_CHEAP_S = 0.005  # of CPU time: a grammar that takes longer to compile has one original
+MOST_ORIGINALS = 16  # how often one grammar is compiled, see `GrammarCompiler.original`
+_CHEAP_S = 0.005  # CPU time: a grammar that takes longer is compiled only once
 # llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
 
 _ALLOWS_NOTHING = "NoExtensionBias"
-# Of a token that the mask forbids: sampling had nothing left to choose from.
+# The error if a sampled token is not in the mask: no token was left to choose from.
 NOTHING_LEFT = "allowed_token_ids, bad_words or min_tokens leave no token that it allows"
 _NOT_ALLOWED = ("doesn't satisfy the grammar", "parser stopped in consume_token")
 
@@ -39,14 +39,14 @@ Vocabulary = Callable[[], LLTokenizer]
 
 
 def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
-    """Compile a grammar text; returns it at its start, to be copied for each answer.
+    """Compile a grammar text; return a matcher at its start, to be copied for each answer.
 
     Args:
-        text: e.g. of `grammar_text`.
-        vocabulary: the model's.
+        text: the grammar text, for example from `grammar_text`.
+        vocabulary: the model's vocabulary.
 
     Raises:
-        InvalidRequestError: it is wrong, or exceeds a limit.
+        InvalidRequestError: the grammar is wrong, or exceeds a limit.
     """
     if spells_special(text, vocabulary):
         text = _unforced(text)
@@ -57,11 +57,11 @@ def check_grammar(text: str, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def _unforced(text: str) -> str:
-    """Return a grammar that leaves it to the model by which tokens it spells a text.
+    """Return a grammar in which the model chooses the tokens that spell a text.
 
-    Where only one text is possible, llguidance otherwise allows no other tokens than those that the
-    tokenizer makes of it. Of the text of a special token it makes that token, which has no text in
-    answers, or ends them.
+    By default, where only one text is possible, llguidance allows only the tokens into which the
+    tokenizer splits that text. If the text is that of a special token, that is the special token
+    itself, which has no text in an answer, or ends it.
     """
     try:
         grammars = json.loads(text)["grammars"]
@@ -73,7 +73,7 @@ def _unforced(text: str) -> str:
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Return what is wrong with a matcher, in one line."""
+    """Return the error of a matcher in one line."""
     reason = plain_reason(matcher.get_error())
     if reason == _ALLOWS_NOTHING:
         reason = "it allows no answer"
@@ -83,17 +83,17 @@ def problem_of(matcher: LLMatcher) -> str:
 
 
 def cannot_follow(reason: str) -> str:
-    """Return what a client is given to read where a grammar cannot be followed."""
+    """Return the error message for a grammar that cannot be followed."""
     return f"the grammar cannot be followed: {reason}"
 
 
 @dataclass(slots=True)
 class _Originals:
-    """What the answers of one grammar copy, in turn.
+    """The matchers of one grammar, which its answers copy in turn.
 
     Attributes:
-        matchers: the grammar at its start, compiled several times.
-        num_lent: answers that have begun.
+        matchers: matchers at the grammar's start, each compiled separately.
+        num_lent: number of answers that have begun.
     """
 
     matchers: list[LLMatcher]
@@ -101,39 +101,39 @@ class _Originals:
 
     @property
     def num_charged(self) -> int:
-        """How many there are or will be."""
+        """How many matchers exist or are being compiled."""
         return min(max(self.num_lent, 1), MOST_ORIGINALS)
 
 
 class GrammarCompiler:
-    """Compiled grammars by text, within a bound on bytes. Callable from any thread.
+    """A cache of compiled grammars by text, bounded in bytes. Callable from any thread.
 
     Args:
-        vocabulary: loads the model's; called in a thread, once.
+        vocabulary: loads the model's vocabulary; called once, in a thread.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._load = vocabulary
         self._lock = Lock()
         self._cached: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._originals: dict[Future[LLMatcher], _Originals] = {}  # of what is cheap and cached
+        self._originals: dict[Future[LLMatcher], _Originals] = {}  # if quick to compile
         self._num_bytes = 0
         self._closed: dict[Future[LLMatcher], list[Event]] = {}  # until they are compiled
         self._vocabulary: LLTokenizer | None = None
-        self._vocabulary_lock = Lock()  # not _lock, for which callers would wait while it is loaded
+        self._vocabulary_lock = Lock()  # held while it is loaded; callers do not wait for it
         self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._num_threads = 0
 
     def compile(self, text: str, closed: Event | None = None) -> Future[LLMatcher]:
-        """Return a future of the grammar at its start, to be copied for each answer.
+        """Return a future of a matcher at the grammar's start, to be copied for each answer.
 
-        Its exception is an InvalidRequestError if the grammar is wrong or exceeds a limit. Another
-        failure is not the grammar's, and is not kept.
+        The future fails with an InvalidRequestError if the grammar is wrong or exceeds a limit.
+        Other exceptions are not caused by the grammar; they are not cached.
 
         Args:
-            text: of the grammar.
-            closed: set when the caller does not want it any more. If no caller does, the future is
-                cancelled.
+            text: the grammar text.
+            closed: set when the caller no longer needs the grammar. If no caller needs it, the
+                future is cancelled.
         """
         closed = closed or Event()
         with self._lock:
@@ -150,10 +150,15 @@ class GrammarCompiler:
         return future
 
     def original(self, text: str, compiled: Future[LLMatcher]) -> LLMatcher:
-        """Return a compiled grammar at its start, to be copied for one answer.
+        """Return a matcher at the grammar's start, to be copied for one answer.
 
-        Copies of a matcher share a lexer and its lock (llguidance 1.9), so that threads fill their
-        masks one after the other. So a grammar that compiles quickly is compiled several times.
+        Copies of a matcher share a lexer and its lock (llguidance 1.9), so threads cannot fill
+        their masks in parallel. Therefore a grammar that compiles quickly is compiled several
+        times.
+
+        Args:
+            text: the grammar text.
+            compiled: the future that `compile` returned for it; it must be done.
         """
         first = compiled.result()
         with self._lock:
@@ -173,18 +178,18 @@ class GrammarCompiler:
         return originals.matchers[number % len(originals.matchers)]
 
     def _charge(self, text: str) -> None:
-        """Count another original of a grammar, and drop the oldest grammars above the bound."""
+        """Add a matcher's bytes; above the bound, drop the least recently used grammars."""
         self._num_bytes += _cost(text)
         while self._num_bytes > MAX_CACHED_BYTES and len(self._cached) > 1:
             self._forget(*self._cached.popitem(last=False))
 
     def _forget(self, text: str, future: Future[LLMatcher]) -> None:
-        """Give back what a grammar that was dropped has been charged for."""
+        """Subtract the bytes of a grammar that was dropped."""
         originals = self._originals.pop(future, None)
         self._num_bytes -= _cost(text) * (1 if originals is None else originals.num_charged)
 
     def run(self, task: Callable[[], None]) -> None:
-        """Run a task in one of the compiler's threads; tasks start in the order of the calls."""
+        """Queue a task for the compiler's threads, which start tasks in the order of the calls."""
         with self._lock:
             is_missing = self._num_threads < THREADS
             self._num_threads += is_missing
@@ -197,7 +202,7 @@ class GrammarCompiler:
             self._tasks.get()()
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
-        is_loaded = False  # until then, what is raised says nothing of the grammar
+        is_loaded = False  # before that, an exception is not caused by the grammar
         try:
             with self._vocabulary_lock:
                 if self._vocabulary is None:
@@ -209,7 +214,7 @@ class GrammarCompiler:
             began_s = time.thread_time()
             compiled = check_grammar(text, self._vocabulary)
             is_cheap = time.thread_time() - began_s <= _CHEAP_S
-        except Exception as exc:  # noqa: BLE001 the caller that waits for the future gets it
+        except Exception as exc:  # noqa: BLE001 raised again by the future
             if not (is_loaded and isinstance(exc, InvalidRequestError)):
                 with self._lock:
                     self._drop(text, future)
@@ -221,7 +226,7 @@ class GrammarCompiler:
             future.set_result(compiled)
 
     def _is_wanted(self, text: str, future: Future[LLMatcher]) -> bool:
-        """Whether a grammar is to be compiled; if not, the next caller has a future of its own."""
+        """Whether any caller still needs a grammar; if not, it is dropped from the cache."""
         with self._lock:
             is_wanted = not all(closed.is_set() for closed in self._closed.pop(future))
             if not is_wanted:

@@ -10,8 +10,8 @@ from llguidance import LLMatcher
 from pagewire.shared.schema_fit import changed, fitted
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
 
-# Between the parts of JSON: a space or a new line, or nothing. Where more is allowed, a model that
-# likes spaces, or once has begun to indent, may never come to the next part.
+# White space between the parts of JSON: one space, one new line, or nothing. If more is allowed, a
+# model may write white space without end.
 JSON_WHITE_SPACE = r"[ \n]?"
 
 
@@ -21,17 +21,19 @@ def json_grammar(
     """Return the grammar text of a JSON schema.
 
     Args:
-        schema: as an object or as text.
-        options: of llguidance's JSON compiler; by default white space is free within a bound.
-        closed: objects have no properties that are not declared, unless their schema says more.
+        schema: the schema as an object or as text.
+        options: options of llguidance's JSON compiler; by default, `JSON_WHITE_SPACE` may be
+            anywhere between the parts.
+        closed: objects that list properties have only these, unless their schema has
+            `additionalProperties`.
 
     Raises:
-        ValueError: the text is not JSON, not of a schema, has numbers that are too large, or is
+        ValueError: the text is not JSON or not a schema, has numbers that are too large, or is
             nested too deeply.
     """
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
-        return text  # is refused for that
+        return text  # `checked_size` refuses it
     if text.strip() == "true":
         text = "{}"
     if not text.lstrip().startswith("{"):
@@ -53,10 +55,10 @@ def _closed(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def schema_rule(schema: dict[str, Any]) -> str:
-    """Return a JSON schema as a rule in llguidance's syntax of Lark.
+    """Return a JSON schema as the body of a rule in llguidance's dialect of Lark.
 
     Raises:
-        ValueError: it has numbers that are too large, or is nested too deeply.
+        ValueError: the schema has numbers that are too large, or is nested too deeply.
     """
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
     return f"%json {msgspec.json.encode(fitted(schema) | options).decode()}"

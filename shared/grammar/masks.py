@@ -1,12 +1,12 @@
-"""Fills the masks of a step's rows in threads, and knows which of them are late.
+"""Fills the masks of a step's rows in threads, and handles masks that are late.
 
-    open ---> compile, follow earlier output, first mask        in the compiler's threads
-    begin --> follow a token, next mask     of most rows        in one call for all of them
-                                            of slow rows        each by itself, in threads
+    open ---> compile, follow earlier output, fill the first mask     in the compiler's threads
+    begin --> follow a token, fill the next mask:   most rows         in one batch call
+                                                    slow rows         one by one, in threads
 
-The caller decides how long to wait for a mask: after that it is late, and is used once it is there.
-A call for many rows ends with its slowest one. If it is late, each of its rows is filled by itself
-from then on, until it is quick again.
+The caller decides how long to wait for a mask. After that the mask is late, and is used
+once it is filled. A batch call takes as long as its slowest row. If a batch is late, each of
+its rows is filled separately from then on, until the row is quick again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pagewire.shared.grammar.tokens import mask_words
 logger = logging.getLogger(__name__)
 
 SLOW_THREADS = 2
-MAX_THREADS = 8  # of one call for many rows
+MAX_THREADS = 8  # threads of one batch call
 MIN_ROW_S = 1e-5
-QUICK_S = 0.002  # a row that takes no longer is filled with the others again
-MAX_WAIT_S = 10.0  # for one mask; then the row fails. Only an overloaded machine takes that long.
+QUICK_S = 0.002  # a slow row that takes no longer than this joins the batch again
+MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
 
 Task = Callable[[], None]
@@ -46,17 +46,20 @@ Task = Callable[[], None]
 class Follower:
     """One answer's grammar, matcher and next mask.
 
-    The engine's thread owns it; while `is_busy`, one thread for masks writes to it. Both may set
-    `problem`; neither takes it back.
+    The engine's thread owns it; while `is_busy`, one mask thread writes to it. Both may set
+    `problem`; neither clears it.
 
     Attributes:
-        mask: what is allowed after the first `position` tokens of the answer.
+        compiled: the compiled grammar, once it is done.
+        matcher: the answer's matcher; None until the grammar is compiled.
+        mask: the tokens that are allowed after the first `position` tokens of the answer.
         position: -1 before the first mask.
-        problem: why the answer cannot go on.
-        is_slow: filled by itself.
+        problem: why the answer cannot continue; None if it can.
+        is_busy: a mask thread works on it.
+        is_slow: its masks are filled separately, not in a batch call.
         asked: the position whose mask was requested last.
-        since_s: when that was, by the filler's clock.
-        closed: set when nobody wants its masks any more; threads then skip it.
+        since_s: when that mask was requested, by the filler's clock.
+        closed: set when its masks are no longer needed; threads then skip it.
     """
 
     compiled: Future[LLMatcher]
@@ -71,23 +74,24 @@ class Follower:
     closed: Event = field(default_factory=Event)
 
     def is_ready(self, position: int) -> bool:
-        """Whether the mask after this many tokens is known, or it is known that there is none."""
+        """Whether the mask after this many tokens is filled, or cannot be filled."""
         return self.problem is not None or (not self.is_busy and self.position == position)
 
     def note(self, mask: bytes | None) -> None:
-        """Take what has been filled; the last thing that a thread for masks does."""
+        """Store a mask that was filled; the last thing that a mask thread does with a follower."""
         if self.matcher is not None:
             self.mask, self.position = mask, self.matcher.num_followed
-            if self.matcher.problem is not None:  # one that is known stays
+            if self.matcher.problem is not None:  # do not clear an earlier one
                 self.problem = self.matcher.problem
         self.is_busy = False
 
 
 class Row(NamedTuple):
-    """An answer whose next mask is wanted.
+    """An answer whose next mask is needed.
 
     Attributes:
-        token_ids: prompt and answer.
+        follower: the answer's follower.
+        token_ids: tokens of prompt and answer.
         start: position of the answer's first token.
     """
 
@@ -97,12 +101,12 @@ class Row(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         return len(self.token_ids) - self.start
 
     @property
     def is_ready(self) -> bool:
-        """Whether its mask is known, or it is known that there is none."""
+        """Whether its mask is filled, or cannot be filled."""
         return self.follower.is_ready(self.position)
 
 
@@ -111,14 +115,14 @@ _Work = tuple[Follower, Matcher, list[int]]  # with the answer's new tokens
 
 @dataclass(slots=True)
 class MaskFiller:
-    """Fills masks. One thread, the engine's, calls it; threads start with the first grammar.
+    """Fills masks. Only the engine's thread calls it; mask threads start with the first grammar.
 
     Args:
-        vocabulary: loads the model's.
-        vocab_size: logits of a row.
+        vocabulary: loads the model's vocabulary.
+        vocab_size: number of logits of a row.
 
     Attributes:
-        news: set when a mask has been filled, or could not be; the caller that waits clears it.
+        news: set when a mask was filled or has failed; the waiting caller clears it.
     """
 
     vocabulary: Vocabulary
@@ -129,15 +133,18 @@ class MaskFiller:
     _executor: LLExecutor | None = None
     _many: SimpleQueue[Task] = field(default_factory=SimpleQueue)
     _single: SimpleQueue[Task] = field(default_factory=SimpleQueue)
-    _batch: list[Follower] = field(default_factory=list)  # of the call under way
+    _batch: list[Follower] = field(default_factory=list)  # followers of the batch call in progress
     _num_single: int = 0
-    _row_s: float = 1e-4  # how long a row of a call for many usually takes
+    _row_s: float = 1e-4  # how long a row of a batch call usually takes
 
     def __post_init__(self) -> None:
         self._compiler = GrammarCompiler(self.vocabulary)
 
     def open(self, text: str, output_ids: Sequence[int]) -> Follower:
-        """Begin to follow an answer: compile its grammar, follow what there is, fill a mask."""
+        """Return the follower of an answer.
+
+        Threads compile its grammar, follow the tokens it already has and fill the first mask.
+        """
         closed = Event()
         compiled = self._compiler.compile(text, closed)
         follower = Follower(compiled, is_busy=True, closed=closed)
@@ -153,7 +160,7 @@ class MaskFiller:
         """Compile a grammar text, and wait for it.
 
         Raises:
-            InvalidRequestError: it cannot be followed; names the request's field.
+            InvalidRequestError: the grammar cannot be followed; the error names the field.
         """
         try:
             self._compiler.compile(text).result()
@@ -161,13 +168,13 @@ class MaskFiller:
             raise InvalidRequestError(f"{field}: {exc.message}", field) from exc
 
     def begin(self, rows: Iterable[Row]) -> list[Row]:
-        """Have masks filled that are neither there nor on their way; returns rows without one."""
+        """Request the masks that are missing; return the rows whose masks are not filled yet."""
         together = not any(follower.is_busy for follower in self._batch)
         missing: list[Row] = []
         many: list[_Work] = []
         for row in rows:
             follower = row.follower
-            is_busy = follower.is_busy  # read once: its thread may be done at any time
+            is_busy = follower.is_busy  # read once: its thread may end at any time
             if follower.problem is not None or (not is_busy and row.is_ready):
                 continue
             missing.append(row)
@@ -188,7 +195,7 @@ class MaskFiller:
         return missing
 
     def give_up(self, rows: Iterable[Row]) -> None:
-        """Treat rows as late: those of a call for many are filled by themselves from now on.
+        """Mark rows as late: those in a batch call are filled separately from now on.
 
         A row that has waited for `MAX_WAIT_S` fails.
         """
@@ -199,7 +206,7 @@ class MaskFiller:
                 follower.problem = TOO_SLOW  # still busy: a thread may write to it
 
     def usual_s(self, count: int) -> float:
-        """Return how long a call for this many rows usually takes."""
+        """Return how long a batch call for this many rows usually takes, in seconds."""
         return count * self._row_s
 
     def _queue_many(self, work: list[_Work]) -> None:
@@ -221,7 +228,7 @@ class MaskFiller:
         try:
             pairs = [(matcher, tokens) for _, matcher, tokens in work]
             masks = fill_masks(executor, pairs, mask_words(self.vocab_size))
-        except Exception as exc:  # a fault of ours or llguidance's: these rows fail
+        except Exception as exc:  # an error in pagewire or llguidance: these rows fail
             logger.exception("masks could not be filled")
             for _, matcher, _ in work:
                 matcher.problem = f"the grammar cannot be followed: {exc}"
@@ -245,7 +252,7 @@ class MaskFiller:
             matcher = follower.matcher = Matcher(original)
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
-        except Exception as exc:  # likewise
+        except Exception as exc:  # see _fill_many
             logger.exception("a grammar could not be compiled")
             follower.problem, follower.is_busy = f"the grammar cannot be compiled: {exc}", False
         else:
@@ -260,7 +267,7 @@ class MaskFiller:
         try:
             matcher.follow(tokens)
             mask = matcher.fill_mask(mask_words(self.vocab_size))
-        except Exception as exc:  # likewise
+        except Exception as exc:  # see _fill_many
             logger.exception("a mask could not be filled")
             matcher.problem = f"the grammar cannot be followed: {exc}"
         follower.is_slow = time.perf_counter() - started > QUICK_S
@@ -268,7 +275,7 @@ class MaskFiller:
 
 
 def _is_skipped(follower: Follower) -> bool:
-    """Whether nobody wants a follower's mask any more; then its thread is done with it."""
+    """Return whether a follower is closed; if so, mark it as not busy."""
     if not follower.closed.is_set():
         return False
     follower.is_busy = False

@@ -1,7 +1,7 @@
 """Follows one answer through its grammar.
 
-What is allowed next is a pure function of the grammar text and the answer's token ids. So nothing
-is saved or sent when an answer is preempted or goes to another worker: it is followed again.
+Which tokens are allowed next depends only on the grammar text and the answer's token ids. So no
+state is saved or sent when an answer is preempted or migrates: its tokens are followed again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ NOTHING_ALLOWED = "the grammar cannot be followed: no token of the model continu
 
 
 class Matcher:
-    """An answer's place in its grammar. One thread at a time uses it.
+    """An answer's state in its grammar. Only one thread at a time may use it.
 
     Attributes:
-        num_followed: tokens of the answer so far.
-        problem: why it cannot go on; then it never does.
+        num_followed: number of tokens that were followed.
+        problem: why the answer cannot continue; None if it can. It is never cleared.
     """
 
     __slots__ = ("_matcher", "num_followed", "problem")
@@ -30,16 +30,16 @@ class Matcher:
         """Begin an answer.
 
         Args:
-            compiled: the grammar at its start; it is copied.
+            compiled: a matcher at the grammar's start; it is copied.
         """
         self._matcher = compiled.deep_copy()
         self.num_followed = 0
         self.problem: str | None = None
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens of the answer, those after the ones that were followed."""
+        """Follow the next tokens of the answer."""
         if tokens and self.problem is None:
-            if self.has_ended:  # then `consume_tokens` takes not even the end (llguidance 1.9)
+            if self.has_ended:  # then `consume_tokens` refuses even the end token (llguidance 1.9)
                 all(map(self._matcher.consume_token, tokens))
             else:
                 self._matcher.consume_tokens(list(tokens))
@@ -53,7 +53,7 @@ class Matcher:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether only the end may follow."""
         return self._matcher.is_stopped()
 
     def _check(self) -> None:
@@ -61,9 +61,9 @@ class Matcher:
             self.problem = problem_of(self._matcher)
 
     def fill_mask(self, words: int) -> bytes | None:
-        """Return what may follow: a bit a token, the lowest first, in `words` 32-bit words.
+        """Return the allowed tokens: one bit per token, lowest bit first, in `words` 32-bit words.
 
-        None if there is a problem, or is one now.
+        Returns None if `problem` is set, before or by this call.
         """
         mask = bytearray(words * 4)
         if self.problem is None:
@@ -89,7 +89,7 @@ def fill_masks(
 ) -> list[bytes | None]:
     """Have each matcher follow its answer's new tokens, and return the masks, all in parallel.
 
-    Both calls drop the interpreter's lock once for all rows.
+    Both llguidance calls release Python's global interpreter lock once for all rows.
     """
     pairs = []
     for matcher, tokens in rows:
@@ -97,7 +97,7 @@ def fill_masks(
             pairs.append((matcher, tokens[0]))
         else:
             matcher.follow(tokens)
-    if pairs:  # llguidance takes no empty lists
+    if pairs:  # llguidance does not accept empty lists
         executor.consume_token_par([(matcher._matcher, token) for matcher, token in pairs])
     for matcher, _ in pairs:
         matcher.num_followed += 1

@@ -1,11 +1,11 @@
-"""Why llguidance refuses a grammar, as a client can read it."""
+"""Translates llguidance's errors into messages that a client can understand."""
 
 from __future__ import annotations
 
 import re
 
-# How llguidance says that a grammar exceeds a limit or a schema cannot be expressed, and what a
-# client reads in its place.
+# Patterns of llguidance's errors about limits and about schemas that it cannot express, and what a
+# client reads instead.
 _IN_PLAIN_WORDS = (
     (
         r"Current row has (\d+) items; max is (\d+)",
@@ -30,8 +30,8 @@ _IN_PLAIN_WORDS = (
         "in its schema one value may fit several schemas of oneOf: use anyOf",
     ),
 )
-# A rule with a JSON schema: the line of the grammar, the reason, and an extract of the grammar,
-# which the client has not written if it is of tools.
+# An error in a rule with a JSON schema: the line of the grammar, the reason, and an extract of the
+# grammar. The client has not written that grammar if it is made from tools.
 _SCHEMA_RULE = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<reason>.*?)\n +\d+ \| .*",
     re.DOTALL,
@@ -39,8 +39,8 @@ _SCHEMA_RULE = re.compile(
 
 
 def plain_reason(error: str) -> str:
-    """Return an error of llguidance's in one line, most in plain words."""
-    error = error.partition("<backtrace>")[0]  # of a panic
+    """Return an error of llguidance in one line, in plain words where possible."""
+    error = error.partition("<backtrace>")[0]  # a panic has one
     rule = ""
     if (found := _SCHEMA_RULE.match(error)) is not None:
         named = re.search(rf"^ +{found['line']} \| (\w+)", error, re.MULTILINE)

@@ -1,7 +1,7 @@
 """The forms that a request may ask for, and the grammar text of each.
 
-The fields are those of vLLM's `structured_outputs`. A grammar text is what llguidance's
-`grammar_from_...` make: a Lark grammar, or JSON with a list of grammars.
+The fields are those of vLLM's `structured_outputs`. A grammar text is a Lark grammar, or JSON with
+a list of grammars, as llguidance's functions `grammar_from_...` return it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 def grammar_text(
     asked: StructuredOutputs, field: str = "structured_outputs", markers: Markers = NO_MARKERS
 ) -> str | None:
-    """Return the grammar text of what is asked for; None if nothing is.
+    """Return the grammar text of the form that a request asks for; None if it asks for none.
 
-    It is not checked whether it compiles; see `compiler.check_grammar`.
+    The text may still fail to compile; see `compiler.check_grammar`.
 
     Args:
-        asked: the form.
-        field: the request's field, for errors.
-        markers: the model's special tokens, which structural tags may have.
+        asked: the request's structured output fields.
+        field: name of the request's field, for errors.
+        markers: the model's special tokens, which structural tags may contain.
 
     Raises:
-        InvalidRequestError: more than one form is asked for, or it cannot be read; names the field.
+        InvalidRequestError: more than one form is given, or the form cannot be read; the error
+            names the field.
     """
     kinds = [kind for kind in _KINDS if getattr(asked, kind) not in (None, False)]
     if asked.json is False:
@@ -65,10 +66,11 @@ def grammar_text(
 
 
 def read_structured_outputs(asked: object, field: str) -> StructuredOutputs:
-    """Return what was made in Python, a struct or its fields in a dictionary, with all checked.
+    """Return structured output fields that were given in Python, as a struct or a dictionary.
 
     Raises:
-        InvalidRequestError: a field is unknown or has a wrong type or value; names the field.
+        InvalidRequestError: a field is unknown or has a wrong type or value; the error names
+            the field.
     """
     fields = msgspec.structs.asdict(asked) if isinstance(asked, StructuredOutputs) else asked
     try:
@@ -78,10 +80,10 @@ def read_structured_outputs(asked: object, field: str) -> StructuredOutputs:
 
 
 def checked_size(text: str, field: str) -> str:
-    """Return a grammar text that is not too long.
+    """Return the grammar text unchanged.
 
     Raises:
-        InvalidRequestError: it is; names the field.
+        InvalidRequestError: the text is too long; the error names the field.
     """
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(
@@ -98,8 +100,8 @@ def regex_grammar(regex: str) -> str:
 
 
 def choice_grammar(choices: list[str]) -> str:
-    """Return the grammar text of an answer that is one of these."""
-    # A terminal: a rule's alternatives are items of the parser's, of which it takes few.
+    """Return the grammar text of an answer that is one of these texts."""
+    # A terminal: each alternative of a rule would count as an item of the parser (limits.py).
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 

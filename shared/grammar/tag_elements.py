@@ -1,14 +1,14 @@
-"""The elements of a structural tag, and how llguidance's Lark writes them one after the other.
+"""The elements of a structural tag, and how sequences of them are written in llguidance's Lark.
 
-llguidance reads an answer word by word: a word (a terminal) is as long as it can be, and of a lazy
-one the first that fits is taken. It does not go back. So what the elements mean together depends on
-what follows:
+llguidance reads an answer terminal by terminal (a "word" in this module). A terminal matches the
+longest possible text; a lazy terminal matches the shortest one. The lexer does not backtrack. So
+the expression of an element depends on what follows it:
 
-- Fixed texts, regular expressions and free text next to each other are one word.
-- Free text up to a fixed text ends where that first comes, and so does a regular expression, if
-  anything follows that fixed text. Up to a token, or to the end of the answer, they are whatever
-  they may be.
-- Free text or a regular expression that anything else follows would take it in; it is refused.
+- Adjacent fixed texts, regular expressions and free text are one word.
+- Free text, or a regular expression, before a fixed text ends at the first occurrence of that text,
+  if anything follows that text. Before a token or the end of the answer, it may be any text that
+  matches.
+- Free text or a regular expression before anything else would match that as well; it is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 
 ANY_TEXT = "/(?s:.*)/"
 
-# What follows a element: the end of the answer, a token, or something else.
+# What follows an element: the end of the answer, a token, or something else.
 Follow = Literal["end", "token", "other"]
 
 
@@ -29,10 +29,10 @@ class Text:
     """A part of a word.
 
     Attributes:
-        expression: in the syntax of terminals.
-        is_finite: it is one of some fixed texts; otherwise it may go on over what follows.
-        is_free: it has any text in it.
-        fixed: the text, if it is one.
+        expression: the text's expression in the syntax of terminals.
+        is_finite: it matches only some fixed texts; otherwise it may also match what follows.
+        is_free: it contains free text.
+        fixed: the text, if it is a single fixed text.
     """
 
     expression: str
@@ -50,10 +50,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """What a rule reads, such as JSON; its end is certain.
+    """Something that a rule matches, such as JSON, whose end is unambiguous.
 
     Attributes:
-        expression: in the syntax of rules.
+        expression: its expression in the syntax of rules.
     """
 
     expression: str
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """What ends free text and begins tags: a text, a token, or a text and a token."""
+    """The end of free text and beginning of tags: a text, a token, or a text and a token."""
 
     text: str
     token_id: int | None
@@ -80,10 +80,10 @@ class Triggered:
 
     Attributes:
         free: the free text, in the syntax of terminals.
-        tags: the rest of each tag, by its trigger.
-        first: the whole tags, one of which comes at once; none: text may come first.
-        is_once: nothing comes after the first tag.
-        after: a fixed text that follows.
+        tags: the rest of each tag after its trigger, by trigger.
+        first: whole tags, one of which must come first; if empty, text may come first.
+        is_once: nothing may follow the first tag.
+        after: the fixed text that follows.
     """
 
     free: str
@@ -98,12 +98,12 @@ Elements: TypeAlias = tuple[Element, ...]
 
 
 def fixed_text(text: str) -> Text:
-    """Return a fixed text as a element."""
+    """Return a fixed text as an element."""
     return Text(json.dumps(text, ensure_ascii=False), is_finite=True, fixed=text)
 
 
 def is_open(elements: Elements) -> bool:
-    """Whether the last of these elements may go on over what follows them."""
+    """Whether the last of these elements may also match what follows them."""
     if not elements:
         return False
     match elements[-1]:
@@ -121,13 +121,13 @@ class TagRules:
     """The rules of one grammar.
 
     Attributes:
-        rules: what each reads, by name.
+        rules: the expression of each rule, by name.
     """
 
     rules: dict[str, str] = field(default_factory=dict)
 
     def add(self, prefix: str, expression: str, options: str = "") -> str:
-        """Add a rule, or with a prefix in capitals a terminal; returns its name."""
+        """Add a rule, or a terminal if the prefix is in capitals; return its name."""
         name = f"{prefix}{len(self.rules)}"
         self.rules[name + options] = expression
         return name
@@ -138,10 +138,10 @@ class TagRules:
         return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
     def sequence(self, elements: Elements, follow: Follow) -> str:
-        """Return what reads some elements, one after the other.
+        """Return the expression of a sequence of elements.
 
         Raises:
-            ValueError: one of them would take in what follows it.
+            ValueError: an element would also match what follows it.
         """
         joined = _with_ends(elements)
         written, run = [], list[Text]()
@@ -157,7 +157,7 @@ class TagRules:
         return " ".join(filter(None, written))
 
     def one_of(self, alternatives: Sequence[Elements], follow: Follow) -> str:
-        """Return what reads one of several sequences of elements."""
+        """Return the expression of a choice between sequences of elements."""
         written = [self.sequence(elements, follow) or '""' for elements in alternatives]
         return written[0] if len(written) == 1 else f"({' | '.join(written)})"
 
@@ -173,7 +173,7 @@ class TagRules:
                 return self._triggered(element, follow)
 
     def _word(self, texts: list[Text], follow: Follow) -> str:
-        """Return what reads texts next to each other."""
+        """Return the expression of adjacent texts."""
         fixed = [text.fixed for text in texts if text.fixed is not None]
         if len(fixed) == len(texts):
             whole = "".join(fixed)
@@ -209,7 +209,7 @@ class TagRules:
         return f"{first} ({' | '.join(heads)})* {tail}".strip()
 
     def _head(self, free: str, trigger: Trigger) -> str:
-        """Return what reads free text and a trigger."""
+        """Return the expression of free text and the trigger after it."""
         text = json.dumps(trigger.text, ensure_ascii=False) if trigger.text else ""
         if trigger.token_id is None:
             return self.add("head", f"{free} {text}", "[lazy]")
@@ -218,7 +218,7 @@ class TagRules:
 
 
 def _with_ends(elements: Elements) -> list[Element]:
-    """Return elements whose open choices have the fixed text that follows them as their own end."""
+    """Return the elements with the fixed text after an open choice moved into that choice."""
     found: list[Element] = []
     rest = list(elements)
     while rest:

@@ -1,7 +1,7 @@
-"""The formats of structural tags: a tree of parts that an answer consists of, as XGrammar has them.
+"""The formats of structural tags, as in XGrammar: a tree of the parts of an answer.
 
 `{"type": "structural_tag", "format": {"type": "sequence", "elements": [...]}}`. Fields and names
-are those of XGrammar's documentation, "Structural Tag Usage". What is not declared here is refused.
+are those of XGrammar's documentation, "Structural Tag Usage". Others are refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_REPEATS)]
 
 
 class _Format(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """What all have in common."""
+    """Options of all formats."""
 
 
 class ConstFormat(_Format, frozen=True, tag="const_string"):
@@ -42,13 +42,13 @@ class SchemaFormat(_Format, frozen=True, tag="json_schema"):
 
 
 class GrammarFormat(_Format, frozen=True, tag="grammar"):
-    """What a grammar in GBNF's or Lark's syntax allows."""
+    """Text that a grammar in the syntax of GBNF or Lark allows."""
 
     grammar: NonEmpty
 
 
 class RegexFormat(_Format, frozen=True, tag="regex"):
-    """What a regular expression matches."""
+    """Text that a regular expression matches."""
 
     pattern: NonEmpty
 
@@ -57,9 +57,9 @@ class AnyTextFormat(_Format, frozen=True, tag="any_text"):
     """Any text.
 
     Attributes:
-        excludes: texts that do not occur in it.
-        max_chars: Unicode code points at most.
-        max_tokens: refused, unless it is null.
+        excludes: texts that must not occur in it.
+        max_chars: upper bound on its Unicode code points.
+        max_tokens: not supported: must be null.
     """
 
     excludes: Texts = []
@@ -68,7 +68,7 @@ class AnyTextFormat(_Format, frozen=True, tag="any_text"):
 
 
 class TokenFormat(_Format, frozen=True, tag="token"):
-    """One token, by its id, or by its text if it is a special one."""
+    """One token, by its id, or by its text if it is a special token."""
 
     token: Annotated[int, Meta(ge=0, lt=2**31)] | NonEmpty
 
@@ -104,7 +104,7 @@ class PlusFormat(_Format, frozen=True, tag="plus"):
 
 
 class RepeatFormat(_Format, frozen=True, tag="repeat"):
-    """A part a number of times; `max` is -1 for any number."""
+    """A part from `min` to `max` times; a `max` of -1 means no bound."""
 
     min: Count
     max: Annotated[int, Meta(ge=-1, le=MAX_REPEATS)]
@@ -120,12 +120,12 @@ class TagFormat(_Format, frozen=True, tag="tag"):
 
 
 class TriggeredTagsFormat(_Format, frozen=True, tag="triggered_tags"):
-    """Text with tags in it: where a trigger comes, one of the tags that begin with it does.
+    """Text with tags in it: a trigger in the text must begin one of the tags.
 
     Attributes:
-        at_least_one: the first tag comes at once.
-        stop_after_first: nothing comes after the first tag.
-        excludes: texts that do not occur between tags.
+        at_least_one: the answer begins with a tag.
+        stop_after_first: nothing may follow the first tag.
+        excludes: texts that must not occur between tags.
     """
 
     triggers: SomeTexts
@@ -136,7 +136,7 @@ class TriggeredTagsFormat(_Format, frozen=True, tag="triggered_tags"):
 
 
 class SeparatedTagsFormat(_Format, frozen=True, tag="tags_with_separator"):
-    """Tags with a text between them and nothing else."""
+    """Tags with a separator between them and nothing else."""
 
     tags: SomeTags
     separator: str
@@ -145,12 +145,12 @@ class SeparatedTagsFormat(_Format, frozen=True, tag="tags_with_separator"):
 
 
 class DispatchFormat(_Format, frozen=True, tag="dispatch"):
-    """Text in which a part follows each of some texts.
+    """Text in which certain texts must be followed by a part.
 
     Attributes:
-        rules: pairs of such a text and the part.
-        loop: text goes on after a part.
-        excludes: texts that do not occur between parts.
+        rules: pairs of such a text and the part that follows it.
+        loop: more text may follow a part.
+        excludes: texts that must not occur between parts.
     """
 
     rules: Annotated[list[tuple[NonEmpty, Format]], Meta(min_length=1, max_length=MAX_TAGS)]
@@ -179,10 +179,10 @@ Format = (
 
 
 def read_format(value: object) -> Format:
-    """Return a format with all in it checked.
+    """Return a format, with all formats in it checked.
 
     Raises:
-        msgspec.ValidationError: a type, field or value is not supported; says where.
+        msgspec.ValidationError: a type, field or value is not supported; the error says where.
     """
     return msgspec.convert(value, Format)  # type: ignore[no-any-return]
 

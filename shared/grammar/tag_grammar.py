@@ -1,6 +1,7 @@
 """The grammar of a structural tag.
 
-What its texts spell out and is a special token of the model is that token, never its spelling.
+Where a text of the tag contains the text of a special token, the answer must have that token, not
+other tokens with the same text.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 
 def tag_grammar(tag: StructuralTag, markers: Markers) -> str:
-    """Return the grammar text of a structural tag, in its older or its newer form.
+    """Return the grammar text of a structural tag, in its older or newer form.
 
     Args:
-        tag: what is asked for.
+        tag: the structural tag.
         markers: the model's special tokens.
 
     Raises:
-        ValueError: it is in both forms or in none, or cannot be followed exactly; says why.
-        msgspec.ValidationError: a format, field or value is not supported; says where.
+        ValueError: the tag is in both forms or in neither, or cannot be followed exactly.
+        msgspec.ValidationError: a format, field or value is not supported; the error says where.
     """
     older = (tag.structures, tag.triggers)
     if (tag.format is None) == (older == (None, None)) or older.count(None) == 1:
@@ -131,7 +132,7 @@ class _TagGrammar:
         return (Text(self._free(asked.excludes, asked.max_chars), is_free=True),)
 
     def _free(self, excludes: Sequence[str], max_chars: int | None = None) -> str:
-        """Add the terminal of any text; returns its name."""
+        """Add a terminal for free text; return its name."""
         text = ANY_TEXT if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"
         if excludes:
             any_of = " | ".join(json.dumps(each, ensure_ascii=False) for each in excludes)
@@ -219,11 +220,12 @@ class _TagGrammar:
         return (Triggered(self._free(asked.excludes), tags, first, asked.stop_after_first),)
 
     def _cut(self, begin: str, length: int) -> tuple[Trigger, Elements]:
-        """Return a tag's trigger, and what its begin has after that.
+        """Return a tag's trigger, and the elements of its begin after the trigger.
 
         Args:
-            begin: of the tag.
-            length: of the trigger. One that ends within a special token has all of it.
+            begin: the tag's begin.
+            length: the trigger's length. If the trigger ends within a special token, it is extended
+                to the token's end.
         """
         text, seen = "", 0
         parts = self._markers.split(begin)
@@ -253,7 +255,7 @@ class _TagGrammar:
 
 
 def _choice(alternatives: list[Elements]) -> Elements:
-    """Return one of several sequences of elements; of texts alone, as a text."""
+    """Return a choice between sequences of elements; as one text if all are texts."""
     texts = [_as_text(elements) for elements in alternatives]
     plain = [text for text in texts if text is not None and not text.is_free]
     if len(plain) < len(texts):
@@ -265,7 +267,7 @@ def _choice(alternatives: list[Elements]) -> Elements:
 
 
 def _as_text(elements: Elements) -> Text | None:
-    """Return elements as one text; None if they are more than that."""
+    """Return elements as one text; None if they are not all texts."""
     texts = [element for element in elements if isinstance(element, Text)]
     if len(texts) != len(elements) or not texts:
         return None
@@ -276,7 +278,7 @@ def _as_text(elements: Elements) -> Text | None:
 
 
 def _between_slashes(pattern: str) -> str:
-    """Return a regular expression as Lark writes it."""
+    """Return a regular expression in Lark's notation."""
     if re.fullmatch(r"(?s)(?:[^\\]|\\.)*", pattern) is None:
         raise ValueError("a regular expression must not end in the middle of an escape")
     return "/" + _ESCAPED.sub(_escaped, pattern) + "/"

@@ -1,4 +1,4 @@
-"""The model's vocabulary as llguidance sees it."""
+"""The model's vocabulary for llguidance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llguidance import LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 
-_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # of JSON, or of a regular expression
+_ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # an escape in JSON or in a regular expression
 
 
 @lru_cache(maxsize=4)
@@ -18,14 +18,13 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
     """Return the vocabulary of a model.
 
     Args:
-        model: its directory.
-        vocab_size: logits of a row, which may be more than there are tokens; the rest is never
-            allowed.
-        eos_token_ids: what ends an answer. Allowed where a grammar may end.
+        model: the model's directory.
+        vocab_size: number of logits of a row. If it exceeds the number of tokens, the other ids are
+            never allowed.
+        eos_token_ids: end-of-sequence tokens; allowed where the grammar may end.
 
     Raises:
-        InvalidRequestError: the model has no tokenizer.json, or nothing ends its answers, so
-            that grammars cannot be followed.
+        InvalidRequestError: the model has no usable tokenizer.json, or no end-of-sequence token.
     """
     path = model / "tokenizer.json"
     if not eos_token_ids:
@@ -40,7 +39,7 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
 
 
 def spells_special(text: str, vocabulary: LLTokenizer) -> bool:
-    """Whether a grammar text has the text of a special token in it, perhaps with escapes."""
+    """Whether a grammar text contains the text of a special token, perhaps with escapes."""
     plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "", text)
     encoded = plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return any(map(vocabulary.is_special_token, vocabulary.tokenize_str(encoded)))

@@ -20,10 +20,10 @@ from pagewire.shared.setting_types import GenerationConfig
 
 logger = logging.getLogger(__name__)
 
-# The file's names, and ours.
+# Names in the file -> names of `SamplingDefaults`.
 _APPLIED = {field.name: field.name for field in dataclasses.fields(SamplingDefaults)}
 _APPLIED["max_new_tokens"] = _APPLIED.pop("max_tokens")
-# Fields that change tokens in Hugging Face's `generate`, and the values that ask for nothing.
+# Fields that change tokens in Hugging Face's `generate`, and their values without effect.
 _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "begin_suppress_tokens": ([],),
@@ -57,8 +57,8 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
     """Read the sampling defaults in a model directory, and log those that are not applied.
 
     Args:
-        path: of the model; a directory without the file suggests nothing.
-        mode: "none" leaves the file unread.
+        path: the model's directory; without the file there are no defaults.
+        mode: if "none", the file is not read.
 
     Raises:
         ModelLoadError: the file cannot be read, or a value is out of range; one line.
@@ -72,7 +72,7 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
         for theirs, ours in _APPLIED.items()
         if fields.raw.get(theirs) is not None
     }
-    is_greedy = given.get("temperature") == 0  # do_sample=False asks for the same
+    is_greedy = given.get("temperature") == 0  # as with do_sample=False
     ignored = [
         f"{name}={reprlib.repr(fields.raw[name])}"
         for name, neutral in _NOT_APPLIED.items()

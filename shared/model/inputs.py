@@ -1,4 +1,4 @@
-"""What a model needs to know about one step: packed tokens and where their KV lies."""
+"""The inputs of a model for one step: packed tokens and where their KV is."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LayerKv(NamedTuple):
     """Where a layer's keys and values are, or its latent vectors.
 
     Attributes:
-        group: its cache group, whose part of a batch says which blocks.
-        cache: `[NB, 2, KH, BS, D]`, a layer's rows of all blocks; `[NB, 1, 1, BS, C + R]` of
-            latent vectors.
+        group: index of its cache group, and of that group's batch in `ForwardBatch.groups`.
+        cache: `[NB, 2, KH, BS, D]`, the layer's part of all blocks; with latent vectors
+            `[NB, 1, 1, BS, C + R]`.
     """
 
     group: int
@@ -42,7 +42,7 @@ class ForwardBatch:
         prefill_cu_query_lens: `[P + 1]` int32, cumulative chunk lengths, from 0 at the first chunk.
         prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
         max_query_len: longest chunk; 0 without one.
-        others: the same tokens with the blocks of the cache groups after the first.
+        others: the same tokens with the blocks of the other cache groups.
     """
 
     input_ids: torch.Tensor

@@ -1,4 +1,4 @@
-"""How far the loading of weights is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of loading weights: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-BAR_S = 1.0  # of loading, before there is a bar
-LINE_S = 5.0  # between lines
+BAR_S = 1.0  # the bar appears after this time
+LINE_S = 5.0  # time between two lines
 GB = 1e9
 
 
 class LoadProgress:
-    """Counts bytes that are there.
+    """Counts loaded bytes and shows the progress.
 
     Attributes:
-        what: is going on, such as "loading weights".
-        total: bytes.
-        seconds: that it took, at the end of its context.
+        what: name of the work, such as "loading weights".
+        total: number of bytes to load.
+        seconds: duration, set at the end of the context.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class LoadProgress:
 
         Args:
             what: see above.
-            total: bytes to come.
-            say: takes a line where stderr is not a terminal.
-            clock: seconds.
+            total: number of bytes to load.
+            say: called with a line if stderr is not a terminal.
+            clock: returns the time in seconds.
         """
         self.what, self.total, self.seconds = what, total, 0.0
         self._say, self._clock = say, clock
@@ -79,7 +79,7 @@ class LoadProgress:
             self._bar.stop()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes more; any thread may."""
+        """Count loaded bytes; any thread may call it."""
         with self._lock:
             self._done += num_bytes
             now = self._clock()
@@ -99,6 +99,6 @@ class LoadProgress:
 
     @property
     def summary(self) -> str:
-        """What it came to."""
+        """Bytes, duration and rate."""
         rate = self.total / GB / max(self.seconds, 1e-6)
         return f"{self.total / GB:.2f} GB in {self.seconds:.1f} s ({rate:.1f} GB/s)"

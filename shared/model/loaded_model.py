@@ -1,4 +1,4 @@
-"""What a loaded model is to the engine, whosever code computes it."""
+"""The engine's interface of a loaded model, for Pagewire's and transformers' code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 
 
 class CausalLM(Protocol):
-    """What a step needs of a model."""
+    """The methods of a model that a step calls."""
 
     def forward(
         self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
@@ -20,7 +20,7 @@ class CausalLM(Protocol):
 
         Args:
             batch: the step's tokens, `[T]`.
-            kv: of each layer; the tokens' keys and values are written there.
+            kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, in order, once its keys and
                 values are written.
         """
@@ -40,5 +40,5 @@ class LoadedModel(CausalLM, Protocol):
         ...
 
     def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter by a checkpoint's name for it."""
+        """Yield each parameter with its name in a checkpoint."""
         ...

@@ -48,14 +48,16 @@ def load_model(
     Weights go to the device in parts, by several threads, converted to `dtype` on the way.
 
     Args:
-        path: the model's directory; not looked at for `dummy`.
-        config: what `load_config` says of it.
-        device: for the parameters.
-        dtype: of the parameters and activations.
+        path: the model's directory; not used for `dummy`.
+        config: the result of `load_config`.
+        device: device of the parameters.
+        dtype: dtype of parameters and activations.
         ops: kernels that suit the device.
-        load_format: `dummy` fills the parameters at random, always alike on one kind of device.
+        load_format: `dummy` fills the parameters with random values, the same on each device of one
+            kind.
         max_positions: longest sequence; None takes the model's.
-        progress: takes a line now and then, if stderr is not a terminal, which gets a bar.
+        progress: called with a line every few seconds if stderr is not a terminal; a terminal
+            gets a bar.
 
     Raises:
         ModelLoadError: files are missing, corrupt, or of another model, or the device has no
@@ -69,8 +71,8 @@ def load_model(
     if load_format == "safetensors":
         checkpoint, config = _find_checkpoint(path, config, dtype)
         stacked = _has_stacked_experts(checkpoint)
-        # A wrong or corrupt file should not cost the allocation of a large model: check its
-        # header against a model that is all shapes and no memory.
+        # Check the files' headers before memory is allocated, against a model on the meta
+        # device, which has only shapes.
         shapes = build_model(config, torch.device("meta"), dtype, ops, 1, stacked)
         holders = _match(shapes, checkpoint)
     model = _allocate(config, device, dtype, ops, positions, stacked)
@@ -85,7 +87,7 @@ def load_model(
 def _find_checkpoint(
     path: Path | None, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[list[WeightsFile], ModelConfig]:
-    """Return a model's files, and the configuration as they say whether it has an output head."""
+    """Return a model's files, and its configuration, adjusted to whether they have a head."""
     if path is None:
         raise ModelLoadError("load_format safetensors needs a model directory")
     prefixes = ARCHITECTURES[config.architecture].renamed_prefixes
@@ -134,7 +136,7 @@ def build_model(
     max_positions: int,
     stacked_experts: bool = False,
 ) -> DecoderModel:
-    """Return a model of the configuration's family, its parameters not filled."""
+    """Return a model of the configuration's family with parameters that are not filled."""
     make = LayerFactory(device, dtype, ops, max_positions, stacked_experts)
     return ARCHITECTURES[config.architecture].build(config, make)
 
@@ -147,9 +149,9 @@ def _has_stacked_experts(checkpoint: list[WeightsFile]) -> bool:
 def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
     """Fill matrices and biases with small normal values, normalisations with ones.
 
-    What layers add is so small next to the embeddings that hidden states stay as different as
-    tokens are. With larger values, what the tokens of a prompt have in common grows from layer to
-    layer, and a mixture sends all of them to the same experts.
+    The outputs of layers are so small compared with the embeddings that hidden states differ as
+    much as tokens do. With larger values, the hidden states of a prompt's tokens would become
+    similar from layer to layer, and a mixture would send all tokens to the same experts.
     """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for name, target in model.targets():
@@ -161,11 +163,11 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
 
 
 def _targets(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
-    """Return what each tensor of the checkpoint fills, by its name there."""
+    """Return the parameters to fill, by names of tensors in the checkpoint."""
     targets = dict(model.targets())
     names = {name for file in checkpoint for name in file.tensors}
     if model.config.tie_word_embeddings and HEAD in names and EMBEDDING not in names:
-        targets[HEAD] = targets.pop(EMBEDDING)  # one tensor, saved under its other name
+        targets[HEAD] = targets.pop(EMBEDDING)  # a tied tensor, saved under its other name
     return targets
 
 
@@ -184,7 +186,7 @@ def _fill(
 
 
 def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, WeightsFile]:
-    """Return the file of each tensor, given a model that is all shapes and no memory.
+    """Return the file of each tensor, given a model on the meta device.
 
     Raises:
         ModelLoadError: the checkpoint is of another model; one line.

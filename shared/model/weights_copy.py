@@ -1,9 +1,9 @@
 """Copies tensors from safetensors files to a device: in parts, by several threads.
 
-Files are read rather than mapped: a mapped file that is cut off meanwhile would end the process by
-a signal. A part goes straight into a tensor if that is on the CPU and has the same dtype, otherwise
-through a buffer: for a GPU in pinned memory, so that one part is read while the one before is on
-its way. Buffers are all the memory of the host that this needs.
+Files are read, not mapped: a mapped file that is truncated meanwhile would kill the process by a
+signal. A part is read directly into its tensor if that is on the CPU and has the same dtype, else
+through a buffer. For a GPU, buffers are in pinned memory, so that one part is read while the one
+before is copied. Apart from the buffers, no host memory is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
 
 PART_BYTES = 8 << 20
 MAX_THREADS = 8
-BUFFERS = 2  # of a thread
+BUFFERS = 2  # buffers of one thread
 
 DTYPES = {
     "F64": torch.float64,
@@ -34,7 +34,7 @@ DTYPES = {
 
 
 class Fill(NamedTuple):
-    """A tensor of a file, and what it fills, of the same shape on any device in any dtype."""
+    """A tensor of a file, and the tensor to fill: same shape, any device and dtype."""
 
     file: WeightsFile
     entry: TensorEntry
@@ -60,9 +60,9 @@ def copy_weights(
     """Fill tensors of one device from files.
 
     Args:
-        fills: with dtypes of `DTYPES`.
-        device: of all targets.
-        on_bytes: called by any thread with the bytes of each part that was read.
+        fills: tensors with dtypes of `DTYPES`.
+        device: device of all targets.
+        on_bytes: called by any thread with the number of bytes of each part that was read.
 
     Raises:
         ModelLoadError: a file is shorter than its header says, or cannot be read; one line.
@@ -83,7 +83,7 @@ def copy_weights(
 
 
 def num_threads(num_bytes: int) -> int:
-    """Return how many threads copy a checkpoint of a size."""
+    """Return how many threads copy a checkpoint of this size."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MAX_THREADS, max(2, cores), -(-num_bytes // PART_BYTES)))
 
@@ -139,7 +139,7 @@ class _Parts:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Give no more of them."""
+        """Return no more parts."""
         self._is_stopped = True
 
     def __iter__(self) -> Iterator[_Part]:
@@ -165,13 +165,13 @@ def _copy_parts(
             copier.copy(part, files[part.path])
             on_bytes(part.num_bytes)
         copier.finish()
-    except BaseException:  # the caller gets it by the thread's future
+    except BaseException:  # the thread's future raises it again
         stop_all()
         raise
 
 
 class _CpuCopier:
-    """Reads into the target itself, or into a buffer if it has another dtype or gaps."""
+    """Reads into the target, or into a buffer if the target has another dtype or gaps."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
@@ -186,16 +186,16 @@ class _CpuCopier:
         target.copy_(_read(part, descriptor, self._buffer))
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: all copies are done."""
 
 
 class _GpuCopier:
-    """Reads into pinned buffers in turn, and copies them on a stream of its own."""
+    """Reads into pinned buffers in turn, and copies them on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        # Kernels that are still to run may use memory that has become a target's.
+        # Queued kernels may still use memory that now belongs to a target.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         self._buffers = [
             (torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
@@ -206,10 +206,10 @@ class _GpuCopier:
     def copy(self, part: _Part, descriptor: int) -> None:
         buffer, is_free = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
-        is_free.synchronize()  # the copy before from this buffer
+        is_free.synchronize()  # wait for the last copy from this buffer
         read = _read(part, descriptor, buffer)
         with torch.cuda.stream(self._stream):
-            if part.target.dtype != part.dtype:  # converted there, not by the host
+            if part.target.dtype != part.dtype:  # converted on the GPU, not on the host
                 read = read.to(self._device, non_blocking=True)
             part.target.copy_(read, non_blocking=True)
             is_free.record()
@@ -219,10 +219,10 @@ class _GpuCopier:
 
 
 def _read(part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Read a part into the start of a buffer of bytes; returns it in its dtype and shape.
+    """Read a part into the start of a byte buffer; return it in its dtype and shape.
 
     Raises:
-        ModelLoadError: the file ends before it, or cannot be read; one line.
+        ModelLoadError: the file ends before the part, or cannot be read; one line.
     """
     buffer = buffer[: part.num_bytes]
     rest, start = memoryview(buffer.numpy().data), part.start

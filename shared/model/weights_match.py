@@ -1,4 +1,4 @@
-"""Compares a checkpoint's tensors with those that a model takes, before anything is allocated."""
+"""Compares a checkpoint's tensors with those of a model, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-MOST_NAMED = 6  # of each kind of complaint
+MOST_NAMED = 6  # tensors named for each kind of error
 
 Shape = tuple[int, ...]
-# Old checkpoints carry the rotary frequencies, which follow from the configuration.
+# Old checkpoints have the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(\w+\.)*rotary_emb\.inv_freq")
 
 
 @dataclass(slots=True)
 class WeightsMatch:
-    """Which file has each tensor of a model, and what is wrong or left out.
+    """Which file has each tensor of a model, which tensors are wrong, and which are ignored.
 
     Attributes:
         holders: the file of each tensor of the model, by the tensor's name, in the files' order.
-        ignored: how many tensors were left out, by the prefix that says so.
+        ignored: number of tensors that are not loaded, by their ignored prefix.
     """
 
     holders: dict[str, WeightsFile] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class WeightsMatch:
     _dtypes: list[str] = field(default_factory=list)
 
     def complaints(self) -> Iterator[str]:
-        """Yield what is wrong, a phrase for each kind, with the first names of each."""
+        """Yield a phrase for each kind of error, with the names of the first tensors."""
         kinds = {
             "missing": self._missing,
             "of another shape": self._shapes,
@@ -53,7 +53,7 @@ class WeightsMatch:
                 yield f"{count} tensor{'s are' if count > 1 else ' is'} {kind} ({named})"
 
     def take(self, name: str, file: WeightsFile, expected: Shape | None) -> None:
-        """Enter a tensor of a file; `expected` is its shape in the model, None if it has none."""
+        """Record a tensor of a file; `expected`: its shape in the model, None without one."""
         entry = file.tensors[name]
         if expected is None:
             self._unknown.append(name)
@@ -70,7 +70,7 @@ class WeightsMatch:
             self._shapes.append(f"{name} has {list(entry.shape)}, not {list(expected)}")
 
     def note_missing(self, names: Iterator[str]) -> None:
-        """Enter the tensors of the model that no file has."""
+        """Record the tensors of the model that no file has."""
         self._missing += [name for name in names if name not in self.holders]
 
 
@@ -85,8 +85,8 @@ def match_weights(
     Args:
         expected: the model's tensors, by their names in the checkpoint.
         checkpoint: the files, at least one.
-        surplus: names that a checkpoint may have and that add nothing.
-        ignored_prefixes: of tensors that the family does not use.
+        surplus: names of redundant tensors that a checkpoint may have.
+        ignored_prefixes: prefixes of tensors that the family does not use.
 
     Raises:
         ModelLoadError: tensors are missing, of another shape, unknown, in two files or quantised;

@@ -1,9 +1,9 @@
-"""Tool calls and reasoning in answers: what a model writes for them, allowed and read back.
+"""Tool calls and reasoning in answers: the grammars that allow them, and parsers.
 
-Entry points: `ChatSyntax` (syntax.py), which a model's chat template chooses, and `answer_parser`
-(answer.py), which reads one answer.
+Entry points: `ChatSyntax` (syntax.py), which is chosen by a model's chat template, and
+`answer_parser` (answer.py), which returns the parser of one answer.
 Read first: `formats.py` (one row for each way to write calls; grammar and parser are made from it),
-`parser.py` (parts of text in, events out), `grammar.py` (what an answer may be, for llguidance).
+`parser.py` (chunks of text in, events out), `grammar.py` (the grammar of an answer).
 `definitions.py` has the tools of a request, `reasoning.py` the text before an answer, `calls.py`,
 `xml_calls.py` and `scanner.py` read one call and one value, `harmony.py` reads answers in messages,
 `shown.py` fits conversations to templates.

@@ -1,4 +1,4 @@
-"""One answer as its parts: reasoning, content, tool calls."""
+"""Parses one answer into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from pagewire.shared.tools.xml_calls import ArgumentKind
 
 
 class AnswerReading(msgspec.Struct, frozen=True):
-    """How the answers to one request are read.
+    """How the answers to one request are parsed.
 
     Attributes:
-        names: names of the functions whose calls are looked for; if empty, calls are text.
-        only_one: calls after the first are left out.
+        names: names of the functions that may be called; if empty, calls are content.
+        only_one: calls after the first one are dropped.
         must_call: after its reasoning, the answer has only calls.
         is_named: the request names the function that is called.
         reasoning: where an answer begins, see `Begins`; None if reasoning is not split off.
@@ -50,11 +50,11 @@ class AnswerReading(msgspec.Struct, frozen=True):
 
 
 class AnswerParser(Protocol):
-    """Reads one answer, part by part.
+    """Parses one answer, chunk by chunk.
 
     Attributes:
         has_calls: whether any call has begun.
-        may_reason: whether what comes next may be reasoning.
+        may_reason: whether the next text may be reasoning.
         reasoning_end: where the reasoning ends in the text, its close tag included; None if it has
             no end.
         has_reasoning: whether the answer began with reasoning.
@@ -73,14 +73,14 @@ class AnswerParser(Protocol):
     def has_reasoning(self) -> bool: ...  # noqa: D102
 
     def push(self, text: str) -> list[AnswerEvent]:
-        """Add text; return what is certain."""
+        """Add text; return the events that are certain."""
         ...
 
     def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
-        """End the answer; return what was held back.
+        """End the answer; return the remaining events.
 
         Args:
-            is_cut: the answer was cut off: the beginning of a call is then not content.
+            is_cut: the answer was cut off, so an incomplete call at its end is not content.
         """
         ...
 
@@ -101,7 +101,7 @@ def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
 
 
 class TaggedAnswer:
-    """Reads an answer that has its reasoning first, between tags, and then content and calls."""
+    """Parses an answer with reasoning between tags first, then content and calls."""
 
     def __init__(self, syntax: ChatSyntax, reading: AnswerReading) -> None:
         self._splitter: ReasoningSplitter | None = None
@@ -122,7 +122,7 @@ class TaggedAnswer:
 
     @property
     def may_reason(self) -> bool:
-        """Whether what comes next may be reasoning."""
+        """Whether the next text may be reasoning."""
         return self._splitter is not None and not self._splitter.has_ended
 
     @property
@@ -136,14 +136,14 @@ class TaggedAnswer:
         return self._splitter is not None and self._splitter.is_open
 
     def push(self, text: str) -> list[AnswerEvent]:
-        """Add text; return what is certain."""
+        """Add text; return the events that are certain."""
         if self._splitter is None:
             return self._content(text)
         reasoning, content = self._splitter.push(text)
         return [*self._reasoning(reasoning), *self._content(content)]
 
     def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
-        """End the answer; return what was held back."""
+        """End the answer; return the remaining events."""
         found: list[AnswerEvent] = []
         if self._splitter is not None:
             reasoning, content = self._splitter.flush()
@@ -166,6 +166,8 @@ class ToolCall:
     """A call of a function.
 
     Attributes:
+        id: the call's id.
+        name: the function's name.
         arguments: a JSON object as text.
     """
 
@@ -189,7 +191,7 @@ class AnswerMessage:
 
     @classmethod
     def of(cls, events: Iterable[AnswerEvent]) -> AnswerMessage:
-        """Return the message that events make."""
+        """Return the message of an answer's events."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[tuple[CallBegin, list[str]]] = []
@@ -211,7 +213,7 @@ class AnswerMessage:
 
 
 def read_delta(parser: AnswerParser, delta: TextDelta) -> list[AnswerEvent]:
-    """Return what a part of an answer adds; the last part ends it."""
+    """Return the events of an answer's next chunk; the last chunk ends the answer."""
     events = parser.push(delta.text) if delta.text else []
     return events if delta.finish_reason is None else [*events, *parser.flush(delta.is_cut)]
 
@@ -228,9 +230,9 @@ def count_reasoning(token_ids: Sequence[int], detokenizer: Detokenizer, end: int
     """Return how many tokens of an answer are reasoning, its tags included.
 
     Args:
-        token_ids: of the answer, at least up to the end of the reasoning.
+        token_ids: the answer's tokens, at least up to the end of the reasoning.
         detokenizer: a new one for this answer; the tokens are pushed to it.
-        end: see `AnswerParser.reasoning_end`; None: all tokens.
+        end: see `AnswerParser.reasoning_end`; if None, all tokens count.
     """
     if end is None:
         return len(token_ids)

@@ -1,4 +1,4 @@
-"""The rules of arguments that are not an object of JSON: Python's keywords, and elements."""
+"""Grammar rules of arguments: JSON, Python's keyword arguments, and XML-like elements."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.schema_fit import fitted
 from pagewire.shared.tools.xml_calls import PARAMETER, PARAMETER_END, kind_of
 
-MAX_ARGUMENTS = 33  # of a call whose schema does not list them
+MAX_ARGUMENTS = 33  # arguments of a call whose schema does not list its properties
 
-# Spaces as models are trained to write JSON: Python's. Fixed, so that none goes on for ever.
+# White space as in Python's `json`, as models are trained; fixed, so that it cannot be endless.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_NOT_IN_NAMES = re.compile("[^a-z0-9]")  # of rules
+_NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
-_MAX_LENGTH = 2048  # of a text that a grammar counts
+_MAX_LENGTH = 2048  # longest text whose length a grammar counts
 _ELEMENT_NAME = re.compile(r"[^<>\s]{1,256}")
 _VALUE_END = f"\n{PARAMETER_END}\n"
 
 
 class Keywords:
-    """The rules of `a=1, b="x"`, from the schema of an object.
+    """The rules of keyword arguments such as `a=1, b="x"`, made from the schema of an object.
 
-    Properties come in the schema's order. A schema that does not list them itself, or has names
-    that are not Python's, allows any keywords with values as in JSON.
+    Properties come in the schema's order. If the schema does not list all properties, or has names
+    that are not identifiers of Python, any keywords with JSON values are allowed.
 
-    For the property i there are these rules: `p` (the keyword itself), `first` (the keywords from i
-    on, none before them) and `more` (the same after a comma).
+    Property i has these rules: `p` (the keyword itself), `first` (keywords from i on, if none came
+    before) and `more` (keywords from i on, each after a comma).
 
     Args:
-        prefix: of the rules' names.
-        schema: of the object.
-        rules: to add to.
-        constants: `True` and `None` are written as Python has them.
+        prefix: prefix of the rules' names.
+        schema: schema of the object.
+        rules: the grammar's rules, to which these are added.
+        constants: constants are written as in Python: `True`, `None`.
         lenient: see `json_rule`.
     """
 
@@ -55,7 +55,7 @@ class Keywords:
         self._constants = _PYTHON_CONSTANTS if constants else {}
 
     def add(self) -> str:
-        """Add the rules; return what reads the keywords, perhaps none."""
+        """Add the rules; return the expression of the keywords, which may match no keyword."""
         properties: Any = self._schema.get("properties")
         if self._schema.get("additionalProperties") is not False or not _are_keywords(properties):
             return self._add_any()
@@ -100,16 +100,16 @@ class Keywords:
 
 
 class Parameters:
-    """The rules of arguments in elements, from the schema of an object.
+    """The rules of arguments in elements, made from the schema of an object.
 
-    Properties come in the schema's order. A schema that does not list them itself allows any. Of a
-    text's schema the `enum`, `const`, `minLength`, `maxLength` and `pattern` count. A value that
-    may be text or JSON is any text.
+    Properties come in the schema's order. If the schema does not list all properties, any are
+    allowed. For a text, `enum`, `const`, `minLength`, `maxLength` and `pattern` are followed. A
+    value that may be text or JSON is any text.
 
     Args:
-        prefix: of the rules' names.
-        schema: of the object.
-        rules: to add to.
+        prefix: prefix of the rules' names.
+        schema: schema of the object.
+        rules: the grammar's rules, to which these are added.
         lenient: see `json_rule`.
     """
 
@@ -119,7 +119,7 @@ class Parameters:
         self._prefix, self._schema, self._rules, self._lenient = prefix, schema, rules, lenient
 
     def add(self) -> str:
-        """Add the rules; return what reads the elements, perhaps none."""
+        """Add the rules; return the expression of the elements, which may match no element."""
         properties: Any = self._schema.get("properties")
         is_listed = self._schema.get("additionalProperties") is False
         if not is_listed or not isinstance(properties, dict):
@@ -138,7 +138,7 @@ class Parameters:
         return " ".join(parts)
 
     def _value(self, schema: Any, rule: str) -> str:
-        """Add the rule of a value; return what reads it and its end."""
+        """Add the rule of a value; return the expression of the value and its end tag."""
         kind = kind_of(schema, self._schema)
         if kind == "json":
             shared: dict[str, Any] = {
@@ -161,7 +161,7 @@ class Parameters:
 
 
 def _text_value(schema: dict[str, Any]) -> str:
-    """Return what reads a text and its end: a text that has no other end in it."""
+    """Return the expression of a text and its end tag; the text itself has no end tag in it."""
     least, most = (_length(schema.get(key)) for key in ("minLength", "maxLength"))
     counts = "*" if least is most is None else f"{{{least or 0},{'' if most is None else most}}}"
     ends, end = quoted(_VALUE_END), quoted(PARAMETER_END)
@@ -188,21 +188,22 @@ def _are_keywords(properties: Any) -> bool:
 
 
 def rule_of_arguments(index: int, function: str) -> str:
-    """Return the name of the rule of a function's arguments, which errors show."""
+    """Return the rule name of a function's arguments; error messages contain it."""
     return f"arguments_{index}_{_NOT_IN_NAMES.sub('_', function.lower())}"
 
 
 def json_rule(schema: dict[str, Any], lenient: bool = False, name: str = "") -> str:
-    """Return what reads a value of a schema.
+    """Return the expression of a value that follows a schema.
 
     Args:
-        schema: of the value.
+        schema: schema of the value.
         lenient: keywords, numbers and formats that no grammar can express are ignored, and `oneOf`
             is `anyOf`.
-        name: of the rule, which errors show.
+        name: name of the rule, for errors.
 
     Raises:
-        InvalidRequestError: it has numbers that no grammar can express, or is nested too deeply.
+        InvalidRequestError: the schema has numbers that no grammar can express, or is nested too
+            deeply.
     """
     options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
     try:
@@ -214,10 +215,10 @@ def json_rule(schema: dict[str, Any], lenient: bool = False, name: str = "") -> 
 
 
 def regex(pattern: str) -> str:
-    """Return a regular expression as it is in a rule."""
+    """Return a regular expression as it is written in a rule."""
     return f"/{pattern}/"
 
 
 def quoted(text: str) -> str:
-    """Return a text as it is in a regular expression between slashes."""
+    """Return a text escaped for a regular expression between slashes."""
     return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")

@@ -1,6 +1,6 @@
-"""What tools ask of the answers to one request: how they are read, and which grammar they follow.
+"""How the answers to one request with tools are parsed, and which grammar they follow.
 
-The router and the offline `LLM` share it.
+The router and the offline `LLM` use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagewire.shared.tools.grammar import CallsWanted, any_arguments
 from pagewire.shared.tools.syntax import ChatSyntax
 from pagewire.shared.tools.xml_calls import argument_kinds
 
-PROMPT_END_TOKENS = 16  # enough for what a template puts at the end to open the reasoning
+PROMPT_END_TOKENS = 16  # enough for the end of a template that opens the reasoning
 
 
 def answer_reading(
@@ -30,15 +30,15 @@ def answer_reading(
     continued: str | None = None,
     include_reasoning: bool = True,
 ) -> AnswerReading | None:
-    """Return how the answers are read; None if they are nothing but content.
+    """Return how the answers are parsed; None if they have only content.
 
     Args:
-        syntax: the model's.
-        tokenizer: the model's.
+        syntax: the model's syntax.
+        tokenizer: the model's tokenizer.
         token_ids: the prompt.
         wanted: the calls that the answers may have.
-        continued: the message that they go on with, if they do.
-        include_reasoning: the client is to have it.
+        continued: the message that the answers continue, if they do.
+        include_reasoning: whether the client gets the reasoning.
     """
     if wanted is None and syntax.reasoning is None:
         return None
@@ -66,22 +66,22 @@ def answer_reading(
 def tool_grammars(
     syntax: ChatSyntax, wanted: CallsWanted, reading: AnswerReading, *, may_reason: bool
 ) -> tuple[str | None, ...]:
-    """Return the grammars of answers with tools, the best first; None: any answer.
+    """Return the grammars of answers with tools, the strictest first; None allows any answer.
 
-    Functions that are not strict may have schemas that no grammar can express. Then what can be
-    expressed of them counts. If even that is not possible, arguments are any object, or the answer
-    anything if no call is required.
+    A function that is not strict may have a schema that no grammar can express. The next grammar
+    then follows only the part of the schema that can be expressed. The last one allows any object
+    as arguments, or any answer if no call is required.
 
     Args:
-        syntax: the model's.
+        syntax: the model's syntax.
         wanted: the calls that the answers may have.
-        reading: of the answers.
+        reading: how the answers are parsed.
         may_reason: whether reasoning may come first, see `reasoning_before`. If not, a required
             call begins at once.
 
     Raises:
-        InvalidRequestError: the tools are too large for a grammar, or one that is strict cannot be
-            followed.
+        InvalidRequestError: the tools are too large for a grammar, or the schema of a strict
+            function cannot be followed.
     """
     if wanted.must_call and not may_reason and not syntax.has_channels:
         syntax = ChatSyntax(syntax.tools, None, syntax.tokens)
@@ -99,14 +99,14 @@ def tool_grammars(
 
 
 def grammars_of(wanted: CallsWanted, make: Callable[[CallsWanted], str]) -> list[str]:
-    """Return the grammars of functions' schemas: all of each, then what can be expressed of it.
+    """Return the grammar of full schemas, then that of the parts that grammars can express.
 
     Args:
-        wanted: the calls; if a function is strict, only the first grammar counts.
+        wanted: the calls; if a function is strict, only the first grammar is returned.
         make: returns the grammar of answers with such calls.
 
     Raises:
-        InvalidRequestError: a function that is strict cannot be followed.
+        InvalidRequestError: the schema of a strict function cannot be followed.
     """
     if any(function.strict for function in wanted.functions):
         return [make(wanted)]

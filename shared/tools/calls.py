@@ -1,7 +1,7 @@
-"""Reads one call of an answer, part by part: its name, then its arguments as JSON.
+"""Parses one call of an answer, chunk by chunk: its name, then its arguments as JSON.
 
-A reader takes a text from its front and leaves what it cannot decide on yet. A call has begun once
-its name is known, one of the request's, and its arguments have begun.
+A reader consumes a text from its beginning, and leaves text that it cannot decide on yet. A call
+has begun when its name is known to be a function of the request and its arguments have begun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagewire.shared.tools.scanner import ValueScanner
 from pagewire.shared.tools.xml_calls import ArgumentKinds, XmlCall
 
 MAX_CALL_ID = 64  # characters
-# Characters from a name to where arguments begin: they are read again with each part that comes.
+# Characters from a name to the beginning of arguments: they are parsed again with each chunk.
 MAX_HEAD = 1024
 
 _NAME_KEYS = ("name", "function", "tool_name")
@@ -26,10 +26,10 @@ _OTHER_KEYS = (
     "type",
     "index",
     "tool_call_id",
-)  # that an object may have besides; they say nothing
+)  # other keys that a call may have; they are ignored
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
 _CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
-# What a call of Python has in parentheses, and what may become that.
+# The beginning of a Python call's arguments, and a text that may become it.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|[A-Za-z_][A-Za-z0-9_]*\s*=)")
 _KEYWORDS_BEGIN = re.compile(r"\(\s*(?:[A-Za-z_][A-Za-z0-9_]*\s*)?\Z")
 _OBJECT = re.compile(r"\{")
@@ -37,12 +37,12 @@ _SPACES = " \t\r\n"
 
 
 class CallReader(Protocol):
-    """Reads one call.
+    """Parses one call.
 
     Attributes:
-        name: of the function, once the call has begun; None before.
-        is_done: the call is complete; what follows is not its own.
-        has_failed: it is not a call, or its arguments are wrong: what follows is not its own.
+        name: name of the function; None until the call has begun.
+        is_done: the call is complete; text after it is not consumed.
+        has_failed: the text is not a call, or its arguments are wrong; the rest is not consumed.
     """
 
     name: str | None
@@ -51,11 +51,11 @@ class CallReader(Protocol):
 
     @property
     def held(self) -> str:
-        """Text of the arguments that was taken and not given out."""
+        """Text of the arguments that was consumed but not returned yet."""
         ...
 
     def push(self, text: str) -> tuple[str, int]:
-        """Return the next part of the arguments, and how much of the text was taken."""
+        """Return the next part of the arguments, and how many characters were consumed."""
         ...
 
 
@@ -63,9 +63,9 @@ def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) 
     """Return a reader of one call.
 
     Args:
-        form: how it is written.
-        names: of the functions that may be called.
-        kinds: how their arguments are written, for a form in which that is not to be seen.
+        form: how the model writes calls.
+        names: names of the functions that may be called.
+        kinds: how the functions' arguments are written, for formats whose calls do not show it.
     """
     if form.kind == "xml":
         return XmlCall(names, kinds)
@@ -77,7 +77,7 @@ def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) 
 class ObjectCall:
     """`{"name": "f", "arguments": {...}}`, with keys in any order.
 
-    The arguments may also be a string with the object in it, or null. Models that know OpenAI's
+    The arguments may also be a string that contains the object, or null. Models that know OpenAI's
     tools write `{"type": "function", "function": {"name": "f", "arguments": {...}}}`, or the name
     as `function`; Cohere's write it as `tool_name`.
     """
@@ -87,23 +87,23 @@ class ObjectCall:
         self.is_done = self.has_failed = False
         self._names = names
         self._found: str | None = None  # the name, perhaps before the arguments begin
-        # As JSON, as far as they were read before it began, in parts.
+        # The arguments' JSON that was parsed before the call began, in parts.
         self._arguments: list[str] | None = None
-        self._more = ""  # of the arguments, since then
+        self._more = ""  # JSON of the arguments since then, not returned yet
         self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
-        self._key = ""  # a quote while it is read
-        self._is_inner = False  # in the object of `function`
-        self._parts: list[str] = []  # of the key or the value, as far as it was read
+        self._key = ""  # a quote while the key is parsed
+        self._is_inner = False  # inside the object `function`
+        self._parts: list[str] = []  # of the key or value that is being parsed
         self._seen: set[str] = set()
         self._scanner = ValueScanner()
 
     @property
     def held(self) -> str:
-        """Text of the arguments that was taken and not given out."""
+        """Text of the arguments that was consumed but not returned yet."""
         return self._scanner.held
 
     def push(self, text: str) -> tuple[str, int]:
-        """Return the next part of the arguments, and how much of the text was taken."""
+        """Return the next part of the arguments, and how many characters were consumed."""
         at = 0
         while at < len(text) and not (self.is_done or self.has_failed):
             is_in_key = self._key.startswith('"')
@@ -143,7 +143,7 @@ class ObjectCall:
         return at + 1
 
     def _scan(self, text: str, at: int) -> int:
-        """Read on in a key or a value."""
+        """Parse more of a key or a value."""
         part, at = self._scanner.push(text, at)
         if self._expected == "value" and self._key in ARGUMENT_KEYS and self.name is not None:
             self._more += part
@@ -197,7 +197,7 @@ class ObjectCall:
             self.is_done = True
 
     def _fail(self) -> None:
-        """End; what is wrong after the arguments, such as a missing bracket, costs nothing."""
+        """End the call; an error after the arguments, such as a missing bracket, is ignored."""
         is_in_arguments = self._expected == "value" and self._key in ARGUMENT_KEYS
         if self._found is None or self._arguments is None or is_in_arguments:
             self.has_failed = True
@@ -225,11 +225,11 @@ class HeadedCall:
 
     @property
     def held(self) -> str:
-        """Text of the arguments that was taken and not given out."""
+        """Text of the arguments that was consumed but not returned yet."""
         return self._scanner.held
 
     def push(self, text: str) -> tuple[str, int]:
-        """Return the next part of the arguments, and how much of the text was taken."""
+        """Return the next part of the arguments, and how many characters were consumed."""
         at = 0
         if self.name is None:
             at = len(text) - len(text.lstrip())
@@ -243,7 +243,7 @@ class HeadedCall:
         return part, at
 
     def _read_head(self, text: str, start: int) -> tuple[str, int] | None:
-        """Return the name, and where the arguments begin; None if that is not known yet."""
+        """Return the name and where the arguments begin; None if that is not known yet."""
         name = _matched(_NAME, text, start)
         at = start + len(name)
         if not self._is_python:
@@ -270,7 +270,7 @@ class HeadedCall:
         return None
 
     def _may_be(self, name: str, is_open: bool) -> bool:
-        """Whether a name is one of the functions', or the beginning of one if it may go on."""
+        """Whether a name is a function's, or the beginning of a function's name if it may go on."""
         if is_open:
             return any(each.startswith(name) for each in self._names)
         return name in self._names
@@ -282,7 +282,7 @@ def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:
 
 
 def _as_object(value: str) -> str | None:
-    """Return arguments as an object of JSON: a string may have it in it, null means none."""
+    """Return arguments as a JSON object: a string may contain it, null means no arguments."""
     if value.startswith("{"):
         return value
     if value == "null":

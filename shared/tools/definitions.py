@@ -1,4 +1,4 @@
-"""The tools of a request, and which of them it wants called: types with bounds, and checks."""
+"""The tools of a request and its choice among them: types with bounds, and checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Meta
 from pagewire.shared.errors import InvalidRequestError
 
 MAX_TOOLS = 128
-MAX_TOOLS_BYTES = 1 << 20  # of all tools of a request, as JSON
+MAX_TOOLS_BYTES = 1 << 20  # size of all tools of a request, as JSON
 MAX_NAME_CHARS = 128
 NAME_PATTERN = rf"\A[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}\Z"
 
@@ -28,9 +28,9 @@ class Function(msgspec.Struct, frozen=True):
     """A function that a model may call.
 
     Attributes:
-        parameters: a JSON schema of an object; None: it takes none.
-        strict: arguments must follow the schema, or the request is refused. Otherwise they do
-            where the schema has only what grammars can express.
+        parameters: JSON schema of the arguments, an object; None if there are no arguments.
+        strict: arguments always follow the schema; a request whose schema no grammar can express
+            is refused. Otherwise, they follow the part of the schema that grammars can express.
     """
 
     name: FunctionName
@@ -40,7 +40,7 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments: only declared ones are allowed, unless it says otherwise."""
+        """Schema of the arguments; only declared ones are allowed, unless it says otherwise."""
         declared = self.parameters
         if declared is None:
             declared = {"properties": {}}
@@ -49,7 +49,7 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool, as OpenAI has it."""
+    """A tool, as in OpenAI's API."""
 
     type: Literal["function"]
     function: Function
@@ -68,14 +68,14 @@ class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
 
 
 class ToolSubset(msgspec.Struct, frozen=True):
-    """Those of the request's tools that may be called, and whether one of them must be."""
+    """The tools that may be called, and whether a call is required."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
-    """A choice among some of the tools. The prompt shows all, so that its cache serves each."""
+    """A choice among some of the tools. The prompt has all tools, so that cached prefixes match."""
 
     allowed_tools: ToolSubset
 
@@ -99,7 +99,7 @@ ToolChoice = Annotated[
 
 
 def chosen_names(choice: Choice) -> list[str] | None:
-    """Return the names of the functions that a choice leaves; None: all."""
+    """Return the names of the functions that may be called; None if all may be."""
     match choice:
         case NamedTool(function=function):
             return [function.name]
@@ -109,11 +109,11 @@ def chosen_names(choice: Choice) -> list[str] | None:
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
-    """Check what types cannot say.
+    """Check rules that types cannot express.
 
     Raises:
-        InvalidRequestError: a schema is not an object's, a name is there twice, or the choice has
-            no such tool; names the field.
+        InvalidRequestError: a schema is not that of an object, a name is not unique, or the choice
+            names a tool that the request does not have; the error names the field.
     """
     if tools is None:
         if choice not in (None, "none"):

@@ -1,4 +1,4 @@
-"""What a parser finds in an answer, in the order of the text."""
+"""Events that a parser returns for an answer, in the order of the text."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """A part of what is said to the user."""
+    """A part of the content, which is for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A part of the reasoning before it."""
+    """A part of the reasoning."""
 
     text: str
 
@@ -24,8 +24,8 @@ class CallBegin:
     """A call begins.
 
     Attributes:
-        index: of the call in the answer, from 0.
-        id: by which the client gives its result.
+        index: index of the call in the answer, from 0.
+        id: the call's id, which the client sends with its result.
     """
 
     index: int
@@ -43,7 +43,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A call ends; its arguments are complete unless the answer was cut or wrong there."""
+    """A call ends; its arguments are complete unless the answer was cut or malformed."""
 
     index: int
 

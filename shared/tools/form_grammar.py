@@ -1,7 +1,7 @@
-"""The grammar of an answer that must have a form, and may have reasoning before it.
+"""The grammar of an answer that must have a form (structured output), perhaps after reasoning.
 
-As in vLLM the reasoning is free, and the form begins after its close tag. Where the model may call
-tools, an answer is calls or has the form.
+As in vLLM, the reasoning may be any text, and the form begins after its close tag. If the model may
+call tools, an answer either has calls or the form.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def reasoning_before(
     reading: AnswerReading | None,
     continued: str | None = None,
 ) -> Begins | None:
-    """Return where an answer begins that may have reasoning before its form; None if it may not.
+    """Return where an answer with reasoning before its form begins; None if it has no reasoning.
 
-    It may not if the model writes none, if the prompt ends with complete reasoning, as templates
-    write it for a model that is not to think, or if the answer goes on with a text after it.
+    An answer has no reasoning if the model writes none, if the prompt ends with complete reasoning
+    (templates do this to turn thinking off), or if the answer continues text after the reasoning.
 
     Args:
-        syntax: the model's.
-        tokenizer: the model's.
+        syntax: the model's syntax.
+        tokenizer: the model's tokenizer.
         token_ids: the prompt.
-        reading: of the answers.
-        continued: the message that they go on with, if they do.
+        reading: how the answers are parsed.
+        continued: the message that the answers continue, if they do.
     """
     form = syntax.reasoning
     if form is None or reading is None or reading.reasoning in (None, "answer"):
@@ -53,12 +53,12 @@ def reasoning_before(
 def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str:
     """Return the grammar of an answer whose form may come after reasoning.
 
-    A grammar that has the close tag itself describes the whole answer, and stays as it is.
+    A grammar that contains the close tag describes the whole answer; it is returned unchanged.
 
     Args:
         text: the form's grammar: Lark, or JSON with a list of grammars.
-        syntax: the model's.
-        begins: as `reasoning_before` has returned it.
+        syntax: the model's syntax.
+        begins: the result of `reasoning_before`.
     """
     form = syntax.reasoning
     if form is None or begins is None or _is_whole(text, form, syntax):
@@ -69,21 +69,21 @@ def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str
 def form_or_calls(
     text: str, syntax: ChatSyntax, wanted: CallsWanted | None, begins: Begins | None
 ) -> tuple[str, ...]:
-    """Return the grammars of an answer that has a form or is calls, the best first.
+    """Return the grammars of an answer that has either a form or calls, the strictest first.
 
-    Functions that are not strict may have schemas that no grammar can express: then what can be
-    expressed of them counts, or the answer has the form alone. Answers in channels, and those whose
-    form is the whole answer, are never calls; nor where calls are bare JSON, which grammars cannot
-    distinguish from JSON of another form.
+    A function that is not strict may have a schema that no grammar can express. The next grammar
+    then follows only the part of the schema that can be expressed; the last one allows no calls.
+    Calls are never allowed in answers with channels, if the form is the whole answer, or if calls
+    are bare JSON, which grammars cannot distinguish from JSON of another form.
 
     Args:
         text: the form's grammar: Lark, or JSON with a list of grammars.
-        syntax: the model's.
-        wanted: the calls that it may be; None for none.
-        begins: as `reasoning_before` has returned it.
+        syntax: the model's syntax.
+        wanted: the calls that the answer may have; None if it may have none.
+        begins: the result of `reasoning_before`.
 
     Raises:
-        InvalidRequestError: a function that is strict cannot be followed.
+        InvalidRequestError: the schema of a strict function cannot be followed.
     """
     form, calls = syntax.reasoning, syntax.tools
     alone = after_reasoning(text, syntax, begins)
@@ -104,20 +104,20 @@ def form_or_calls(
 
 
 def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:
-    """Whether a form's grammar has the close tag of reasoning itself."""
+    """Whether a form's grammar contains the close tag of reasoning."""
     close_id = syntax.tokens.get(form.close)
     return form.close in text or (close_id is not None and f"<[{close_id}]>" in text)
 
 
 def _named(lark: str, text: str) -> str:
-    """Return a grammar that refers to that of a text."""
+    """Return a grammar that refers to the form's grammar `text`."""
     grammars = _grammars(text)
     grammars[0]["name"] = _NAME
     return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
 
 
 def _grammars(text: str) -> list[dict[str, object]]:
-    """Return the grammars of a text, the one to start with first."""
+    """Return the grammars of a grammar text; the first one is the start."""
     try:
         found: list[dict[str, object]] = json.loads(text)["grammars"]
     except (ValueError, RecursionError):  # Lark
@@ -126,7 +126,7 @@ def _grammars(text: str) -> list[dict[str, object]]:
 
 
 def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
-    """Return the grammar of the reasoning, which refers to that of the form."""
+    """Return the grammar of the reasoning, which refers to the form's grammar."""
     if form.has_channels:
         return form_in_final(_NAME, begins, syntax.tokens.get)
     open_id, close_id = (syntax.tokens.get(text) for text in (form.open, form.close))

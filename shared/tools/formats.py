@@ -1,6 +1,6 @@
-"""The ways in which models write tool calls: one row each, of which grammar and parser are made.
+"""The formats in which models write tool calls: one row each, used by grammar and parser.
 
-A row is an addition; a way whose arguments are neither JSON nor Python's also needs a reader in
+A new format is a new row. If its arguments are neither JSON nor Python, it also needs a reader in
 `calls.py`.
 """
 
@@ -13,36 +13,39 @@ from typing import Literal
 import msgspec
 
 # How one call is written: {"name": "f", "arguments": {...}}, f[ARGS]{...}, f(a=1), or
-# <function=f> with an element for each argument. "harmony" has messages, which `harmony.py` reads.
+# <function=f> with an element for each argument. "harmony" has messages, see `harmony.py`.
 CallKind = Literal["object", "headed", "python", "xml", "harmony"]
 
 ARGUMENT_KEYS = ("arguments", "parameters")  # models confuse them
-ID_PLACE = "<id>"  # in a shape: where a number is that the model counts its calls by
+ID_PLACE = "<id>"  # in a shape: the place of the call's number
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One way. Spaces around a text are written, and not needed when an answer is read.
+    """One format. Spaces around its texts are in the grammar; the parser does not need them.
 
     Attributes:
-        open: before each call, or before the list of calls; if it is empty, calls begin an answer.
-        other_opens: what models write in its place although their template says otherwise.
-        may_open: what may come first where `open` is empty.
-        close: after what `open` begins.
+        name: the format's name.
+        kind: how a single call is written.
+        open: text before each call, or before the list of calls; if empty, the answer begins with
+            a call.
+        other_opens: texts that models write instead of `open`, although their template has `open`.
+        may_open: text that an answer may begin with if `open` is empty.
+        close: text after the call or list that `open` begins.
         is_list: all calls are in one list; otherwise each has its own `open` and `close`.
-        begin: of the list.
-        separator: between calls.
-        end: of the list.
-        before: each call, in a list or not.
-        after: each call.
-        shape: of an "object" call; its name is in place of <name>, its arguments of <arguments>.
-        no_call: a name that a model calls when it wants to call none.
-        mark: between name and arguments of a "headed" call.
-        id_mark: before an id, which some models put between name and `mark`.
+        begin: beginning of the list.
+        separator: text between calls.
+        end: end of the list.
+        before: text before each call, in a list or not.
+        after: text after each call.
+        shape: an "object" call, with placeholders <name> and <arguments>.
+        no_call: function name that a model writes if it calls no function.
+        mark: text between name and arguments of a "headed" call.
+        id_mark: text before an id, which some models write between name and `mark`.
         python_constants: a "python" call has `True` and `None`, not `true` and `null`.
-        id_chars: length of a call's id, if the model's template wants one.
-        in_template: a chat template with all of these texts is of a model that writes this way.
-        not_in_template: unless it has one of these.
+        id_chars: length of a call's id, if the model's template requires one.
+        in_template: a model has this format if its chat template has all of these texts ...
+        not_in_template: ... and none of these.
     """
 
     name: str
@@ -72,22 +75,22 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind == "object" and not (self.open or self.begin)
 
     def head(self, name: str) -> str:
-        """Return an "object" call of a function up to its arguments."""
+        """Return the text of an "object" call before its arguments."""
         return self.shape.partition("<arguments>")[0].replace("<name>", name)
 
     @property
     def tail(self) -> str:
-        """An "object" call from the end of its arguments."""
+        """Text of an "object" call after its arguments."""
         return self.shape.partition("<arguments>")[2]
 
     @property
     def opens(self) -> tuple[str, ...]:
-        """What may come before a call, without the spaces around it."""
+        """Texts that may come before a call, without the spaces around them."""
         return tuple(text.strip() for text in (self.open, *self.other_opens) if text)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a tokenizer may have as special tokens, which are not shown otherwise."""
+        """Texts that may be special tokens of a tokenizer, which text does not show by default."""
         texts = (
             *(self.open, *self.other_opens, self.may_open, self.before),
             *(self.mark, self.id_mark, self.after, self.end, self.close),
@@ -95,7 +98,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
 
 
-# Of several that a template fits, the first counts.
+# The first row that matches a template is used.
 _ROWS = (
     ToolFormat(
         name="harmony",
@@ -223,7 +226,7 @@ _ROWS = (
         python_constants=False,
         in_template=("<function_calls>",),
     ),
-    # SmolLM3 writes so if it has its tools as Python's; with its template alone it is "hermes".
+    # SmolLM3 writes this if it gets its tools as Python functions, "hermes" otherwise.
     ToolFormat(
         name="smollm3_python",
         kind="python",
@@ -265,7 +268,7 @@ TOOL_FORMATS = {row.name: row for row in _ROWS}
 
 
 def recognise_tools(template: str) -> ToolFormat | None:
-    """Return how a model writes calls, by the source of its chat template."""
+    """Return a model's format, recognised by the source of its chat template."""
     for row in _ROWS:
         if all(text in template for text in row.in_template) and not any(
             text in template for text in row.not_in_template
@@ -274,5 +277,5 @@ def recognise_tools(template: str) -> ToolFormat | None:
     return None
 
 
-# Returns the id of a marker that is a token to grammars; None if it is text to them.
+# Returns a marker's token id for grammars; None if grammars treat the marker as text.
 TokenOf = Callable[[str], int | None]

@@ -1,9 +1,9 @@
-"""What an answer with tool calls may be, as a grammar for llguidance: text in its syntax of Lark.
+"""The grammar of an answer with tool calls, in llguidance's dialect of Lark.
 
-- A required or named call: nothing but calls, after the reasoning if the model writes any.
-- `auto` where an answer without calls has a form: the form or calls, after the reasoning.
-- `auto`: free text, or text and then calls. Once a call has begun, it is one of the request's
-  functions and its arguments follow the schema. Text that only begins like a call is text.
+- A required or named call: only calls, after the reasoning if the model writes any.
+- `auto` with a form (structured output): the form or calls, after the reasoning.
+- `auto`: free text, or text and then calls. A call that has begun is of one of the request's
+  functions, and its arguments follow the schema. Text that only begins like a call is text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagewire.shared.tools.formats import ID_PLACE, TokenOf, ToolFormat
 from pagewire.shared.tools.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END
 
-MAX_CALLS = 32  # in one answer, so that a model that repeats itself comes to an end
+MAX_CALLS = 32  # in one answer, so that a model that repeats itself ends
 
 _ANY_OBJECT = {"type": "object"}
 
@@ -36,11 +36,11 @@ class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
     """Which calls an answer may have.
 
     Attributes:
-        functions: that may be called.
-        must_call: nothing but calls; otherwise the model chooses.
+        functions: functions that may be called.
+        must_call: only calls are allowed; otherwise the model chooses.
         only_one: at most one call.
         is_named: the request names the function.
-        lenient: of a function's schema, what no grammar can express does not count.
+        lenient: parts of a function's schema that no grammar can express are ignored.
     """
 
     functions: tuple[Function, ...]
@@ -62,12 +62,12 @@ def tools_grammar(
 
     Args:
         form: how the model writes calls.
-        wanted: which calls.
-        reasoning: how it writes reasoning, if it does.
+        wanted: the calls that the answer may have.
+        reasoning: how the model writes reasoning; None if it does not.
         begins: whether the prompt has opened the reasoning.
-        token_of: the id of a marker that is a token, None for text.
-        content: what an answer without calls is, as in a rule; empty: any text, with calls after
-            it or without.
+        token_of: returns a marker's token id; None if the marker is text.
+        content: expression of an answer without calls; if empty, any text is allowed, with or
+            without calls after it.
     """
     return _Grammar(form, wanted, reasoning, begins, token_of).text(content)
 
@@ -106,19 +106,19 @@ class _Grammar:
         return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
 
     def _literal(self, text: str) -> str:
-        """Return a text as it is in a rule; a marker in it that is a token is one."""
+        """Return the expression of a text; markers in it that are tokens are written as tokens."""
         parts = [part for part in self._markers.split(text) if part]
         return " ".join(
             self._places.get(part) or json.dumps(part, ensure_ascii=False) for part in parts
         )
 
     def _until(self, name: str, marker: str, excluded: Sequence[str] = ()) -> str:
-        """Return what reads any text up to a marker, and the marker.
+        """Return the expression of any text up to a marker, and the marker.
 
         Args:
-            name: of the rule.
-            marker: as in the format.
-            excluded: what the text does not begin with.
+            name: name of the rule.
+            marker: the marker as in the format.
+            excluded: texts that the text must not begin with.
         """
         core = marker.strip()
         rest = self._literal(marker[marker.index(core) + len(core) :])
@@ -141,7 +141,7 @@ class _Grammar:
         return "reasoning?"
 
     def _add_calls(self) -> str:
-        """Add the rules of calls; return the name of the one that reads all."""
+        """Add the rules of calls; return the name of the rule of all calls."""
         form, functions = self._form, self._wanted.functions
         if form.no_call and not self._wanted.must_call:
             functions += (Function(form.no_call),)
@@ -163,7 +163,7 @@ class _Grammar:
         return "calls"
 
     def _may_open(self) -> str:
-        """Return what may come first; a model whose tokenizer lacks the token never writes it."""
+        """Return the expression of `may_open`; empty if the tokenizer lacks this token."""
         marker = self._form.may_open
         return f"{self._literal(marker)}?" if marker and self._token_of(marker) is not None else ""
 
@@ -174,10 +174,10 @@ class _Grammar:
         return "" if self._wanted.only_one else f"({more}){{0,{MAX_CALLS - 1}}}"
 
     def _add_triggered(self) -> str:
-        """Add the rule of text and calls after it; return what reads them."""
+        """Add the rules of text and calls after it; return their expression."""
         form = self._form
         if not form.open:
-            # One terminal of the grammar: otherwise the bracket alone would already be text.
+            # One terminal: otherwise the bracket alone would already be text.
             first = " | ".join(
                 f"{self._literal(form.begin + self._head(each))} body_{index}"
                 for index, each in enumerate(self._wanted.functions)
@@ -191,7 +191,7 @@ class _Grammar:
         return f"{trigger} closed {more}"
 
     def _add_trigger(self) -> str:
-        """Add the rules of text up to a call; return what reads it."""
+        """Add the rules of text up to a call; return their expression."""
         excluded, form = self._reasoning_open(), self._form
         trigger = self._until("call_begin", form.open, excluded)
         if not form.other_opens:
@@ -203,24 +203,24 @@ class _Grammar:
         return f"({' | '.join([trigger, *others])})"
 
     def _reasoning_open(self) -> list[str]:
-        """Return the tag that begins reasoning, if text could begin with it as well."""
+        """Return the tag that begins reasoning, if plain text could also begin with it."""
         form = self._reasoning
         if form is None or self._begins == "inside" or self._token_of(form.open) is not None:
             return []
         return [form.open]
 
     def _add_text(self) -> str:
-        """Add what is only text; return its name."""
+        """Add the rule of an answer that is only text; return its expression."""
         excluded = self._reasoning_open()
         if not self._form.open:
             functions = self._wanted.functions
             excluded += [self._form.begin + self._head(function) for function in functions]
             if self._reasoning is not None:
-                excluded.append("\n")  # else the line breaks before a call would begin a text
+                excluded.append("\n")  # else line breaks before a call would begin a text
         self._rules["TEXT"] = _text("", excluded)
         form = self._reasoning
         tags = (form.answer_open, form.answer_close) if form is not None else ()
-        if not any(tag in self._tokens for tag in tags):  # else they are text as well
+        if not any(tag in self._tokens for tag in tags):  # else `TEXT` matches the tags as well
             return "TEXT"
         before, after = ((f"{self._literal(tag)}?") for tag in tags)
         return f"{before} TEXT {after}"
@@ -234,7 +234,7 @@ class _Grammar:
         return f"{before}{name}(" if self._form.kind == "python" else before + name
 
     def _add_function(self, index: int, function: Function) -> str:
-        """Add the rules of a function's arguments; return what reads a call of it."""
+        """Add the rules of a function's arguments; return the expression of its call."""
         body, form = f"body_{index}", self._form
         schema, lenient = function.schema, self._wanted.lenient
         if form.kind == "python":
@@ -253,7 +253,7 @@ class _Grammar:
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:
-    """Return a regular expression of any text with this end that begins with no excluded text.
+    """Return a regular expression of any text that has this end and no excluded beginning.
 
     Spaces before an excluded text are ignored, as the parser does.
     """
@@ -266,7 +266,7 @@ def _text(end: str, excluded: Sequence[str]) -> str:
 
 
 def any_arguments(functions: Sequence[Function]) -> tuple[Function, ...]:
-    """Return functions whose arguments are any object: for schemas that grammars cannot express."""
+    """Return the functions with any object as arguments: for schemas no grammar can express."""
     return tuple(
         msgspec.structs.replace(function, parameters=_ANY_OBJECT) for function in functions
     )

@@ -1,13 +1,13 @@
-"""Reads answers in messages with channels, as gpt-oss writes them: OpenAI's harmony format.
+"""Parses answers in messages with channels, as gpt-oss writes them: OpenAI's harmony format.
 
     <|channel|>analysis<|message|>So.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
 
 The prompt ends with `<|start|>assistant`. The channel `analysis` is reasoning, a message to one of
-the request's functions is a call of it, and all else is content: the answer in `final`, and what
-is said in `commentary` before a call. Messages of one kind are joined by a line break.
+the request's functions is a call, and all else is content: the answer in `final`, and remarks in
+`commentary` before a call. Messages of one kind are joined by a line break.
 
-What is found does not depend on how the text is cut. Headers are never shown.
+The events do not depend on how the text is split into chunks. They never contain headers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 RECIPIENT = "to=functions."
 MAX_HEADER = 512  # characters
 
-_MAX_PIECE = 4096  # characters that are read at a time
+_MAX_PIECE = 4096  # characters that are parsed at a time
 _ENDS = (END, CALL, RETURN)
 _HEADER_BEGINS = (CHANNEL, "to=", MESSAGE)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -42,19 +42,19 @@ _Kind = Literal["reasoning", "content", "call"]
 
 
 class ChannelParser:
-    """Reads the text of one answer.
+    """Parses the text of one answer.
 
     Args:
-        names: of the functions that may be called; a message to another is content.
+        names: names of the functions that may be called; a message to another one is content.
         begins: "inside": the prompt has opened a message of reasoning; "answer": one of content.
-        new_id: makes a call's id.
-        most_calls: further ones are left out.
-        include_reasoning: the client is to have it.
+        new_id: returns a new id for a call.
+        most_calls: further calls are dropped.
+        include_reasoning: whether the client gets the reasoning.
         must_call: the answer ends with a call; only remarks before it are content.
 
     Attributes:
-        has_reasoning: the answer began a message of reasoning.
-        may_reason: no other message has begun.
+        has_reasoning: a message of reasoning has begun.
+        may_reason: only messages of reasoning have begun.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class ChannelParser:
         self._kind: _Kind = "content"
         if begins != "outside":
             self._state, self._kind = "body", "reasoning" if begins == "inside" else "content"
-        self._buffer = ""  # not decided on yet; short
-        self._taken = 0  # characters before it
-        self._reasoning_end = 0  # of the last message of reasoning
-        self._texts: set[_Kind] = set()  # kinds that have a text
-        self._is_next = False  # a message of its kind came before this one
+        self._buffer = ""  # text that is not parsed yet; short
+        self._taken = 0  # number of characters before the buffer
+        self._reasoning_end = 0  # where the last message of reasoning ends
+        self._texts: set[_Kind] = set()  # kinds of messages that have text
+        self._is_next = False  # an earlier message has the same kind
         self._call: _CallBody | None = None
         self._num_calls = 0
         self._events: list[AnswerEvent] = []
@@ -93,7 +93,7 @@ class ChannelParser:
         return self._reasoning_end if self._reasoning_end and not self.may_reason else None
 
     def push(self, text: str) -> list[AnswerEvent]:
-        """Add text; return what is certain."""
+        """Add text; return the events that are certain."""
         for at in range(0, len(text), _MAX_PIECE):
             self._buffer += text[at : at + _MAX_PIECE]
             while self._buffer and self._step():
@@ -102,12 +102,12 @@ class ChannelParser:
         return events
 
     def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
-        """End the answer; return what was held back, but no header that has begun."""
+        """End the answer; return the remaining events. An incomplete header is dropped."""
         rest, self._buffer = self._buffer, ""
         is_first = self._state == "between" and not (self._texts or self._num_calls)
         is_marker = self._state == "between" or (self._call is not None and not self._call.is_open)
         if is_marker and (is_cut or self._must_call):
-            rest = ""  # the beginning of a header, or of what ends a call
+            rest = ""  # the beginning of a header, or of a call's end marker
         if self._state == "body":
             self._text(rest)
             self._end_message(is_cut=True)
@@ -116,7 +116,7 @@ class ChannelParser:
         return self.push("")
 
     def _step(self) -> bool:
-        """Read on in the buffer; whether there may be more to do."""
+        """Parse more of the buffer; return whether to call this again."""
         if self._state == "between":
             return self._match_header()
         return self._read_header() if self._state == "header" else self._read_body()
@@ -196,7 +196,7 @@ class ChannelParser:
         self._call = None
 
     def _text(self, text: str) -> None:
-        """Take a part of a message."""
+        """Add a part of a message's text."""
         call = self._call
         if call is None:
             self._emit_text(self._kind, text)
@@ -233,10 +233,10 @@ class _CallBody:
     """The text of a message to a function.
 
     Attributes:
-        name: of the function.
-        has_begun: its arguments have; what is not an object from the start is text.
-        has_ended: its end was reported.
-        is_text: it is not a call.
+        name: name of the function.
+        has_begun: the call's arguments have begun.
+        has_ended: the call's end was reported.
+        is_text: the message is not a call, since its text is not a JSON object.
     """
 
     def __init__(self, name: str) -> None:
@@ -246,16 +246,16 @@ class _CallBody:
 
     @property
     def is_open(self) -> bool:
-        """Whether arguments have begun and not ended."""
+        """Whether the arguments have begun but not ended."""
         return self.has_begun and not (self._scanner.is_done or self._scanner.has_failed)
 
     @property
     def held(self) -> str:
-        """Text of the arguments that was taken and not given out."""
+        """Text of the arguments that was consumed but not returned yet."""
         return self._scanner.held
 
     def push(self, text: str) -> tuple[str, str]:
-        """Return the next parts of the arguments, and of text that is none."""
+        """Return the next part of the arguments, and the next part of other text."""
         if not (self.has_begun or self.is_text):
             text = text.lstrip()
             self.has_begun, self.is_text = text.startswith("{"), text[:1] not in ("", "{")
@@ -269,6 +269,6 @@ class _CallBody:
 
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return the first of some markers in a text, and where it is."""
+    """Return the position of the first of some markers in a text, and the marker."""
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None)

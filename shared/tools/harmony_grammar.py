@@ -1,7 +1,7 @@
-"""What an answer in messages with channels may be, as a grammar for llguidance.
+"""The grammar of an answer in messages with channels, for llguidance.
 
 Before the answer there may be reasoning and, if there are tools, remarks in `commentary`. An answer
-has one call: the model ends it with `<|call|>`, which is a stop token.
+has at most one call: the model ends it with `<|call|>`, which is a stop token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pagewire.shared.tools.harmony import (
 )
 from pagewire.shared.tools.reasoning import Begins
 
-MAX_MESSAGES = 32  # before the answer
+MAX_MESSAGES = 32  # messages before the answer
 
 _MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END)
 _SPLIT = re.compile(f"({'|'.join(map(re.escape, _MARKERS))})")
@@ -34,9 +34,9 @@ def channels_grammar(wanted: CallsWanted, begins: Begins, token_of: TokenOf) -> 
     """Return the grammar of an answer that may have calls.
 
     Args:
-        wanted: which calls; if one is required, there is no answer in `final`.
-        begins: which message the prompt has opened, if it has.
-        token_of: the id of a marker that is a token, None for text.
+        wanted: the allowed calls; if a call is required, `final` is not allowed.
+        begins: the kind of message that the prompt has opened, if any.
+        token_of: returns a marker's token id; None if the marker is text.
     """
     rules = _Rules(token_of)
     rules.add_messages("analysis", "commentary")
@@ -45,7 +45,7 @@ def channels_grammar(wanted: CallsWanted, begins: Begins, token_of: TokenOf) -> 
     )
     rules.add("call", calls)
     rules.add("TEXT", _TEXT)
-    # What goes on with an answer is the answer, unless a call is required.
+    # If the prompt ends within `final`, the answer is text, unless a call is required.
     final = "TEXT" if begins == "answer" else f"messages ({rules.final()} TEXT | call)"
     start = "messages call" if wanted.must_call else final
     is_in_message = begins == "inside" or (begins == "answer" and wanted.must_call)
@@ -53,12 +53,12 @@ def channels_grammar(wanted: CallsWanted, begins: Begins, token_of: TokenOf) -> 
 
 
 def form_in_final(name: str, begins: Begins, token_of: TokenOf) -> str:
-    """Return the grammar of an answer whose form is another grammar's, in `final`.
+    """Return the grammar of an answer whose message in `final` follows another grammar.
 
     Args:
-        name: of the other grammar.
-        begins: which message the prompt has opened, if it has.
-        token_of: the id of a marker that is a token, None for text.
+        name: name of the other grammar.
+        begins: the kind of message that the prompt has opened, if any.
+        token_of: returns a marker's token id; None if the marker is text.
     """
     rules = _Rules(token_of)
     rules.add_messages("analysis")
@@ -83,7 +83,7 @@ class _Rules:
         self._rules[name] = rule
 
     def literal(self, text: str) -> str:
-        """Return a text as it is in a rule; markers in it that are tokens are tokens."""
+        """Return the expression of a text; markers in it that are tokens are written as tokens."""
         parts = [part for part in _SPLIT.split(text) if part]
         ids = {part: self._token_of(part) for part in parts if part in _MARKERS}
         return " ".join(
@@ -91,7 +91,7 @@ class _Rules:
         )
 
     def add_messages(self, *channels: str) -> None:
-        """Add `messages`, on these channels, and `rest`, of one that has begun."""
+        """Add `messages` (messages on these channels) and `rest` (of a message that has begun)."""
         end = self._token_of(END)
         begin_next = self.literal(f"{START}assistant")
         if end is None:
@@ -105,11 +105,11 @@ class _Rules:
         self.add("messages", f"message{{0,{MAX_MESSAGES}}}")
 
     def final(self) -> str:
-        """Return what reads the header of the answer."""
+        """Return the expression of the header of `final`."""
         return f"{self.literal(f'{CHANNEL}final')} {self._data_type()}"
 
     def add_call(self, index: int, function: Function, lenient: bool) -> str:
-        """Add the rule of a function's arguments; return what reads a call of it."""
+        """Add the rule of a function's arguments; return the expression of its call."""
         arguments = rule_of_arguments(index, function.name)
         self.add(arguments, json_rule(function.schema, lenient, arguments))
         recipient = f" {RECIPIENT}{function.name}"
@@ -119,6 +119,6 @@ class _Rules:
         return f"({any_head}) {self._data_type()} {arguments}"
 
     def _data_type(self) -> str:
-        """Return what reads the end of a header, perhaps with a type."""
+        """Return the expression of the end of a header, perhaps with a type."""
         whole = [MESSAGE, f" {CONSTRAIN}json{MESSAGE}", f"{CONSTRAIN}json{MESSAGE}"]
         return f"({' | '.join(map(self.literal, [*whole, f' json{MESSAGE}']))})"

@@ -1,9 +1,9 @@
-"""Finds tool calls in the text of an answer, part by part: a pure state machine.
+"""Finds tool calls in the text of an answer, chunk by chunk: a pure state machine.
 
     text -> open -> (begin) -> (before) -> call -> (after) -> next -> call, or (close) and text
 
-What it finds does not depend on how the text is cut. What turns out not to be a call before its
-arguments began is content, all of it. Spaces around calls are dropped.
+The events do not depend on how the text is split into chunks. If a call turns out not to be one
+before its arguments begin, all of its text is content. Spaces around calls are dropped.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, Cont
 from pagewire.shared.tools.formats import ToolFormat
 from pagewire.shared.tools.xml_calls import ArgumentKinds
 
-_MAX_PIECE = 4096  # characters that are read at a time: each step copies what is left of them
+_MAX_PIECE = 4096  # characters that are parsed at a time: each step copies the rest
 _State = Literal["text", "open", "begin", "before", "call", "after", "next", "close", "rest"]
 
 
 class ToolParser:
-    """Reads the text of one answer.
+    """Parses the text of one answer.
 
     Args:
         form: how the model writes calls.
-        names: of the functions that may be called; a call of another is content.
-        most_calls: further ones are left out.
-        new_id: makes a call's id.
+        names: names of the functions that may be called; a call of another one is content.
+        most_calls: further calls are dropped.
+        new_id: returns a new id for a call.
         kinds: see `make_reader`.
-        must_call: nothing is content, since the answer is nothing but calls: what does not look
-            like one is the beginning of one, or of a tag before it.
+        must_call: the answer has only calls, so nothing is content. Other text is the beginning of
+            a call, or of a tag before it.
 
     Attributes:
-        num_calls: that have begun.
+        num_calls: number of calls that have begun.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class ToolParser:
         self._opens = form.opens
         self._before, self._after = form.before.strip(), form.after.strip()
         self._close = form.close.strip()
-        # What ends the calls; a list with an end of its own has `close` after that.
+        # The end of the calls. If a list has its own end, `close` comes after that.
         self._end = form.end.strip() if form.is_list and form.end else self._close
         self._state: _State = "text" if self._opens else "open"
-        # What is not given out, in order; only the buffer, which is short, is looked at again.
-        self._raw: list[str] = []  # of a call that has not begun: content, should it be none
+        # Text without events yet, in order. Only the buffer, which is short, is parsed again.
+        self._raw: list[str] = []  # perhaps the beginning of a call; else content
         self._spaces: list[str] = []  # dropped if a call is next to them
-        self._buffer = ""  # not decided on yet
+        self._buffer = ""  # text that is not parsed yet
         self._reader = make_reader(form, names, self._kinds)
         self._events: list[ToolEvent] = []
 
     def push(self, text: str) -> list[ToolEvent]:
-        """Add text; return what is certain."""
+        """Add text; return the events that are certain."""
         for at in range(0, len(text), _MAX_PIECE):
             self._buffer += text[at : at + _MAX_PIECE]
             while self._buffer and self._step():
@@ -76,18 +76,18 @@ class ToolParser:
         return self._taken()
 
     def flush(self, is_cut: bool = False) -> list[ToolEvent]:
-        """End the text; return what was held back.
+        """End the text; return the remaining events.
 
         Args:
-            is_cut: the model would have gone on: what can only be the beginning of a call is
-                dropped. Without a marker before it, it may be a text.
+            is_cut: the answer was cut off: the beginning of a call is dropped, unless it has no
+                marker before it and may be text.
         """
         rest = "".join((*self._raw, *self._spaces, self._buffer))
         is_text = not (self.num_calls and (not rest.strip() or self._is_part_of_close(rest)))
         if is_cut and (self.num_calls or (self._opens and self._state != "text")):
             is_text = False
         if self._state == "call" and self._reader.name is not None:
-            if held := self._reader.held:  # the answer was cut inside a number or an escape
+            if held := self._reader.held:  # the answer was cut within a number or an escape
                 self._emit(CallArguments(self.num_calls - 1, held))
             self._end_call()
         elif is_text:
@@ -105,7 +105,7 @@ class ToolParser:
         return events
 
     def _step(self) -> bool:
-        """Read on in the buffer; whether there may be more to do."""
+        """Parse more of the buffer; return whether to call this again."""
         match self._state:
             case "text":
                 return self._find_open()
@@ -128,11 +128,11 @@ class ToolParser:
 
     @property
     def _outside(self) -> _State:
-        """Where text is read that is not a call."""
+        """The state in which text outside calls is parsed."""
         return "text" if self._opens else "rest"
 
     def _find_open(self) -> bool:
-        """Let text through up to the marker of a call, except spaces before it."""
+        """Emit the text before a call's marker as content, without the spaces before the marker."""
         found = [(at, text) for text in self._opens if (at := self._buffer.find(text)) >= 0]
         if not found:
             held = max(overlap(self._buffer, text) for text in self._opens)
@@ -145,7 +145,7 @@ class ToolParser:
         return True
 
     def _let_through(self, count: int) -> None:
-        """Make content of the next characters, except spaces at their end."""
+        """Emit the next characters as content, without spaces at their end."""
         certain, self._buffer = self._buffer[:count], self._buffer[count:]
         text = certain.rstrip()
         if text:
@@ -173,7 +173,7 @@ class ToolParser:
         self._state = "before" if self._before else "call"
 
     def _match_begin(self, text: str) -> bool:
-        """Take what comes before a call."""
+        """Consume a text before a call."""
         found = self._match(text)
         if found is None:
             return False
@@ -188,7 +188,7 @@ class ToolParser:
         return True
 
     def _match_end(self, text: str, then: _State) -> bool:
-        """Drop what comes after a call, if it is there."""
+        """Drop a text after a call, if it is there."""
         found = self._match(text)
         if found is None:
             return False
@@ -198,7 +198,7 @@ class ToolParser:
         return True
 
     def _read_call(self) -> bool:
-        """Read on in a call."""
+        """Parse more of a call."""
         reader, had_begun = self._reader, self._reader.name is not None
         self._buffer = self._held_spaces() + self._buffer
         part, taken = reader.push(self._buffer)
@@ -236,19 +236,19 @@ class ToolParser:
             self._spaces, self._buffer = [], self._buffer[matches[-1] :]
             if self._end != self._close and self._close:
                 self._state = "close"
-        elif form.is_list and not follow:  # nothing but spaces between calls
+        elif form.is_list and not follow:  # only spaces between calls
             self._begin_call()
         return self._state != after_call
 
     def _match(self, text: str) -> int | None:
-        """Return how much of the buffer a text takes, once spaces before it are held back.
+        """Return the length of a text if the buffer begins with it after spaces.
 
-        0 if something else is there, None if that is not known yet.
+        Returns 0 if it does not, and None if that is not known yet.
         """
         self._hold_spaces()
         if self._buffer.startswith(text):
             return len(text)
-        begun = self._buffer.removesuffix(REPLACEMENT)  # an answer may be cut in a character
+        begun = self._buffer.removesuffix(REPLACEMENT)  # an answer may be cut within a character
         return None if text.startswith(begun) else 0
 
     def _hold_spaces(self) -> None:
@@ -257,7 +257,7 @@ class ToolParser:
         self._buffer = start
 
     def _held_spaces(self) -> str:
-        """Return the spaces that were held back, and hold them no longer."""
+        """Return the spaces that were held back, and clear them."""
         spaces, self._spaces = "".join(self._spaces), []
         return spaces
 
@@ -266,7 +266,7 @@ class ToolParser:
         self._spaces, self._buffer = [], self._buffer[count:]
 
     def _give_up(self) -> None:
-        """Make content of what is not a call, and go on after it."""
+        """Emit the text of something that is not a call as content, and continue after it."""
         self._content("".join(self._raw))
         self._raw = []
         self._state = self._outside
@@ -284,7 +284,7 @@ class ToolParser:
 
 
 def new_call_id(form: ToolFormat) -> str:
-    """Return a new id as the format wants it."""
+    """Return a new id in the format's form."""
     if form.id_chars is None:
         return f"call_{secrets.token_hex(12)}"
     letters = string.ascii_letters + string.digits

@@ -1,4 +1,4 @@
-"""Splits reasoning from the answer after it, part by part: a pure state machine."""
+"""Splits reasoning from the answer after it, chunk by chunk: a pure state machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from pagewire.shared.text.stop_strings import overlap
 
-# Where an answer begins: the prompt may already have opened the reasoning, or what comes after it.
+# Where an answer begins, after the prompt: before any reasoning, within it, or after it.
 Begins = Literal["outside", "inside", "answer"]
 _MARKER = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 
@@ -18,10 +18,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
     """How a model writes its reasoning, at the beginning of an answer.
 
     Attributes:
-        in_template: a chat template with any of these texts is of a model that writes this way.
-        answer_open: what may come before the answer, if reasoning came before that.
-        answer_close: what then comes after the answer.
-        tags_alone: they may also be around an answer without reasoning.
+        in_template: a model has this format if its chat template has any of these texts.
+        answer_open: tag that may be before the answer, if there is reasoning before.
+        answer_close: tag that is then after the answer.
+        tags_alone: these tags may also be around an answer without reasoning.
     """
 
     name: str
@@ -34,7 +34,7 @@ class ReasoningFormat(msgspec.Struct, frozen=True):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a tokenizer may have as special tokens, which are not shown otherwise."""
+        """Texts that may be special tokens of a tokenizer, which text does not show by default."""
         texts = (self.open, self.close, self.answer_open, self.answer_close)
         return tuple(_MARKER.findall("".join(texts)))
 
@@ -87,8 +87,8 @@ class ReasoningSplitter:
 
     Attributes:
         is_open: the answer begins with reasoning.
-        has_ended: the reasoning is complete; all that comes is the answer.
-        close_end: where the reasoning's close tag ends in the text; None before, or without one.
+        has_ended: the reasoning is complete; all further text is the answer.
+        close_end: where the reasoning's close tag ends in the text; None if it has not come.
     """
 
     def __init__(self, form: ReasoningFormat, begins: Begins) -> None:
@@ -98,16 +98,16 @@ class ReasoningSplitter:
         self._form = form
         self._is_decided = self.has_ended  # whether the answer begins with an open tag
         self._is_after_tag = self.is_open  # line breaks here are dropped
-        self._spaces: list[str] = []  # held back, before the buffer; never looked at again
+        self._spaces: list[str] = []  # spaces before the buffer that are held back
         self._buffer = ""
-        self._length = 0  # of all text that was added
-        # Whether the answer is between tags; None before that is known.
+        self._length = 0  # length of all text that was added
+        # Whether the answer is between tags; None until that is known.
         self._has_answer_tags = None if form.answer_open else False
         if self.has_ended:
             self._has_answer_tags = form.tags_alone
 
     def push(self, text: str) -> tuple[str, str]:
-        """Add text; return reasoning and answer, as far as they are certain."""
+        """Add text; return the reasoning and answer that are certain."""
         self._length += len(text)
         self._buffer += text
         if not self._is_decided and not self._decide():
@@ -116,7 +116,7 @@ class ReasoningSplitter:
         return reasoning, self._take_answer() if self.has_ended else ""
 
     def flush(self) -> tuple[str, str]:
-        """End the text; return what was held back."""
+        """End the text; return the remaining reasoning and answer."""
         rest, self._buffer = self._held_spaces() + self._buffer, ""
         if self.has_ended:
             is_gone = self._is_after_tag or (self._has_answer_tags and not rest.strip("\n"))
@@ -124,7 +124,7 @@ class ReasoningSplitter:
         return (rest, "") if self.is_open else ("", rest)
 
     def _decide(self) -> bool:
-        """Find out whether the answer begins with an open tag; False if that is not certain."""
+        """Decide whether the answer begins with an open tag; return whether that is known."""
         start = self._buffer.lstrip()
         self._spaces.append(self._buffer[: len(self._buffer) - len(start)])
         self._buffer = start
@@ -173,7 +173,7 @@ class ReasoningSplitter:
         return self._certain(before, self._form.answer_close)
 
     def _certain(self, text: str, close: str) -> str:
-        """Return what of a text is certain; hold back what may be its end, with line breaks."""
+        """Return the certain part of a text; hold back a possible close tag and line breaks."""
         certain = text[: len(text) - overlap(text, close)]
         self._buffer = text[len(certain) :]
         rest = certain.rstrip("\n")
@@ -182,7 +182,7 @@ class ReasoningSplitter:
         return found
 
     def _held_spaces(self) -> str:
-        """Return the spaces that were held back, and hold them no longer."""
+        """Return the spaces that were held back, and clear them."""
         spaces, self._spaces = "".join(self._spaces), []
         return spaces
 

@@ -1,7 +1,7 @@
-"""Reads one value, JSON or Python's literals, as it comes, and gives it out as strict JSON.
+"""Parses one value, JSON or a Python literal, chunk by chunk, and returns it as strict JSON.
 
-A pushdown automaton over characters: what it gives out does not depend on how the text is cut. It
-stops at the first character that cannot be right, or after the value.
+A pushdown automaton over characters: its output does not depend on how the text is split into
+chunks. It stops at the first wrong character, or after the value.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import json
 import re
 from typing import Literal
 
-MAX_DEPTH = 64  # of nested lists and objects; readers of JSON are recursive
-MAX_WORD = 1024  # characters of a number: Python's own reader takes 4300 digits
+MAX_DEPTH = 64  # of nested lists and objects; JSON parsers are recursive
+MAX_WORD = 1024  # characters of a number; Python's `int` accepts up to 4300 digits
 
 _PLAIN = re.compile(r"[^\"'\\]+")
 _WORD = re.compile(r"[A-Za-z0-9_.+-]+")
@@ -35,16 +35,16 @@ _Expected = Literal["value", "value or end", "key", "key or end", "colon", "next
 
 
 class ValueScanner:
-    """One value.
+    """Parses one value.
 
     Args:
-        python: literals of Python instead of JSON: other quotes and escapes, `True`, `None`, a
-            comma before the end. Its spaces are replaced by those of Python's `json`.
-        call: the value is what a call of Python has in parentheses, which becomes an object.
+        python: the value is a Python literal instead of JSON: it may have other quotes and escapes,
+            `True`, `None`, and a comma before an end. White space becomes that of Python's `json`.
+        call: the value is the arguments of a Python call, which become an object.
 
     Attributes:
-        is_done: the value is complete; nothing more is taken.
-        has_failed: the next character is wrong; nothing more is taken.
+        is_done: the value is complete; no more text is consumed.
+        has_failed: the next character is wrong; no more text is consumed.
     """
 
     def __init__(self, python: bool = False, call: bool = False) -> None:
@@ -52,28 +52,28 @@ class ValueScanner:
         self._python = python
         self._words = _PYTHON_WORDS if python else _JSON_WORDS
         self._escapes = _PYTHON_ESCAPES if python else _JSON_ESCAPES
-        self._stack: list[str] = []  # what closes each container that is open
+        self._stack: list[str] = []  # the closing character of each open container
         self._expected: _Expected = "call" if call else "value"
-        self._quote = ""  # of the string that is open
-        self._is_key = False  # this string
-        self._escape = ""  # that has begun, from its backslash
-        self._word = ""  # that has begun: a number, a constant, a name
-        self._has_comma = False  # taken, not yet given out: it may come before an end
+        self._quote = ""  # quote of the open string
+        self._is_key = False  # whether the open string is a key
+        self._escape = ""  # incomplete escape, from its backslash
+        self._word = ""  # incomplete number, constant or name
+        self._has_comma = False  # consumed but not returned yet: an end may follow it
 
     @property
     def held(self) -> str:
-        """Text that was taken and not given out."""
+        """Text that was consumed but not returned yet."""
         return ("," if self._has_comma else "") + self._word + self._escape
 
     def push(self, text: str, at: int = 0) -> tuple[str, int]:
-        """Read on.
+        """Parse more text.
 
         Args:
-            text: the next part.
-            at: where in it to begin.
+            text: the next chunk.
+            at: index in `text` at which to begin.
 
         Returns:
-            JSON that is certain, and up to where the text was taken.
+            JSON that is certain, and the index in `text` up to which it was consumed.
         """
         out: list[str] = []
         while at < len(text) and not (self.is_done or self.has_failed):
@@ -98,7 +98,7 @@ class ValueScanner:
         char = text[at]
         if char == "\\":
             self._escape = char
-        elif char != self._quote:  # the other kind
+        elif char != self._quote:  # the other kind of quote
             out.append(_escaped(char))
         else:
             out.append('"')
@@ -127,7 +127,7 @@ class ValueScanner:
         return at + 1
 
     def _end_hex(self, out: list[str]) -> bool:
-        """Give out an escape by number if it is complete; whether it is right."""
+        """Return whether a numeric escape is valid so far; write it if it is complete."""
         digits = self._escape[2:]
         if len(digits) < _HEX_DIGITS[self._escape[1]]:
             return True
@@ -166,7 +166,7 @@ class ValueScanner:
         return at
 
     def _take_mark(self, char: str, at: int, out: list[str]) -> int:
-        """Take a space, a bracket, a quote, a comma or a colon."""
+        """Consume a space, a bracket, a quote, a comma or a colon."""
         expected = self._expected
         if char in " \t\r\n":
             out.append("" if self._python else char)
@@ -224,5 +224,5 @@ class ValueScanner:
 
 
 def _escaped(text: str) -> str:
-    """Return text as it is inside a string of JSON; models leave line breaks as they are."""
+    """Return text escaped for a JSON string; models do not escape line breaks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

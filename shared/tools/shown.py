@@ -1,7 +1,7 @@
-"""Conversations as a model's chat template can show them.
+"""Changes conversations so that a model's chat template renders all of their tools and calls.
 
-Templates take tools by several names, and some leave out what earlier answers have called. So the
-model would not know its tools, or that it has called them.
+Templates expect tools under several names, and some leave out the calls of earlier answers. Without
+these changes the model would not know its tools, or that it has called them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagewire.shared.tools.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tools.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 
 _Message = dict[str, Any]
-# The system message has the tools, as JSON text, under this name (Phi-4-mini; OLMo 3 Think).
+# Field of the system message with the tools as JSON text (Phi-4-mini; OLMo 3 Think).
 _IN_SYSTEM = {"tools": ("message['tools']",), "functions": ("message.get('functions'",)}
 _VARIABLE = "xml_tools"  # SmolLM3
 _AS_PYTHON = "python_tools"
@@ -25,17 +25,17 @@ _PLAN = "message.tool_plan"  # Command R7B and A, which leave out the content be
 # Templates that fail if a function has no parameters.
 _PARAMETERS = re.compile(r"parameters(?:\.properties|['\"]\] *\| *tojson)")
 _ONE_CALL = "message.tool_calls[0]"  # gpt-oss
-# Templates that write types as Python has them: of the type null they do so without end (Command R,
-# Hermes 2 and 3). Some fail if a parameter has no description.
+# Templates that write types in Python's syntax. For the type null they recurse without end (Command
+# R, Hermes 2 and 3). Some fail if a parameter has no description.
 _PYTHON_TYPES = "json_to_python_type"
 _DESCRIPTION = re.compile(r"\+ *\w+\.description *\}\}")
 
 
 def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
-    """Return what makes a conversation one that a template can show; None if it need not.
+    """Return a function that fits conversations to a template; None if none is needed.
 
     Args:
-        source: of the template.
+        source: source of the template.
         form: how the model writes calls.
     """
     steps: list[Fit] = []
@@ -78,13 +78,13 @@ def _in_system(name: str, given: Fitted) -> Fitted:
 
 
 def _as_variable(name: str, given: Fitted) -> Fitted:
-    """Give the tools by another name, and for Python by that name alone."""
+    """Pass the tools as another variable; as Python functions, only as that variable."""
     tools = None if name == _AS_PYTHON else given.tools
     return given._replace(tools=tools, variables={name: given.tools} if given.tools else {})
 
 
 def _planned(given: Fitted) -> Fitted:
-    """Give what was written before calls as the plan of these calls."""
+    """Set the plan of calls to the text before them."""
     messages = []
     for message in given.messages:
         if message.get("tool_calls"):
@@ -95,7 +95,7 @@ def _planned(given: Fitted) -> Fitted:
 
 
 def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
-    """Put calls into contents, as the model has written them."""
+    """Move calls into the content, as the model wrote them."""
     messages = []
     for message in given.messages:
         if calls := message.get("tool_calls"):
@@ -108,7 +108,7 @@ def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
 
 
 def _described(given: Fitted, **others: Any) -> Fitted:
-    """Add descriptions and what else a function lacks without which the template fails."""
+    """Add missing fields of functions, such as descriptions, without which the template fails."""
     missing = {"description": "", **others}
     tools = []
     for tool in given.tools or []:
@@ -120,7 +120,7 @@ def _described(given: Fitted, **others: Any) -> Fitted:
 
 
 def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
-    """Leave out the type null, and add what parameters lack."""
+    """Remove the type null, and add missing fields of parameters."""
     tools = []
     for tool in given.tools or []:
         function = dict(tool.get("function") or {})
@@ -136,7 +136,7 @@ def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the type null where such templates look for types."""
+    """Remove the type null where such templates look for types."""
     found = dict(schema)
     for key in ("items", "additionalProperties"):
         if isinstance(found.get(key), dict):
@@ -151,9 +151,9 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _for_harmony(given: Fitted) -> Fitted:
-    """Give each call a message of its own, with its results after it.
+    """Put each call into its own message, with the call's results after it.
 
-    The template shows one call of a message, and refuses one with content and reasoning.
+    The template renders only one call of a message, and refuses content together with reasoning.
     """
     messages: list[_Message] = []
     rest = list(given.messages)
@@ -171,7 +171,7 @@ def _for_harmony(given: Fitted) -> Fitted:
 
 
 def _with_one_text(message: _Message) -> _Message:
-    """Return a message whose content, if it has reasoning as well, is a part of that."""
+    """Return the message; if it has reasoning, its content is moved into the reasoning."""
     if not (message.get("thinking") and message["content"]):
         return message
     return message | {"thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
@@ -184,7 +184,7 @@ def _one_by_one(
         first = message if index == 0 else {"role": "assistant", "content": ""}
         yield first | {"tool_calls": [call]}
         own = [each for each in results if each.get("tool_call_id") == call.get("id")]
-        if index == len(calls) - 1:  # and those that are of no call
+        if index == len(calls) - 1:  # and results that belong to none of the calls
             ids = [each.get("id") for each in calls[:-1]]
             own = [each for each in results if each.get("tool_call_id") not in ids]
         yield from own
@@ -194,8 +194,8 @@ def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
     """Return calls as a model writes them.
 
     Args:
-        form: how it does.
-        calls: as templates take them, with their arguments as objects.
+        form: how the model writes calls.
+        calls: the calls as templates expect them, with arguments as objects.
     """
     each = [
         form.before + _written(form, index, call["function"]["name"], call["function"]["arguments"])

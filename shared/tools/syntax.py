@@ -1,4 +1,4 @@
-"""How one model writes tool calls and reasoning, and what that means for a request."""
+"""How one model writes tool calls and reasoning, and the grammars and parsers that follow."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pagewire.shared.tools.reasoning import (
 
 @dataclass(frozen=True, slots=True)
 class ChatSyntax:
-    """What a model writes besides content.
+    """How a model writes tool calls and reasoning.
 
     Attributes:
-        tools: how it writes calls; None if that is not known.
-        reasoning: how it writes reasoning; None if it does not.
-        tokens: ids of those of their markers that are tokens. Special ones are in the text of an
-            answer only if the request has tools, or reasoning is split off.
+        tools: format of its calls; None if that is not known.
+        reasoning: format of its reasoning; None if it writes none.
+        tokens: ids of the markers that are tokens. An answer's text contains special tokens only
+            if the request has tools, or reasoning is split off.
     """
 
     tools: ToolFormat | None = None
@@ -37,10 +37,10 @@ class ChatSyntax:
     def choose(
         cls, template: str | None, tool_parser: str, reasoning_parser: str, token_of: TokenOf
     ) -> ChatSyntax:
-        """Return a model's.
+        """Return a model's syntax.
 
         Args:
-            template: the source of its chat template, by which `auto` chooses.
+            template: the source of its chat template, from which `auto` chooses.
             tool_parser: `auto`, `none` or a name of `TOOL_FORMATS`.
             reasoning_parser: `auto`, `none` or a name of `REASONING_FORMATS`.
             token_of: see `Tokenizer.marker_token_id`.
@@ -86,7 +86,7 @@ class ChatSyntax:
     def wanted(
         self, tools: list[Tool] | None, choice: Choice, parallel: bool | None
     ) -> CallsWanted | None:
-        """Return which calls the answers to a request may have; None for none.
+        """Return which calls the answers to a request may have; None if they may have none.
 
         Raises:
             InvalidRequestError: the format of this model's calls is not known.
@@ -117,8 +117,8 @@ class ChatSyntax:
         """Return the grammar of the answers to a request.
 
         Args:
-            wanted: the calls that they may have, as `wanted` has returned them.
-            begins: where they begin.
+            wanted: the calls that the answers may have, as `wanted` returns them.
+            begins: where the answers begin.
 
         Raises:
             InvalidRequestError: the format of this model's calls is not known.

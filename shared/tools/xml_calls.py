@@ -1,4 +1,4 @@
-"""Reads one call whose arguments are elements of their own, part by part, and gives out JSON.
+"""Parses one call whose arguments are XML-like elements, chunk by chunk, and returns JSON.
 
     <function=f>
     <parameter=a>
@@ -6,7 +6,7 @@
     </parameter>
     </function>
 
-Whether a value is text or JSON is not to be seen in it: the function's schema says so.
+A value itself does not show whether it is text or JSON; the function's schema does.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pagewire.shared.text.stop_strings import overlap
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.scanner import ValueScanner
 
-# How a value is written. Of a parameter that is not among them: text, unless it is JSON.
+# How a value is written. The value of a parameter that is not listed is text unless it is JSON.
 ArgumentKind = Literal["text", "json"]
 ArgumentKinds = Mapping[str, Mapping[str, ArgumentKind]]  # by function and parameter
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-MAX_TAG = 1024  # characters of a tag with a name in it
+MAX_TAG = 1024  # characters of a tag with a name
 
-_CALL_END = "</tool_call>"  # models forget to end the function
+_CALL_END = "</tool_call>"  # models may forget to close the function first
 _VALUE_END = "\n" + PARAMETER_END
 _SPACES = " \t\r\n"
 _MAX_REFERENCES = 8
 
 
 def argument_kinds(function: Function) -> dict[str, ArgumentKind]:
-    """Return how the values of a function's parameters are written, where its schema says so."""
+    """Return how the values of a function's parameters are written, where its schema shows it."""
     schema = function.schema
     properties = schema.get("properties")
     if not isinstance(properties, dict):
@@ -44,12 +44,12 @@ def argument_kinds(function: Function) -> dict[str, ArgumentKind]:
 
 
 def kind_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ArgumentKind | None:
-    """Return how values of a schema are written; None if they may be text or JSON.
+    """Return how values that follow a schema are written; None if they may be text or JSON.
 
     Args:
-        schema: of one parameter.
-        root: the schema that it is in, for its references.
-        depth: of references that were followed.
+        schema: schema of one parameter.
+        root: the function's whole schema, for references.
+        depth: number of references that were followed.
     """
     if not isinstance(schema, dict) or depth > _MAX_REFERENCES:
         return None
@@ -70,7 +70,7 @@ def kind_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ArgumentKin
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return what a reference within a schema means; None if it is another's."""
+    """Return the schema that a reference points to; None if it points outside `root`."""
     begin, *path = reference.split("/")
     found: Any = root if begin == "#" else None
     for name in path:
@@ -83,11 +83,11 @@ def _common(kinds: Collection[ArgumentKind | None]) -> ArgumentKind | None:
 
 
 class XmlCall:
-    """One call.
+    """Parses one call.
 
     Args:
-        names: of the functions that may be called.
-        kinds: how their arguments are written.
+        names: names of the functions that may be called.
+        kinds: how the functions' arguments are written.
     """
 
     def __init__(self, names: Collection[str], kinds: ArgumentKinds) -> None:
@@ -95,15 +95,15 @@ class XmlCall:
         self.is_done = self.has_failed = False
         self._names, self._kinds = names, kinds
         self._state: Literal["next", "begin", "text", "whole", "json", "end"] = "next"
-        self._buffer = ""  # taken, not decided on yet; short
+        self._buffer = ""  # text that was consumed but not parsed yet; short
         self._keys: set[str] = set()
-        self._kind: ArgumentKind | None = None  # of this value
-        self._parts: list[str] = []  # of this value, if it is read as a whole
+        self._kind: ArgumentKind | None = None  # kind of the current value
+        self._parts: list[str] = []  # of the current value, if it is parsed as a whole
         self._scanner = ValueScanner(python=True)
 
     @property
     def held(self) -> str:
-        """Text of the arguments that was taken and not given out."""
+        """Text of the arguments that was consumed but not returned yet."""
         if self.has_failed:
             return self._buffer
         if self._state == "json":
@@ -111,7 +111,7 @@ class XmlCall:
         return _escaped(self._buffer) if self._state == "text" else ""
 
     def push(self, text: str) -> tuple[str, int]:
-        """Return the next part of the arguments, and how much of the text was taken."""
+        """Return the next part of the arguments, and how many characters were consumed."""
         at, out = 0, list[str]()
         if self.name is None:
             at = len(text) - len(text.lstrip())
@@ -130,7 +130,7 @@ class XmlCall:
         return "".join(out), len(text) - len(rest)
 
     def _read_head(self, text: str) -> int:
-        """Return how long the tag with the name is; 0 if it is not complete, or wrong."""
+        """Return the length of the tag with the name; 0 if it is incomplete or wrong."""
         begin, name = text[: len(FUNCTION)], text[len(FUNCTION) :]
         end = name.find(">")
         if begin == FUNCTION and end >= 0 and name[:end] in self._names:
@@ -143,7 +143,7 @@ class XmlCall:
         return 0
 
     def _step(self, out: list[str]) -> bool:
-        """Read on in the buffer; whether there may be more to do."""
+        """Parse more of the buffer; return whether to call this again."""
         match self._state:
             case "next":
                 return self._match_next(out)
@@ -185,7 +185,7 @@ class XmlCall:
         return False
 
     def _begin_value(self, out: list[str]) -> bool:
-        """Decide how a value is read, once its line has begun."""
+        """Decide how a value is parsed; return False if none of its text has come yet."""
         if not self._buffer.removeprefix("\n"):
             return False
         self._buffer = self._buffer.removeprefix("\n")
@@ -197,7 +197,7 @@ class XmlCall:
             self._state, self._scanner = "json", ValueScanner(python=True)
         else:
             self._state = "whole"
-            # The line break may be the one before the end.
+            # This line break may belong to the end tag.
             self._buffer = "\n" + self._buffer
         return True
 
@@ -219,7 +219,7 @@ class XmlCall:
         return is_whole
 
     def _until_end(self) -> tuple[str, bool]:
-        """Return the next part of a text, and whether its end was taken as well."""
+        """Return the next part of a text, and whether its end tag was consumed."""
         part, end, rest = self._buffer.partition(PARAMETER_END)
         if end:
             self._buffer = rest
@@ -240,7 +240,7 @@ class XmlCall:
         return self._scanner.is_done
 
     def _match_end(self) -> bool:
-        """Take the end of a value that was JSON."""
+        """Consume the end tag of a JSON value."""
         self._buffer = self._buffer.lstrip(_SPACES)
         if self._buffer.startswith(PARAMETER_END):
             self._buffer = self._buffer[len(PARAMETER_END) :]
@@ -251,7 +251,7 @@ class XmlCall:
 
 
 def _as_json(text: str, kind: ArgumentKind | None) -> str:
-    """Return a value as JSON: as it is if it is JSON or a literal of Python, or as a string."""
+    """Return a value as JSON: converted if it is JSON or a Python literal, else as a string."""
     scanner = ValueScanner(python=True)
     out, at = scanner.push(text.strip() + "\n")
     is_value = scanner.is_done and at >= len(text.strip())

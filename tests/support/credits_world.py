@@ -1,4 +1,4 @@
-"""A receiver's credits, its senders', and the messages between them: every event, one at a time."""
+"""A model of the credits of a receiver and its senders, and of the messages between them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pagewire.shared.kv.endpoint.credits import (
 )
 from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
-NUM_CREDITS = 8  # at most
+NUM_CREDITS = 8  # the largest number
 
 
 class Use(int):
-    """A number of a use that looks like all others.
+    """A number of a use that is printed like all others.
 
-    Only the order of one credit's uses counts. Without their numbers, which grow forever, there is
-    a finite number of states.
+    Only the order of one credit's uses matters. Without their numbers, which grow forever, the
+    number of states is finite.
     """
 
     def __add__(self, other: int) -> Use:
@@ -39,7 +39,7 @@ class Announced(NamedTuple):
 
 
 class Acknowledged(NamedTuple):
-    """An acknowledgement on its way to the sender; `keeps`: the credit is the sender's again."""
+    """An acknowledgement on its way to the sender; `keeps`: the sender keeps the credit."""
 
     credit: int
     use: Use
@@ -47,7 +47,7 @@ class Acknowledged(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What happens next: a method of `World`, and of which link, credit or staging slots."""
+    """An event: a method of `World`, and its link, credit or staging slots."""
 
     name: str
     of: int = 0
@@ -69,12 +69,12 @@ class World:
     """Both halves of all links.
 
     Attributes:
-        busy: credits that a sender uses at once, at most.
-        opens, closes: how often links may open and end from now on; None: without bounds.
-        lent: by staging slot, the link that the receiver has granted it to, until the receiver
-            knows that it is back.
-        filled: by staging slot, the use that is announced and not acknowledged.
-        reclaimed: those of `lent` that the receiver wants back.
+        busy: largest number of credits that a sender uses at the same time.
+        opens, closes: how often links may still open and end; None means no bound.
+        lent: staging slot -> link that has its credit, until the receiver knows that the credit is
+            returned.
+        filled: staging slot -> use that is announced and not acknowledged.
+        reclaimed: the staging slots of `lent` that the receiver reclaims.
         quarantine: staging slots of links that have ended.
     """
 
@@ -88,10 +88,10 @@ class World:
     reclaimed: set[int] = field(default_factory=set)
     quarantine: list[list[int]] = field(default_factory=list)
 
-    # What may happen
+    # Possible events
 
     def events(self) -> Iterator[Event]:
-        """Yield all that may happen now."""
+        """Yield all possible next events."""
         yield from self.deliveries()
         yield from self.completions()
         for number, link in self.links.items():
@@ -113,7 +113,7 @@ class World:
                 yield Event("reach_sender", number)
 
     def completions(self) -> Iterator[Event]:
-        """Yield what ends uses and quarantines."""
+        """Yield the events that end uses and quarantines."""
         for number, link in self.links.items():
             for credit in link.packing:
                 yield Event("announce", number, credit)
@@ -123,7 +123,7 @@ class World:
             yield Event("release", index)
 
     def happen(self, event: Event) -> None:
-        """Have something happen."""
+        """Execute an event."""
         method = getattr(self, event.name)
         if event.name in ("announce", "put_back"):
             method(event.of, event.credit)
@@ -223,10 +223,10 @@ class World:
         if any(isinstance(message, Reclaim) for _, message in messages):
             assert len(self.reclaimed) <= self.lacking, "more is reclaimed than is lacking"
 
-    # What is so
+    # State and invariants
 
     def key(self) -> str:
-        """Return all that decides what may happen from now on."""
+        """Return the state that determines all later events."""
         links = [
             (number, link.sender, sorted(link.packing), link.to_receiver, link.to_sender)
             for number, link in sorted(self.links.items())
@@ -235,21 +235,21 @@ class World:
 
     @property
     def share(self) -> int:
-        """Staging slots that each link is to have."""
+        """Number of staging slots that each link should have."""
         usable = self.receiver.num_slots - sum(map(len, self.quarantine))
         return usable // len(self.links) if self.links else 0
 
     @property
     def lacking(self) -> int:
-        """Staging slots that links have below their share."""
+        """Number of staging slots that links lack to their share."""
         return sum(max(0, self.share - self.kept(number)) for number in self.links)
 
     def kept(self, number: int) -> int:
-        """Return how many staging slots a link has and is to keep."""
+        """Return how many staging slots a link has and may keep."""
         return sum(self.lent[s] == number for s in self.lent.keys() - self.reclaimed)
 
     def check(self) -> None:
-        """See that each staging slot is in one place, and that both halves agree on it."""
+        """Check that each staging slot is in one place, and that both halves agree on it."""
         held: list[int] = []
         for number, link in self.links.items():
             mine = self._held(number, link)

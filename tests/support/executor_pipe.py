@@ -40,7 +40,7 @@ class NewModel(msgspec.Struct, tag=True):
 
 
 class Put(msgspec.Struct, tag=True):
-    """Write the KV of tokens from a position on, as another worker's would come."""
+    """Write the KV of tokens from a position on, as a transfer from another worker does."""
 
     block_ids: list[int]
     first: int
@@ -55,15 +55,15 @@ class Fail(msgspec.Struct, tag=True):
 
 
 class Look(msgspec.Struct, tag=True):
-    """Ask what the fake device has done."""
+    """Read the fake device's records."""
 
 
 class Done(msgspec.Struct, tag=True):
-    """The command was followed."""
+    """The command succeeded."""
 
 
 class Seen(msgspec.Struct, tag=True):
-    """The fields of the fake device by these names."""
+    """The fake device's fields of these names."""
 
     cells: list[list[int | None]]
     batches: list[tuple[int, int]]
@@ -94,7 +94,7 @@ def write_frame(stream: IO[bytes], message: object) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes:
-    """Return the next message; nothing at the end."""
+    """Return the next message; empty at the end."""
     head = _read(stream, _LENGTH.size)
     return _read(stream, _LENGTH.unpack(head)[0]) if head else b""
 
@@ -107,7 +107,7 @@ def _read(stream: IO[bytes], size: int) -> bytes:
 
 
 class Pending:
-    """A command whose reply is to come."""
+    """A command without a reply so far."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -126,13 +126,13 @@ class Pending:
 
 
 class Pipe:
-    """Each command has one reply, in order; a plan that awaits a supply has it after the supply."""
+    """Each command gets one reply, in order; a plan that awaits a supply gets it after that."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._to, self._from = process.stdin, process.stdout
         self._due: list[Pending] = []
-        self._lock = threading.RLock()  # a test looks while the engine's thread runs
+        self._lock = threading.RLock()  # a test reads while the engine's thread runs
 
     def supply(self, supply: Supply) -> None:
         with self._lock:
@@ -164,14 +164,14 @@ class Pipe:
 
 
 class PipeExecutor:
-    """Sends plans to what runs in the other process."""
+    """Sends plans to the executor in the other process."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
 
     @classmethod
     def like(cls, llm: LLM, pipe: Pipe) -> PipeExecutor:
-        """Load a model in the other process with the settings and the blocks of one here."""
+        """Load a model in the other process, with the settings and number of blocks of an `LLM`."""
         names = ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens")
         settings = {name: getattr(llm.settings, name) for name in names}
         settings |= {"device": "cpu", "max_model_len": llm.engine.max_model_len}
@@ -187,13 +187,13 @@ class PipeExecutor:
 
 
 class PipeDevice(PipeExecutor):
-    """A fake device in the other process, for as long as no other takes its place.
+    """A fake device in the other process, until another one replaces it.
 
-    It has what engine tests use of a `FakeDevice`. What moves blocks between pool and staging is
-    another seam, `BlockMoves`, whose buffers are memory of the device's own process.
+    It has the parts of `FakeDevice` that engine tests use. Moving blocks between pool and staging
+    is another interface, `BlockMoves`, whose buffers are in the device's own process.
 
     Attributes:
-        has_run: whether results may be seen.
+        has_run: whether results are visible.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class PipeDevice(PipeExecutor):
 
 
 class HeldPending:
-    """A step whose end is seen when the test wants it, and then at once."""
+    """A step whose end becomes visible when the test allows it."""
 
     def __init__(self, device: PipeDevice, pipe: Pipe, inner: Pending) -> None:
         self._device, self._pipe, self._inner = device, pipe, inner
@@ -267,7 +267,7 @@ class HeldPending:
 
 @contextmanager
 def executor_process() -> Iterator[Pipe]:
-    """Start the other process; what it runs is what `NewDevice` or `NewModel` said last."""
+    """Start the other process; the last `NewDevice` or `NewModel` decides what it runs."""
     command = [sys.executable, "-P", "-m", "pagewire.tests.support.executor_child"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     try:

@@ -1,4 +1,4 @@
-"""An executor without a model, which notices every wrong read of the paged cache.
+"""An executor without a model, which detects every wrong read of the paged cache.
 
 Its "KV" of a position is the token that was run there; the next token is a function of the seed
 and of all the tokens that the block table leads to. So a sequence ends with the right tokens only
@@ -34,28 +34,28 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.logprobs import Logprobs
 
 VOCAB = 7
-BYTES_PER_TOKEN = 4  # of the fake KV
-NUM_GROUPS = 2  # of a block; here some of its tokens each, not some of its layers
+BYTES_PER_TOKEN = 4  # size of the fake KV
+NUM_GROUPS = 2  # layer groups of a block; here each is a part of its tokens, not of its layers
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
-    """What the fake model samples after these tokens."""
+    """Return the token that the fake model samples after these tokens."""
     return zlib.crc32(bytes([seed, *tokens])) % VOCAB
 
 
 def score(tokens: list[int]) -> Logprobs:
-    """What the fake model says of these tokens: no alternatives."""
+    """Return the fake model's log probabilities of these tokens, without alternatives."""
     ids = np.array(tokens, np.int32)
     return Logprobs(1, ids.tobytes(), (-ids - 0.5).astype(np.float32).tobytes(), ids.tobytes())
 
 
 def pooled_prompt(tokens: list[int]) -> bytes:
-    """What the fake model says is the embedding of a prompt, before it is normalised."""
+    """Return the fake model's embedding of a prompt, before it is normalised."""
     return np.array([len(tokens), *np.bincount(tokens, minlength=8)[:8]], np.float32).tobytes()
 
 
 class FakePending:
-    """Results of a launched step, which may turn out to be an error."""
+    """Results of a launched step, or its error."""
 
     def __init__(
         self, device: FakeDevice, result: StepResult, error: Exception | None = None
@@ -98,12 +98,12 @@ class FakeCheck(PendingCheck):
 
 @dataclass
 class FakeSlot:
-    """What a device slot has.
+    """The state of a device slot.
 
     Attributes:
         token, position: input of the next decode row, if a step has left one.
-        computed: tokens that were run in it.
-        scores: log probabilities of its tokens are wanted.
+        computed: tokens that have run in it.
+        scores: whether log probabilities of its tokens are requested.
     """
 
     seed: int
@@ -122,13 +122,13 @@ class FakeDevice:
         cells: [block][offset], the token that was run there.
         batches: (tokens, rows and chunks) of every step.
         num_decode_rows: of all steps together.
-        longest_table: most blocks that a device slot ever had in a step.
-        prepared: device slots that were made known before they ran.
-        new_slots: each device slot that was made known, in order.
-        replays: steps are such that nothing but their end is known.
+        longest_table: largest number of blocks of a device slot in any step.
+        prepared: device slots that were loaded before they ran.
+        new_slots: each device slot that was loaded, in order.
+        replays: steps are CUDA graph replays, of which only the end is visible.
         moved: blocks, layer groups, and the plan that was waited for, of all that was packed.
-        has_run: whether the device is done with its steps.
-        has_moved: whether it is done with what it packs and unpacks.
+        has_run: whether the device has finished its steps.
+        has_moved: whether the device has finished packing and unpacking.
         fail_execute, fail_wait: raised by the next step.
         awaiting: the step that waits for its supply.
     """
@@ -204,11 +204,11 @@ class FakeDevice:
         pending.result = StepResult(supply.number, tokens)
 
     def fail(self, where: str, message: str) -> None:
-        """Let the next step fail, by `fail_execute` or by `fail_wait`."""
+        """Make the next step fail, with `fail_execute` or `fail_wait`."""
         setattr(self, where, RuntimeError(message))
 
     def write_prompt(self, sequence: Sequence) -> None:
-        """Bring a reserved sequence's KV, as a decode worker's scatterer does."""
+        """Write a reserved sequence's KV, as a decode worker does when it arrives."""
         first = sequence.num_computed_tokens
         for table in sequence.tables:
             start = max(first, table.first * self.block_size)
@@ -220,7 +220,7 @@ class FakeDevice:
             self._put(block_ids, position, token)
 
     def content(self, sequence: Sequence) -> list[int | None]:
-        """What the blocks hold of all that a sequence has computed."""
+        """Return the blocks' content for all computed tokens of a sequence."""
         return self._content(sequence.tables[0].block_ids, sequence.num_computed_tokens)
 
     def has_group_events(self, plan: int) -> bool:
@@ -252,7 +252,7 @@ class FakeDevice:
         return FakeMove(self)
 
     def _check_after(self, block_ids: list[int], after: int) -> None:
-        """A move waits for every step that has written to its blocks."""
+        """Check that a move waits for every step that has written to its blocks."""
         assert all(self._written.get(block, 0) <= after for block in block_ids), "moved too early"
 
     def _copy_list(self, block_ids: list[int], groups: range, seed: int) -> torch.Tensor:
@@ -260,7 +260,7 @@ class FakeDevice:
         return make_copy_list(rows, seed)
 
     def _pool(self) -> torch.Tensor:
-        """The cells as a pool of the real operations, a row a layer group; -1 was never written."""
+        """Return the cells as a pool for real kernels, a row per layer group; -1: not written."""
         rows = [[-1 if cell is None else cell for cell in block] for block in self.cells]
         return torch.tensor(rows, dtype=torch.int32).view(self.num_blocks * NUM_GROUPS, -1)
 
@@ -284,7 +284,7 @@ class FakeDevice:
             self._slots.pop(slot, None)
         running = {*plan.decodes, *(chunk.slot for chunk in plan.chunks)}
         for new in plan.new_slots:
-            owner = self._slots.get(new.slot)  # the same one, if the last plan failed to launch
+            owner = self._slots.get(new.slot)  # the same owner if the last plan failed to launch
             assert owner is None or owner.computed is None, "the device slot has an owner"
             self.new_slots.append(new)
             scores = new.spec.logprobs is not None
@@ -330,7 +330,7 @@ class FakeDevice:
                 self._put(table, position, token)
 
     def _check_windows(self, slot: FakeSlot, position: int) -> None:
-        """What a token reads in groups that have a window is what the first group has there."""
+        """Check that groups with a window have the first group's content where a token reads."""
         for group, table in zip(self.groups.groups, slot.tables, strict=True):
             first = 0 if group.window is None else max(0, position - group.window + 1)
             for before in range(first, position):

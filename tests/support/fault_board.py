@@ -1,7 +1,7 @@
-"""How a test and the workers of a cluster talk about faults: files in one directory.
+"""Files in a directory through which a test orders faults in the workers of a cluster.
 
 The test writes an order for a worker; a worker that reaches the ordered point of a transfer carries
-it out. What has happened is one line of JSON each in `events`.
+it out. Each event is one line of JSON in `events`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SIGNAL_TIMEOUT_S = 5.0
-# A sender that goes on writes what it had still to write; the receiver's engine waits meanwhile.
+# Time for a sender that continues to write its remaining bytes; the receiver's engine waits.
 LATE_WRITE_S = 0.1
 
 SENDER_POINTS = ("exported", "packed", "staged", "announced")
@@ -25,16 +25,16 @@ RECEIVER_POINTS = ("arrived", "unpacking", "unpacked", "acknowledged")
 
 @dataclass(frozen=True)
 class Order:
-    """What one worker is to do, once.
+    """A fault that one worker is to cause, once.
 
     Attributes:
-        number: no other order has it.
-        point: of a transfer; see `fault_points`.
-        passes: how many segments pass the point unharmed before.
-        signal: sent to a process.
-        to_peer: to the one at the other end of the link, else to the own one.
-        until_reused: a stopped sender goes on when its staging slot has been filled by another
-            sender and has not been unpacked.
+        number: unique number of the order.
+        point: point of a transfer; see `fault_points`.
+        passes: number of segments that pass the point before.
+        signal: signal that is sent to a process.
+        to_peer: send it to the process at the other end of the link, else to the worker itself.
+        until_reused: a stopped sender continues when another sender has filled its staging slot,
+            before that is unpacked.
     """
 
     number: int
@@ -47,11 +47,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a segment is on its way.
+    """The processes and the staging slot of a segment.
 
     Attributes:
-        sender, receiver: processes.
-        credit: staging slot of the receiver; -1 before there is one.
+        sender, receiver: process ids.
+        credit: the receiver's staging slot; -1 before there is one.
     """
 
     sender: int
@@ -60,7 +60,7 @@ class Segment:
 
 
 class FaultBoard:
-    """The directory, for both."""
+    """The directory, for test and workers."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -71,20 +71,20 @@ class FaultBoard:
         _write(self._order(worker), asdict(order))
 
     def withdraw(self, worker: str) -> None:
-        """Take an order back; one that is being carried out stays."""
+        """Withdraw an order, unless it is already being carried out."""
         self._order(worker).unlink(missing_ok=True)
 
     def order(self, worker: str) -> Order | None:
-        """Return what a worker is to do."""
+        """Return a worker's order."""
         found = _read(self._order(worker))
         return None if found is None else Order(**found)
 
     def hold(self, segment: Segment) -> None:
-        """Note a stopped sender that goes on once the staging slot is used again."""
+        """Record a stopped sender that continues when its staging slot is used again."""
         _write(self._held, asdict(segment))
 
     def held(self) -> Segment | None:
-        """Return what `hold` has noted."""
+        """Return the segment that `hold` recorded."""
         found = _read(self._held)
         return None if found is None else Segment(**found)
 
@@ -117,7 +117,7 @@ class Points:
         self._number, self._passes = -1, 0
 
     def reach(self, point: str, segment: Segment) -> None:
-        """A segment is at a point."""
+        """Carry out the order, if there is one for this point."""
         order = self.board.order(self._worker)
         if order is None or order.point != point:
             return
@@ -138,11 +138,11 @@ class Points:
         if order.to_peer:
             os.kill(target, order.signal)
             _wait_until_signalled(target)
-        else:  # to this thread: it goes no further, while another one might be chosen otherwise
+        else:  # to this thread, so that it stops here; the kernel might choose another one
             signal.pthread_kill(threading.get_ident(), order.signal)
 
     def on_arrival(self, segment: Segment) -> None:
-        """A staging slot is filled: let a stopped sender that had it before write to it."""
+        """After a staging slot is filled: let a stopped sender that had it before write to it."""
         held = self.board.held()
         is_same_slot = held is not None and held.receiver == segment.receiver
         if not is_same_slot or held.credit != segment.credit or held.sender == segment.sender:

@@ -32,10 +32,10 @@ CELL_TIMEOUT_S = 150.0
 
 
 class Clients:
-    """Ask for completions until both enough is asked and nobody wants more.
+    """Clients that send requests for completions and check the answers.
 
     Attributes:
-        num_answered: rightly.
+        num_answered: number of correct answers.
     """
 
     def __init__(self, url: str, prompts: GreedyPrompts, numbers: itertools.count[int]) -> None:
@@ -44,7 +44,7 @@ class Clients:
 
     @asynccontextmanager
     async def asking(self, at_least: int) -> AsyncIterator[None]:
-        """Ask meanwhile, and then for what is missing; a failed request or wrong token raises."""
+        """Send at least this many requests during the context; raise for a failed or wrong one."""
         self._missing = at_least
         self._goes_on = True
         limits = httpx.Limits(max_connections=IN_FLIGHT)
@@ -88,7 +88,7 @@ class FaultyCluster:
         await self._wait_settled(pids, set())
 
     async def play(self, cell: Cell, num_requests: int) -> CellResult:
-        """Play one cell; what goes wrong is noted in the result."""
+        """Play one cell; the result has its errors."""
         result, began = CellResult(str(cell)), time.monotonic()
         try:
             async with asyncio.timeout(CELL_TIMEOUT_S):
@@ -110,7 +110,7 @@ class FaultyCluster:
                     await self._strike(cell, result, self._stop_for_long)
         finally:
             result.num_requests = clients.num_answered
-            for pid in before.values():  # whatever has gone wrong: none stays stopped
+            for pid in before.values():  # also after an error, no process stays stopped
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         killed = set(result.targets) if cell.signal == signal.SIGKILL else set()
@@ -122,7 +122,7 @@ class FaultyCluster:
     async def _strike(
         self, cell: Cell, result: CellResult, then: Callable[[dict[str, Any]], Any]
     ) -> None:
-        """Have a worker carry out an order, and do what comes after it."""
+        """Have a worker carry out an order, then call `then`."""
         worker = f"{cell.role}-{self._turns[cell.role] % 2}"
         self._turns[cell.role] += 1
         order = Order(
@@ -143,7 +143,7 @@ class FaultyCluster:
         result.num_reused += await then(fired)
 
     async def _kill(self, fired: dict[str, Any]) -> int:
-        """Nothing: the supervisor starts it again."""
+        """Do nothing: the supervisor restarts the worker."""
         return 0
 
     async def _stop_briefly(self, fired: dict[str, Any]) -> int:
@@ -152,12 +152,12 @@ class FaultyCluster:
         return 0
 
     async def _stop_for_long(self, fired: dict[str, Any]) -> int:
-        """Let it go on once its peer has given it up, and its staging slot is used again."""
+        """Continue it after its peer has given it up and its staging slot is used again."""
         target = fired["target"]
         is_sender, has_slot = target == fired["sender"], fired["credit"] >= 0
         peer = fired["receiver"] if is_sender else fired["sender"]
         await self._event(GIVE_UP_TIMEOUT_S, "closed", after=fired, by=peer, peer=target)
-        if is_sender and has_slot:  # the receiver has it go on
+        if is_sender and has_slot:  # the receiver continues it
             await self._event(REUSE_TIMEOUT_S, "reused", after=fired)
         else:
             os.kill(target, signal.SIGCONT)
@@ -166,7 +166,7 @@ class FaultyCluster:
     async def _event(
         self, timeout_s: float, event: str, *, after: dict[str, Any] | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Wait for an event with these fields; returns it."""
+        """Wait for an event with these fields, and return it."""
         wanted = {"event": event, **fields}
         since = 0.0 if after is None else after["at"]
         deadline = time.monotonic() + timeout_s
@@ -189,7 +189,7 @@ class FaultyCluster:
         assert not errors, "the block accounting is wrong"
 
     def _unsettled(self, before: dict[str, int], killed: set[str]) -> str | None:
-        """Return what is not yet as it should be."""
+        """Return what is not settled yet; None if everything is."""
         try:
             pids, metrics = self._pids(), self._cluster.metrics()
         except (httpx.HTTPError, AssertionError) as exc:
@@ -222,7 +222,7 @@ class FaultyCluster:
 
 
 def _words(exc: BaseException) -> str:
-    """Return an exception's text; of a group, the first one's."""
+    """Return an exception's text; for a group, that of the first one."""
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[0]
     return f"{type(exc).__name__}: {exc}"

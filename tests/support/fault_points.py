@@ -2,14 +2,14 @@
 
     exported      a plan with a job's final blocks is launched, none of them is packed
     packed        the packing is launched
-    staged        what crosses before the announcement is queued
+    staged        the payload that is sent before the announcement is queued
     announced     the announcement is posted
     arrived       the receiver has the announcement
     unpacking     the unpacking is launched
-    unpacked      it is done, and not acknowledged
+    unpacked      the unpacking is done, but not acknowledged
     acknowledged  the acknowledgement is posted, and the sequence runs if this was its last segment
 
-`python -P -m pagewire.tests.support.fault_points` is `pagewire`, whose workers carry out the
+`python -P -m pagewire.tests.support.fault_points` is `pagewire` with workers that carry out the
 orders in the directory `KV_FAULTS`. `KV_FAULTS_CARRIER=memory` replaces their carriers by the
 one-sided `MemoryCarrier`.
 """
@@ -53,7 +53,7 @@ _PID_BYTES = 4
 
 
 class WatchedCarrier:
-    """A carrier whose handshake carries the processes' ids."""
+    """A carrier whose handshake also exchanges process ids."""
 
     def __init__(self, carrier: Carrier, points: Points) -> None:
         self._carrier, self._points = carrier, points
@@ -128,7 +128,7 @@ class WatchedInbound:
 
 
 class WatchedMoves:
-    """A device's moves; the unpacking of a segment is known by its seed."""
+    """A device's block moves; the seed identifies the segment that is unpacked."""
 
     def __init__(self, moves: BlockMoves, points: Points) -> None:
         self._moves, self._points = moves, points
@@ -202,7 +202,7 @@ def _split(data: bytes) -> tuple[int, bytes]:
 
 
 def watch_worker(points: Points, directory: Path) -> None:
-    """Have the worker that this process becomes carry out orders."""
+    """Make the worker in this process carry out orders."""
     in_memory = os.environ.get(CARRIER) == MemoryCarrier.name
 
     def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Any:
@@ -231,7 +231,7 @@ def watch_worker(points: Points, directory: Path) -> None:
 
 
 def watch_cluster() -> None:
-    """Have the cluster that this process starts consist of such workers, started again soon."""
+    """Make the cluster of this process consist of such workers, with short restart delays."""
     service_argv = cluster_plan.service_argv
 
     def watched_argv(*args: Any) -> tuple[str, ...]:

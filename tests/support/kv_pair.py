@@ -1,7 +1,7 @@
 """Prefill and decode engines over fake devices and the KV links between them, stepped by hand.
 
-Endpoints and sockets are the real ones; the clock is the test's. `KvPair` plays the services: it
-asks for jobs, delivers first tokens, retries elsewhere or prefills locally, as these do.
+Endpoints and sockets are real; the clock is the test's. `KvPair` stands in for the services: it
+asks for jobs, delivers first tokens, retries at another worker or prefills locally.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 
-_REAL_S = 5.0  # for anything to happen
+_REAL_S = 5.0  # real time limit of any wait
 
 
 @dataclass(eq=False)
@@ -50,9 +50,9 @@ class Request:
     """A request of a decode worker.
 
     Attributes:
-        expected: the tokens that it should end with.
-        tokens: delivered so far.
-        tried: links of its jobs, the last one's at the end.
+        expected: the correct tokens of its answer.
+        tokens: tokens delivered so far.
+        tried: links of its jobs, the latest last.
     """
 
     decode: DecodeSide
@@ -139,7 +139,7 @@ class KvPair:
         return link
 
     def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
-        """Open a link, of which nothing is known yet."""
+        """Open a link without waiting for its test."""
         received = decode.receiver.offer(prefill.name)
         try:
             sent = prefill.sender.connect(hello_of(decode, received))
@@ -151,7 +151,7 @@ class KvPair:
         return link
 
     def end(self, link: KvLink) -> None:
-        """Close both halves, and give the link's jobs to others."""
+        """Close both halves, and move the link's jobs to other workers."""
         if link in self.links:
             self.links.remove(link)
             link.prefill.sender.close(link.sent)
@@ -161,7 +161,7 @@ class KvPair:
                     self.retry(request)
 
     def kill(self, side: Side) -> None:
-        """End a worker; the others learn of it as `reports_losses` says."""
+        """End a worker; the others are notified if `reports_losses`."""
         for link in [link for link in self.links if side in (link.prefill, link.decode)]:
             if self.reports_losses:
                 self.end(link)
@@ -182,7 +182,7 @@ class KvPair:
         return request
 
     def abort(self, request: Request) -> None:
-        """Let the client leave."""
+        """Abort a request, as when its client disconnects."""
         if not request.is_over:
             request.finish_reason = "abort"
             request.decode.core.abort(request.sequence.request_id)
@@ -292,7 +292,7 @@ class KvPair:
                 self.end(link)
 
     def until(self, condition: Callable[[], object], *sides: Side) -> None:
-        """Step until something is so; messages take a moment to cross."""
+        """Step until a condition holds; messages take a moment to arrive."""
         until_s = time.monotonic() + _REAL_S
         while not condition():
             self.step(*sides)
@@ -301,7 +301,7 @@ class KvPair:
             time.sleep(0.0002)
 
     def finish(self) -> None:
-        """Step until all requests have ended and nothing is held; each has its own tokens."""
+        """Step until all requests have ended and nothing is held; check their tokens."""
         self.until(lambda: all(r.is_over for r in self.requests.values()) and not self.held())
         for request in self.requests.values():
             if request.finish_reason == "abort":
@@ -310,7 +310,7 @@ class KvPair:
                 assert (request.finish_reason, request.tokens) == ("length", request.expected)
 
     def held(self) -> list[str]:
-        """Return what is held anywhere, in words."""
+        """Describe everything that is held anywhere."""
         held = [what for side in self.sides if not side.is_dead for what in side.held()]
         for decode in [decode for decode in self.decodes if not decode.is_dead]:
             lent = decode.receiver.credits.count(StagingSlotState.LENT)
@@ -320,7 +320,7 @@ class KvPair:
         return held
 
     def let_go(self) -> None:
-        """End all that a test has put off, or has made go wrong."""
+        """End all delays and faults of the test."""
         for side in self.sides:
             side.device.has_moved = True
             for carrier in side.carriers.values():
@@ -347,7 +347,7 @@ def kv_pair(
     windows: tuple[int | None, ...] = (None,),
     linked: bool = True,
 ) -> Iterator[KvPair]:
-    """Workers with a tested link between each two, unless they are not `linked`."""
+    """Workers with a tested link between each two if `linked`."""
     kinds = (kind,) if isinstance(kind, str) else kind
     clock = Clock()
     prefills = [

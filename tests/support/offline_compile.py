@@ -1,13 +1,12 @@
-"""Compile the Triton kernels for a Hopper GPU on a machine without one; print what each takes.
+"""Compile the Triton kernels for a Hopper GPU without a GPU; print the resources of each.
 
     python -P -m pagewire.tests.support.offline_compile [--ops ...] [--dtypes ...] [--all-mixtures]
         [--batch-invariant]
 
-Launchers run on tensors without memory, and where one launches a kernel, Triton compiles it with
-the ptxas that it brings. The interpreter, which the tests use, accepts programs that the compiler
-refuses, and knows neither registers nor shared memory. Exit code 1: a kernel spills registers,
-needs more shared memory than an SM has, or has a branch that threads may take differently although
-they meet at a barrier or a shuffle on its way, see `ptx_uniformity`.
+Launchers run on tensors without memory; instead of a launch, Triton compiles the kernel with its
+own ptxas. The interpreter, which the tests use, accepts programs that the compiler refuses, and has
+no registers or shared memory. Exit code 1: a kernel spills registers, needs more shared memory than
+an SM has, or has a branch at which threads may diverge before a barrier, see `ptx_uniformity`.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 from pagewire.tests.support.ptx_uniformity import find_divergences
 
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
-# Bytes of a thread that kernels spill, known and measured with it.
+# Bytes that a thread of these kernels may spill; benchmarks include these spills.
 _SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
 _SPILLS["_each_kernel"] = 16  # by Triton 3.9, not by 3.6 and 3.7
-_SPECIALISED = {"_hopper_prefill_kernel"}  # in which warps go different ways
+_SPECIALISED = {"_hopper_prefill_kernel"}  # warps take different branches on purpose
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 _V3 = Routing(
     top_k=8,
@@ -68,7 +67,7 @@ MIXTURES = {
     "DeepSeek-V3": (256, 7168, 2048, _V3),
     "tiny": (5, 37, 19, Routing(top_k=3)),
 }
-# One, two and three warp groups of the Hopper kernel, with options and without; other GPUs' kernel.
+# Hopper kernel with one to three warp groups, with and without options; the kernel of other GPUs.
 PREFILLS = (
     PagedCase((2,), (300,)),
     PagedCase((3000,), (3000,)),
@@ -83,7 +82,7 @@ Call = Callable[[], object]
 
 
 class _NoGpu:
-    """What Triton asks its driver for: a Hopper GPU to compile for."""
+    """Stands in for Triton's driver: a Hopper GPU to compile for."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -100,7 +99,7 @@ class _Properties:
 
 
 class _Compiled:
-    """The kernels that launchers wanted, by name, options and constants."""
+    """The kernels that launchers asked for, by name, options and constants."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, Any] = {}
@@ -116,7 +115,7 @@ class _Compiled:
 
 @contextmanager
 def _hopper(compiled: _Compiled) -> Iterator[None]:
-    """Have launchers see a Hopper GPU, and launches only compile."""
+    """Make launchers see a Hopper GPU, and launches only compile."""
     driver.set_active(_NoGpu())
     seen = {
         "get_device_properties": lambda device=None: _Properties(),
@@ -217,7 +216,7 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
 
 
 def _resources(kernel: Any) -> dict[str, int]:
-    """Return registers and bytes of spills of a thread, and bytes of shared memory."""
+    """Return registers and spilled bytes per thread, and bytes of shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -229,7 +228,7 @@ def _resources(kernel: Any) -> dict[str, int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, print a line a kernel, and return the exit code."""
+    """Compile, print one line per kernel, and return the exit code."""
     parser = argparse.ArgumentParser(description="Compile the kernels for sm_90 without a GPU.")
     parser.add_argument("--ops", nargs="+", choices=OP_NAMES, default=OP_NAMES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
@@ -244,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
     with _hopper(compiled):
         for op, call, args in cases:
-            # Torch without CUDA cannot view a tensor of CUDA's as one of another dtype.
+            # torch without CUDA cannot view a CUDA tensor as another dtype.
             device = "cpu" if op in ("pack_blocks", "unpack_blocks") else "cuda"
             if op in options.ops:
                 call(*(_emptied(each, device) for each in args))

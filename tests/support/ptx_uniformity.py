@@ -1,14 +1,14 @@
-"""What of a kernel's PTX differs between threads, and whether that decides who meets at a barrier.
+"""Checks a kernel's PTX for branches in which threads could diverge around a barrier.
 
-Triton compiles scalars as values that each thread holds, and branches on them. It takes for granted
-that they are alike. They are not if a sum over lanes is not symmetric: of `tl.sum(a * b)` the
-compiler makes `fma(a, b, the other lane's product)`, so that of two lanes each rounds the other's
-product and not its own. Then lanes of a warp may part at a branch, and those that wait for the
-others at a shuffle or a barrier wait for ever.
+Triton compiles a scalar as a value that each thread holds, branches on it, and assumes that it is
+the same in all threads. It is not if a sum over lanes is not symmetric: the compiler turns
+`tl.sum(a * b)` into `fma(a, b, the other lane's product)`, so that each of two lanes rounds only
+the other's product. Then lanes of a warp may take different branches, and lanes that wait for the
+others at a shuffle or barrier wait forever.
 
-A value is followed as the set of bits of the thread index that each of its bits depends on. A
-butterfly whose two sides are the same by construction removes one of them. What is loaded depends
-on what its address depends on.
+For each bit of a value, the analysis tracks the bits of the thread index on which it may depend. A
+butterfly shuffle whose two sides are the same by construction removes one of them. A loaded value
+depends on the same bits as its address.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_TARGET = ("st.", "bra", "bar.", "ret", "red.", "cp.", "fence", "exit", "memb
 _END = "end of the function"
 _OPAQUE = ("atom.", "ld.", "elect", "activemask", "mbarrier", "vote", "match", "ldmatrix")
 
-Bits = tuple[int, ...]  # of each bit of a value, the bits of the thread index that it depends on
+Bits = tuple[int, ...]  # for each bit of a value, the bits of the thread index it depends on
 _UNIFORM: Bits = (0,) * _WIDTH
 
 
@@ -46,18 +46,18 @@ class Instruction:
 
     @property
     def synchronises(self) -> bool:
-        """Whether the threads of a warp or of a program meet there."""
+        """Whether the threads of a warp or of a program synchronise at this instruction."""
         return self.name.startswith(_SYNCHRONISING)
 
     @property
     def leaves(self) -> bool:
-        """Whether what follows it is elsewhere."""
+        """Whether control never continues at the next instruction."""
         return self.name.startswith(("bra", "ret", "exit"))
 
 
 @dataclass(slots=True)
 class Block:
-    """Instructions without a branch between them, and the blocks that may follow."""
+    """A basic block, and the blocks that may follow it."""
 
     instructions: list[Instruction] = field(default_factory=list)
     followers: list[int] = field(default_factory=list)
@@ -65,12 +65,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A branch that lanes or warps may take differently although they meet again on its way."""
+    """A branch that threads may take differently before they synchronise on one of its paths."""
 
     line: int
     predicate: str
     thread_bits: int
-    meeting: int  # line of the first instruction there at which they meet
+    meeting: int  # line of the first instruction that synchronises them
 
     def __str__(self) -> str:
         return (
@@ -80,7 +80,7 @@ class Divergence:
 
 
 def find_divergences(ptx: str) -> list[Divergence]:
-    """Return the branches that threads which meet on their way may take differently."""
+    """Return the branches at which threads may diverge before they synchronise."""
     return Uniformity(parse(ptx)).divergences()
 
 
@@ -102,7 +102,7 @@ def _parse_instruction(text: str, line: int) -> Instruction | None:
 
 
 def parse(ptx: str) -> list[Block]:
-    """Return the basic blocks of the only function; the last one is its end, and empty."""
+    """Return the basic blocks of the only function; the last one is the empty end block."""
     labels: dict[str, list[int]] = {}
     blocks = [Block()]
     jumps: list[tuple[int, str]] = []
@@ -127,22 +127,22 @@ def parse(ptx: str) -> list[Block]:
             target = instruction.sources[0] if instruction.sources else _END
             jumps.append((len(blocks) - 1, target))
             falls = instruction.predicate is not None
-            if falls:  # what follows is a block of its own
+            if falls:  # the next instruction begins another block
                 blocks.append(Block())
                 blocks[-2].followers.append(len(blocks) - 1)
     blocks.append(Block())
     labels[_END] = [len(blocks) - 1]
     for index, label_name in jumps:
-        # Of labels of inline assembly, which several blocks have, the one of this block.
+        # Labels of inline assembly may be defined several times: take the nearest one.
         blocks[index].followers.append(min(labels[label_name], key=lambda at: abs(at - index)))
     return blocks
 
 
 class Uniformity:
-    """Which bits of the thread index the registers of a kernel depend on.
+    """The bits of the thread index on which a kernel's registers depend.
 
-    A register that is written at several places, as what comes from either way of a branch is, is
-    followed from block to block.
+    A register that is written at several places, for example on both paths of a branch, is tracked
+    per block.
     """
 
     def __init__(self, blocks: list[Block]) -> None:
@@ -151,8 +151,8 @@ class Uniformity:
         for block in blocks:
             for target in (each for one in block.instructions for each in one.targets):
                 self._definitions[target] = self._definitions.get(target, 0) + 1
-        self._bits: dict[str, Bits] = {}  # of registers that are written once, and here and now
-        self._ends_with: list[dict[str, Bits]] = [{} for _ in blocks]  # of the other ones
+        self._bits: dict[str, Bits] = {}  # of registers written once, and of others at this point
+        self._ends_with: list[dict[str, Bits]] = [{} for _ in blocks]  # of the others, at the end
         self._branches: dict[int, int] = {}  # block -> bits of the thread index at its end
         self._mirrors: dict[str, tuple[int, object]] = {}
         self._forms: dict[str, object] = {}
@@ -165,7 +165,7 @@ class Uniformity:
             pass
 
     def divergences(self) -> list[Divergence]:
-        """Return the branches that threads which meet on their way may take differently."""
+        """Return the branches at which threads may diverge before they synchronise."""
         found = []
         for index, bits in self._branches.items():
             lines = [
@@ -180,7 +180,7 @@ class Uniformity:
         return found
 
     def _region(self, index: int) -> set[int]:
-        """Return the blocks from a branch up to where its ways are one again."""
+        """Return the blocks between a branch and its post-dominator, where its paths join."""
         end = self._ends[index]
         seen: set[int] = set()
         todo = list(self.blocks[index].followers)
@@ -213,7 +213,7 @@ class Uniformity:
         return before != (self._bits, self._ends_with, self._branches)
 
     def _blurs(self) -> dict[int, dict[str, int]]:
-        """Return where values meet that come from either way of a divergent branch."""
+        """Return where values from different paths of a divergent branch join."""
         blurs: dict[int, dict[str, int]] = {}
         for index, bits in self._branches.items():
             region = self._region(index) if bits else set()
@@ -260,7 +260,7 @@ class Uniformity:
         if each.predicate is not None:
             condition = self._thread_bits(each.predicate)
             bits = tuple(bit | condition for bit in bits)
-            # Or what was there before.
+            # A predicated write may keep the old value.
             bits = tuple(map(or_, bits, self._of(each.targets[0])))
         for target in each.targets:
             self._bits[target] = bits
@@ -272,21 +272,21 @@ class Uniformity:
         return self._forms.get(operand, operand)
 
     def _note_mirror(self, each: Instruction) -> None:
-        """Remember that a register is another one's, of the lane across."""
+        """Record that a register has another register's value from the opposite lane."""
         if ".bfly" in each.name and each.sources[1].isdigit() and self._is_single(each.targets[0]):
             self._mirrors[each.targets[0]] = int(each.sources[1]), self._form(each.sources[0])
 
     def _combined(self, each: Instruction, bits: Bits) -> Bits:
-        """Follow mirrored values through an instruction, and see whether it joins both sides."""
+        """Track mirrored values through an instruction, and detect one that joins both sides."""
         kind = each.name.split(".")[0]
         sides = [self._mirrors.get(source) for source in each.sources]
         distances = {side[0] for side in sides if side is not None}
         forms = [self._form(source) for source in each.sources]
         if any(self._definitions.get(source, 1) > 1 for source in each.sources):
-            pass  # of what changes, two results are not the same value
+            pass  # of a changing value, two results are not the same
         elif len(each.targets) == 1:
             self._forms[each.targets[0]] = (each.name, *forms)
-        else:  # a value taken apart
+        else:  # a value is unpacked
             for place, target in enumerate(each.targets):
                 self._forms[target] = (each.name, place, *forms)
         for target in each.targets:
@@ -310,7 +310,7 @@ class Uniformity:
         return bits
 
     def _whole(self, form: tuple[object, ...]) -> object:
-        """Return what was taken apart and put together again."""
+        """Return the original value of one that was unpacked and packed again."""
         parts = form[1:]
         if str(form[0]).startswith("mov.b64") and len(parts) == 2:
             low, high = parts
@@ -329,7 +329,7 @@ def _union(bits: Bits) -> int:
 
 
 def _moved(each: Instruction, sources: list[Bits]) -> Bits:
-    """Return the bits of a result: of shifts and masks by constants exactly, else of all alike."""
+    """Return the bits of a result: exactly for shifts and masks by constants, else all joined."""
     kind = each.name.split(".")[0]
     numbers = [int(s, 0) if _INTEGER.fullmatch(s) else None for s in each.sources]
     if kind in ("mov", "cvt") and len(sources) == 1 and len(each.targets) == 1:
@@ -350,7 +350,7 @@ def _moved(each: Instruction, sources: list[Bits]) -> Bits:
 
 
 def _post_dominators(blocks: list[Block]) -> Mapping[int, int]:
-    """Return of each block the first one that all ways from it come to."""
+    """Return, for each block, the first block that all paths from it reach."""
     last = len(blocks) - 1
     every = (1 << len(blocks)) - 1
     sets = [every] * last + [1 << last]
@@ -367,6 +367,6 @@ def _post_dominators(blocks: list[Block]) -> Mapping[int, int]:
     nearest = {}
     for index in range(last):
         others = [each for each in range(len(blocks)) if each != index and sets[index] >> each & 1]
-        # The nearest has all the others behind it.
+        # The nearest one is post-dominated by all others.
         nearest[index] = max(others, key=lambda each: sets[each].bit_count(), default=last)
     return nearest

@@ -1,8 +1,8 @@
-"""Draws on a GPU that once did not end, in a process of their own, which ends in any case:
+"""Regression tests of sampling on a GPU that once hung, in a process that always ends:
 
     python -P -m pagewire.tests.support.sampling_replays {growing,edges}
 
-Exit code 1: a token was wrong; 3: the GPU did not finish in time.
+Exit code 1: a token is wrong; 3: the GPU did not finish in time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pagewire.kernels.bench.inputs import peaked_logits, sampling_inputs, shapin
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
 _VOCABULARY = 128256
-_PATIENCE_S = 10.0  # for some milliseconds of work
-_LEAST_AGREEMENT = 0.98  # float32 sums may move a threshold, rarely
+_TIMEOUT_S = 10.0  # the work takes milliseconds
+_LEAST_AGREEMENT = 0.98  # rarely, rounding of float32 sums moves a threshold
 
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """Rows with top-p at one position, whose penalties grow with each token that they draw.
+    """Rows with top-p at one position, whose penalties grow with each sampled token.
 
-    Each draw takes the top of the logits down a bit, until a nucleus has thousands of tokens and
-    the search finds it in the row in memory.
+    Each draw lowers the largest logits a bit, until a nucleus has thousands of tokens and the
+    search for its threshold reads the row from memory.
 
     Attributes:
-        checks: draws that the reference does, too, the last one among them.
-        highest: logits above it are cut off, so that fewer draws are enough.
+        checks: numbers of the draws that are compared with the reference, including the last one.
+        highest: logits are cut off at this value, so that fewer draws are enough.
     """
 
     rows: int = 64
@@ -44,7 +44,7 @@ class Growing:
     device: str = "cuda"
 
     def agreement(self, kernels: Ops, reference: Ops) -> float:
-        """Return which share of the checked tokens is the reference's."""
+        """Return the share of checked tokens that equal the reference's."""
         logits = peaked_logits(self.rows, self.vocab_size, self.device)
         logits = logits.clamp(max=self.highest).to(torch.bfloat16)
         sampling = sampling_inputs(logits, 0.8, top_p=0.9).arguments[1:]
@@ -72,13 +72,13 @@ class Growing:
 
 
 def edges(kernels: Ops) -> int:
-    """Draw with each top-p next to a sum of probabilities, where one rounding decides.
+    """Draw with top-p values next to sums of probabilities, where one rounding decides.
 
-    Each 40th token is likely. Of a chunk these, and no others, are kept; the last of the sums is
-    that of all of them, from which on the search reads the row in memory.
+    Each 40th token is likely. A chunk keeps only these as candidates. The last sum is that of all
+    of them; above it, the search reads the row from memory.
 
     Returns:
-        How many of the tokens lie below the smallest candidate.
+        The number of sampled tokens below the smallest candidate.
     """
     wrong = 0
     ids = torch.arange(_VOCABULARY, device="cuda")
@@ -101,7 +101,7 @@ def edges(kernels: Ops) -> int:
 
 
 def _captured(run: Callable[[], torch.Tensor], device: str) -> Callable[[], torch.Tensor]:
-    """Return the replay of a CUDA graph of `run`, which draws once before; on a CPU, `run`."""
+    """Return the replay of a CUDA graph of `run`, after one warm-up call; on a CPU, `run`."""
     if device == "cpu":
         return run
     stream = torch.cuda.Stream()
@@ -126,16 +126,16 @@ def _await(device: str, what: str) -> None:
         return
     done = torch.cuda.Event()
     done.record()
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + _TIMEOUT_S
     while not done.query():
         if time.monotonic() > end:
             print(f"the GPU did not come to the end of {what}", flush=True)
-            os._exit(3)  # an orderly end would wait for it
+            os._exit(3)  # a normal exit would wait for the GPU
         time.sleep(0.001)
 
 
 def main(arguments: list[str]) -> int:
-    """Run what is asked for, and return the exit code."""
+    """Run the test that the argument names; return the exit code."""
     torch.manual_seed(0)
     kernels = load_ops("triton", "cuda")
     if arguments == ["edges"]:

@@ -1,4 +1,4 @@
-"""Sequences of all kinds come and go at random over a pool far too small for them."""
+"""A simulation of an engine: random sequences of all kinds over a pool that is much too small."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTCOMES: tuple[Outcome, ...] = ("arrives", "is recomputed", "is recomputed afte
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the simulation: when it comes, what it is, what happens to it."""
+    """A request of the simulation: its arrival, its parameters, and what happens to it."""
 
     at: int
     prompt: list[int]
@@ -32,7 +32,7 @@ class Arrival:
     outcome: Outcome
     delay: int
     abort_after: int | None
-    children: list[int | None]  # when each aborts
+    children: list[int | None]  # when each one is aborted
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class World:
     max_model_len: int
     caching: bool
     overlap: bool
-    iterations_a_step: int  # that the device takes
+    iterations_a_step: int  # how long the device takes for a step
     failure: tuple[int, Literal["launch", "result"]] | None  # of a step
     arrivals: list[Arrival]
 
 
-# Of the layers: without windows, as in most models; then with some.
+# Windows of the layers: none, as in most models; then some.
 WINDOWS: list[tuple[int | None, ...]] = [
     (None,),
     (None,),
@@ -67,7 +67,7 @@ FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Engines under pressure: what runs at once needs more blocks than there are."""
+    """Engines under pressure: running sequences need more blocks than there are."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     windows = draw(st.sampled_from(WINDOWS))
     groups = CacheGroups.of(windows, block_size)
@@ -109,7 +109,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
 
 @st.composite
 def prompts(draw: st.DrawFn, capacity: int) -> list[int]:
-    """Few different beginnings, so that many share cached blocks; some are too long."""
+    """Prompts with few different beginnings, so that they share blocks; some are too long."""
     percent = draw(st.sampled_from([1, 10, 25, 25, 40, 40, 60, 90, 110]))
     length = max(1, capacity * percent // 100 + draw(st.integers(-1, 1)))
     tail = draw(st.lists(st.integers(0, 2), max_size=4))[:length]
@@ -118,7 +118,7 @@ def prompts(draw: st.DrawFn, capacity: int) -> list[int]:
 
 @dataclass
 class Life:
-    """One request on its way through the simulated engine."""
+    """One request in the simulated engine."""
 
     arrival: Arrival
     sequence: Sequence
@@ -134,7 +134,7 @@ class Life:
 
 
 class Simulation:
-    """Runs an engine's loop and plays everybody around it."""
+    """Runs an engine's loop and simulates its clients, workers and KV transfers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -160,7 +160,7 @@ class Simulation:
         while self.to_come or not all(life.is_over for life in self.lives.values()):
             self.iterate()
             assert self.now < 4000, "no end in sight"
-        for _ in range(12):  # held blocks are forgotten, steps in flight are read
+        for _ in range(12):  # so that held blocks are freed and steps in flight end
             self.iterate()
 
     def iterate(self) -> None:
@@ -226,7 +226,7 @@ class Simulation:
         )
         if plain.prefill_only or not arrival.prompt:
             return plain
-        # What another worker delivered before it died: never all that there is.
+        # The tokens that another worker delivered before it died; never all tokens.
         outputs = generate(plain, self.core.scheduler.limits.max_model_len)
         replayed = outputs[: min(arrival.replayed, len(outputs) - 1)] if outputs else []
         plain.token_ids.extend(replayed)
@@ -241,7 +241,7 @@ class Simulation:
             raise RuntimeError("device on fire")
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Play the KV side: look at what is reported to it."""
+        """Simulate the KV endpoint: handle what the engine reports to it."""
         for work in plan.kv if plan is not None else []:
             sequence = self.lives[work.request_id].sequence
             match work:
@@ -266,7 +266,7 @@ class Simulation:
         self.lives[sequence.request_id].reserved_at = self.now
 
     def on_export(self, sequence: Sequence, export: Export) -> None:
-        """Blocks come in order, once, and have been written by the steps launched so far."""
+        """Check that blocks come in order, once, and were written by steps launched so far."""
         groups, size = self.core.scheduler.pool.groups, self.world.block_size
         assert export.first == self.exported.get(export.request_id, 0)
         end = self.exported[export.request_id] = export.first + len(export.block_ids)
@@ -283,7 +283,7 @@ class Simulation:
             assert self.device.cells[block][: len(tokens)] == tokens
 
     def tend(self, life: Life) -> None:
-        """Play the client and the workers around a request."""
+        """Simulate the client and the workers of a request."""
         arrival, sequence = life.arrival, life.sequence
         if life.is_over:
             if life.finished_at is None:
@@ -306,7 +306,7 @@ class Simulation:
         if outcome == "is recomputed":
             self.core.recompute_locally(sequence, None)
             return
-        life.got.append(first)  # delivered by whoever computed it
+        life.got.append(first)  # delivered by the worker that computed it
         if outcome == "arrives":
             self.device.write_prompt(sequence)
             self.core.activate(sequence, first)
@@ -320,7 +320,7 @@ class Simulation:
         assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
 
     def check_ends(self) -> None:
-        """Every sequence got its own tokens, and nothing is left."""
+        """Check that every sequence got the right tokens, and that the engine is empty."""
         for life in self.lives.values():
             if life.finish_reason in ("abort", "error"):
                 assert life.got == life.expected[: len(life.got)]

@@ -1,9 +1,9 @@
 """Faults at named points of transfers, in a cluster of two prefill and two decode workers.
 
-A cell is a point of `fault_points`, a signal, and the side of the transfer whose process gets it
-from the worker that is at the point. While it happens, clients ask for completions whose tokens are
-known. SIGSTOP comes twice: for a moment, and until the others have given the process up and, if it
-is the sender, another one has filled the staging slot that it was about to write to.
+A cell is a point of `fault_points`, a signal, and the side of the transfer whose process gets the
+signal from the worker that reaches the point. Meanwhile, clients ask for completions whose tokens
+are known. There are two cells with SIGSTOP: the process is stopped for a moment, or until the
+others have given it up. A stopped sender stays so until another one has filled its staging slot.
 
     python -P -m pagewire.tests.support.transfer_faults --device cuda \\
         --transport ipc --transport ucx --clusters 2 --out FOLDER
@@ -39,7 +39,7 @@ MEMORY = MemoryCarrier.name
 MAX_TOKENS = 12
 PROMPT_TOKENS = range(33, 701)
 START_TIMEOUT_S = 240.0  # several clusters that compile their kernels at once
-MAX_FAILURES = 3  # of a cluster's cells, before the rest is left out
+MAX_FAILURES = 3  # failed cells of a cluster; then the rest is skipped
 SLOT_BYTES = 4 * 32 << 10  # four blocks of the demo model: most jobs have several segments
 SETTINGS = {
     "PAGEWIRE_HEARTBEAT_S": "0.5",
@@ -53,7 +53,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
+    """The options of a run.
 
     Attributes:
         transport: one of `CARRIERS`, or on the CPU "memory".
@@ -80,7 +80,7 @@ class Options:
 
 
 def known_answers() -> GreedyPrompts:
-    """Return the prompts that are asked."""
+    """Return the prompts, with their answers."""
     known = greedy_prompts(MAX_TOKENS)
     fit = [index for index, each in enumerate(known.prompts) if len(each) in PROMPT_TOKENS]
     return GreedyPrompts(
@@ -147,10 +147,10 @@ def summary(transport: str, results: Sequence[CellResult]) -> dict[str, Any]:
 def run_carriers(
     cells: Sequence[Cell], options: Sequence[Options], clusters: int = 1
 ) -> dict[str, list[CellResult]]:
-    """Play cells by several carriers at the same time, each in several clusters.
+    """Play cells with several carriers at the same time, each in several clusters.
 
     Returns:
-        Their results, by carrier.
+        The results by carrier.
     """
     prompts = known_answers()
     with ThreadPoolExecutor(clusters * len(options)) as pool:
@@ -168,7 +168,7 @@ def run_carriers(
 
 
 def main(argv: list[str]) -> int:
-    """Run all cells by each carrier; returns the exit code."""
+    """Run all cells with each carrier; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--transport", action="append", choices=[*CARRIERS, MEMORY])

@@ -1,8 +1,8 @@
-"""Clients that keep asking, while each worker of a cluster is killed and frozen in turn.
+"""Sends requests while each worker of a cluster is killed and frozen in turn.
 
 python -P -m pagewire.tests.support.worker_trouble --device cpu --seconds 60 --logs FOLDER
 
-runs it by hand, also where there is no GPU; its last line is what happened, as JSON.
+runs it by hand, also without a GPU; its last line is the result as JSON.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
-WORKERS = ("prefill-0", "decode-0", "prefill-1", "decode-1")  # by turns of either role
+WORKERS = ("prefill-0", "decode-0", "prefill-1", "decode-1")  # alternately of each role
 CLIENTS = 16
 FREEZES_S = (8.0, 0.5, 3.0)  # by round; a lease lasts 5 s
-BACK_S = 120.0  # that a worker has to come back
-INTEGRITY_S = 11.0  # until an idle worker has checked its blocks
+BACK_S = 120.0  # timeout for a worker to come back
+INTEGRITY_S = 11.0  # time in which an idle worker checks its blocks
 SEED = 16
 FAILURES_KEPT, MOST_FAILURES = 10, 40  # more end the run
 
 
 @dataclass(frozen=True)
 class Serving:
-    """What runs, and what it is asked for.
+    """A cluster's options and the requests for it.
 
     Attributes:
-        options: of `pagewire up`.
-        token_ids: prompts are of those below.
-        vocab_size: tokens are below.
-        longest_prompt: in tokens.
-        longest_answer: in tokens.
+        options: options of `pagewire up`.
+        token_ids: upper bound (exclusive) of token ids in prompts.
+        vocab_size: upper bound (exclusive) of token ids in answers.
+        longest_prompt: longest prompt in tokens.
+        longest_answer: longest answer in tokens.
     """
 
     options: tuple[str, ...]
@@ -59,13 +59,13 @@ class Serving:
 
 @dataclass
 class Toll:
-    """What happened.
+    """The results of a run.
 
     Attributes:
-        migrations: requests that went on at another decode worker.
-        local_prefills: prompts that decode workers of the last lives computed themselves.
-        num_failures: requests that were not answered as asked.
-        failures: what went wrong with the first of them.
+        migrations: number of requests that migrated to another decode worker.
+        local_prefills: prompts that decode workers computed themselves since their last start.
+        num_failures: number of requests without a correct answer.
+        failures: descriptions of the first failures.
     """
 
     requests: int = 0
@@ -78,7 +78,7 @@ class Toll:
     failures: list[str] = field(default_factory=list)
 
     def fail(self, reason: str) -> None:
-        """Note a failure."""
+        """Record a failure."""
         self.num_failures += 1
         if self.num_failures <= FAILURES_KEPT:
             self.failures.append(reason[:500])
@@ -100,15 +100,15 @@ def serving_on(device: str, model: Path) -> Serving:
 
 
 class Troublemaker:
-    """Kills and freezes the workers of a cluster of two of each role, one of a role at a time."""
+    """Kills and freezes the workers of a cluster, one of each role at a time."""
 
     def __init__(self, cluster: LocalCluster, toll: Toll) -> None:
         self._cluster, self._toll = cluster, toll
-        self._away: dict[str, int] = {}  # the epoch that is over; 0: it comes back as it was
+        self._away: dict[str, int] = {}  # the epoch that has ended; 0: it stays the same
         self._rng = random.Random(SEED)
 
     def go_on_for(self, seconds: float) -> None:
-        """Trouble each worker in turn, all at least once, and wait until all are back."""
+        """Kill or freeze each worker in turn, at least once, and wait until all are back."""
         deadline = time.monotonic() + seconds
         for number in itertools.count():
             freeze_s = FREEZES_S[number % len(FREEZES_S)]
@@ -156,7 +156,7 @@ class Troublemaker:
 async def ask_until(
     done: asyncio.Event, client: Client, serving: Serving, toll: Toll, rng: random.Random
 ) -> None:
-    """Ask for one answer after the other, some with a prompt that was asked before."""
+    """Send one request after another, some with a prompt that was sent before."""
     asked: list[Request] = []
     while not done.is_set():
         if asked and rng.random() < 0.2:
@@ -181,7 +181,7 @@ async def ask_until(
 async def ask_amid_trouble(
     cluster: LocalCluster, serving: Serving, seconds: float, toll: Toll
 ) -> None:
-    """Keep the clients asking for as long as there is trouble."""
+    """Run the clients while workers are killed and frozen."""
     client = Client([cluster.url], vocab=serving.token_ids)
     done = asyncio.Event()
     try:
@@ -198,7 +198,7 @@ async def ask_amid_trouble(
 
 
 def check_nothing_is_left(cluster: LocalCluster) -> None:
-    """Fail if a worker holds a block, has not all links, or has found its accounting wrong."""
+    """Fail if a worker holds a block, lacks a link, or has found an accounting error."""
     cluster.wait_idle(len(WORKERS), timeout=60)
     deadline = time.monotonic() + 30
     while (links := _links(cluster)) != {name: sorted(PREFILL) for name in DECODE}:
@@ -237,13 +237,13 @@ def troubled_cluster(serving: Serving, logs: Path, *options: str) -> Iterator[Lo
 
 
 def make_trouble(device: str, seconds: float, logs: Path, *options: str) -> Toll:
-    """Run it all; fails unless every request was answered and nothing is left.
+    """Run the whole test; fail unless every request was answered and no block is held.
 
     Args:
         device: "cpu" or "cuda".
-        seconds: of trouble, or longer until each worker was killed and frozen once.
+        seconds: duration; longer until each worker was killed and frozen once.
         logs: a folder for the logs of all processes.
-        options: further ones of `pagewire up`.
+        options: further options of `pagewire up`.
     """
     toll = Toll()
     with (
@@ -263,7 +263,7 @@ def make_trouble(device: str, seconds: float, logs: Path, *options: str) -> Toll
 
 
 def all_logs(logs: Path) -> str:
-    """Return what all processes have logged, those that have ended, too."""
+    """Return the logs of all processes, including those that have ended."""
     return "\n".join(path.read_text(errors="replace") for path in sorted(logs.rglob("*.log")))
 
 

@@ -1,4 +1,4 @@
-"""`pagewire batch`: sends the requests of one of OpenAI's batch files to an endpoint.
+"""`pagewire batch`: sends the requests of a batch file in OpenAI's format to an endpoint.
 
 Entry point: `batch` (command.py).
 Read first: `lines.py` (what the files contain), `output_file.py` (what makes a batch resumable),

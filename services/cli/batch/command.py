@@ -96,19 +96,19 @@ async def _send(sender: BatchSender, files: BatchFiles, ctrl_c: CtrlC, report_ev
 
 
 def _summary(tally: Tally, failures: Path) -> str:
-    said = tally.describe()
+    summary = tally.describe()
     if tally.failed:
-        said += f". Failures are in {failures}"
+        summary += f". Failures are in {failures}"
     if tally.failed or tally.done < tally.total:
-        said += ". The same command again sends what is not answered"
-    return said
+        summary += ". The same command again sends what is not answered"
+    return summary
 
 
 def _is_no_success(line: OutputLine) -> bool:
-    """Remove each failure of an earlier run.
+    """Return False for a failure of an earlier run, so that its line is removed.
 
     Raises:
-        BatchLineError: it is a success: the file is a batch's output, and would lose it.
+        BatchLineError: the line is a success, so the file is the output of a batch.
     """
     if line.is_ok:
         raise BatchLineError("which has answers that succeeded, cannot be the file for --errors")
@@ -119,17 +119,17 @@ class BatchFiles:
     """The files of one batch, checked and locked.
 
     Args:
-        stack: closes them.
+        stack: closes the files.
         source: the input.
-        output: for requests that succeed.
-        errors: for those that fail, emptied first; None: they are in the output, too.
+        output: the file for requests that succeed.
+        errors: the file for requests that fail, emptied first; None writes them to the output.
 
     Attributes:
-        tally: of its requests.
-        requests: those that are still to be sent.
+        tally: counts of the batch's requests.
+        requests: the requests that are still to be sent.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: a file cannot be used.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class BatchFiles:
         self.requests = pending_requests(source, self._ids)
 
     def _is_kept(self, line: OutputLine) -> bool:
-        """Keep a success. A request that failed is sent again, so its line is removed."""
+        """Whether to keep a line: a request that failed is sent again, so its line is removed."""
         if line.is_ok:
             self._done += self._ids.mark_done(line.custom_id)
         return line.is_ok
 
     def write(self, line: OutputLine) -> None:
-        """Add a line to the file where it belongs, and to the tally.
+        """Add a line to the file for it, and to the tally.
 
         Raises:
-            PagewireError: it cannot be written.
+            PagewireError: the line cannot be written.
         """
         (self._output if line.is_ok else self._errors).append(line)
         if line.is_ok:

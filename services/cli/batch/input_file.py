@@ -18,13 +18,13 @@ MOST_PROBLEMS = 5
 
 
 def check_input(path: Path, ids: KnownIds) -> int:
-    """Read the whole input and note its ids.
+    """Read the whole input and record its ids.
 
     Returns:
-        How many requests it has.
+        The number of requests in it.
 
     Raises:
-        ConfigError: it cannot be read, or lines are wrong; has the first of them.
+        ConfigError: the file cannot be read, or lines are wrong; the error names the first ones.
     """
     problems: list[str] = []
     wrong = total = 0
@@ -54,7 +54,7 @@ def pending_requests(path: Path, ids: KnownIds) -> Iterator[BatchRequest]:
     """Yield the requests of a checked input that are not answered yet.
 
     Raises:
-        ConfigError: it has changed since.
+        ConfigError: the file has changed since it was checked.
     """
     try:
         for number, found in _read(path):
@@ -67,7 +67,7 @@ def pending_requests(path: Path, ids: KnownIds) -> Iterator[BatchRequest]:
 
 
 def _read(path: Path) -> Iterator[tuple[int, BatchRequest | BatchLineError]]:
-    """Yield the number of each line that is not blank, with what it is or what is wrong."""
+    """Yield the number of each line that is not blank, with its request or its error."""
     if not path.is_file():
         path.stat()
         raise ConfigError(f"{path} must be a file: it is read twice")
@@ -82,5 +82,5 @@ def _read(path: Path) -> Iterator[tuple[int, BatchRequest | BatchLineError]]:
                 else:
                     if found is not None:
                         yield number, found
-        except BatchLineError as exc:  # too long: where the next one begins is not known
+        except BatchLineError as exc:  # too long: the next line's beginning is unknown
             yield number + 1, exc

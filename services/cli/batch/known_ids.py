@@ -1,4 +1,4 @@
-"""The custom ids of a batch, partly on disk if memory cannot hold all."""
+"""The custom ids of a batch, partly on disk if there are many."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CACHE_KIB = 64 << 10
 
 
 class KnownIds:
-    """Which custom ids the input has, and which of them are answered; a context manager.
+    """The custom ids of the input, and which of them are answered; a context manager.
 
-    They are in an unnamed database. SQLite keeps up to `CACHE_KIB` of it in memory, and the rest in
-    the folder for temporary files.
+    The ids are in an unnamed database. SQLite keeps up to `CACHE_KIB` of it in memory, and the rest
+    in the folder for temporary files.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class KnownIds:
             f"PRAGMA cache_size = -{CACHE_KIB}",
             "CREATE TABLE ids (id TEXT PRIMARY KEY, line INTEGER, done INTEGER DEFAULT 0)"
             " WITHOUT ROWID",
-            "BEGIN",  # one that never ends: nobody else reads it, nothing of it stays
+            "BEGIN",  # a transaction that never ends: the database is private and temporary
         ):
             self._database.execute(statement)
 
@@ -43,17 +43,17 @@ class KnownIds:
         self._database.close()
 
     def add(self, custom_id: str, line: int) -> int:
-        """Note an id of the input.
+        """Record an id of the input.
 
         Args:
-            custom_id: of a line.
-            line: its number.
+            custom_id: id of a line.
+            line: number of that line.
 
         Returns:
             The number of the first line with this id, which may be this line.
 
         Raises:
-            PagewireError: there is no room for it. The other methods raise this, too.
+            PagewireError: the disk is full. The other methods raise this, too.
         """
         with _mapped():
             self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", (custom_id, line))
@@ -61,7 +61,7 @@ class KnownIds:
             return int(found.fetchone()[0])
 
     def mark_done(self, custom_id: str) -> bool:
-        """Note that an id is answered. Return whether the input has it and it was not noted yet."""
+        """Record that an id is answered; return whether the input has it and this is new."""
         with _mapped():
             changed = self._database.execute(
                 "UPDATE ids SET done = 1 WHERE id = ? AND NOT done", (custom_id,)

@@ -26,7 +26,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class BatchLineError(PagewireError):
-    """A line of a batch file is wrong; the message says how, not where."""
+    """A line of a batch file is wrong; the message does not have the line's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class BatchRequest:
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the endpoint answered, with any HTTP status."""
+    """The endpoint's HTTP response, with any status."""
 
     status_code: int
     request_id: str
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Why there is no answer."""
+    """The reason why there is no response."""
 
     code: str
     message: str
@@ -89,10 +89,10 @@ _output_line = msgspec.json.Decoder(OutputLine)
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield each line with its end, which only the last may lack.
+    """Yield each line with its line end, which the last line may lack.
 
     Raises:
-        BatchLineError: one has more than `MAX_LINE_BYTES`.
+        BatchLineError: a line has more than `MAX_LINE_BYTES`.
     """
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
@@ -101,10 +101,10 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def parse_request(line: bytes) -> BatchRequest | None:
-    """Read a line of the input; None if it is blank.
+    """Parse a line of the input; return None if it is blank.
 
     Raises:
-        BatchLineError: it is not a request that a batch can have.
+        BatchLineError: the line is not a request that a batch can have.
     """
     line = line.removeprefix(_BYTE_ORDER_MARK).strip()
     if not line:
@@ -130,10 +130,10 @@ def parse_request(line: bytes) -> BatchRequest | None:
 
 
 def parse_output(line: bytes) -> OutputLine:
-    """Read a line of the output.
+    """Parse a line of the output.
 
     Raises:
-        BatchLineError: it is not one.
+        BatchLineError: the line has another form.
     """
     try:
         return _output_line.decode(line)
@@ -142,13 +142,13 @@ def parse_output(line: bytes) -> OutputLine:
 
 
 def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -> OutputLine:
-    """Return the line of an answer, whose body keeps all but its white space.
+    """Return the output line of a response; only white space of its body may change.
 
     Args:
-        request: that was answered.
-        status: of the HTTP response.
-        request_id: from its headers; may be empty.
-        body: of the response.
+        request: the request that was answered.
+        status: status of the HTTP response.
+        request_id: request id from its headers; may be empty.
+        body: body of the response.
     """
     try:
         msgspec.json.decode(body)
@@ -163,7 +163,7 @@ def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -
 
 
 def failed(request: BatchRequest, code: str, message: str) -> OutputLine:
-    """Return the line of a request that has no answer."""
+    """Return the output line of a request that has no response."""
     return OutputLine(_new_id(), request.custom_id, error=Failure(code, message))
 
 

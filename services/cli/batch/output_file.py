@@ -1,4 +1,4 @@
-"""A batch's output file: it has whole lines only, however the process that wrote them ended."""
+"""A batch's output file, which has only whole lines, even if a writing process was killed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _encoder = msgspec.json.Encoder()
 
 
 class OutputFile:
-    """A file of output lines that nobody else appends to; a context manager.
+    """A locked file of output lines; a context manager.
 
     Args:
-        path: created if it is missing. The part of a line that a killed process left is removed.
+        path: created if it is missing. An incomplete line of a killed process is removed.
         keep: called with each line of the file; lines for which it returns False are removed.
 
     Raises:
-        ConfigError: it cannot be written, another process writes to it, or it has other content.
+        ConfigError: the file cannot be written, another process writes to it, or it has other
+            content.
     """
 
     def __init__(self, path: Path, keep: Callable[[OutputLine], bool]) -> None:
@@ -63,10 +64,10 @@ class OutputFile:
         self._stack.close()
 
     def append(self, line: OutputLine) -> None:
-        """Write a whole line, or nothing of it. What is written outlives this process.
+        """Write a whole line or nothing. It is in the file even if this process is killed next.
 
         Raises:
-            PagewireError: it cannot be written.
+            PagewireError: the line cannot be written.
         """
         data = memoryview(_encoder.encode(line) + b"\n")
         try:
@@ -93,7 +94,7 @@ class OutputFile:
         return file
 
     def _check(self, keep: Callable[[OutputLine], bool]) -> tuple[int, int]:
-        """Read all lines and remove an incomplete one; return how many to keep and the total."""
+        """Read all lines and remove an incomplete one; return how many to keep, and the total."""
         kept = total = end = 0
         for line in _lines_from_start(self._file):
             if not line.endswith(b"\n"):
@@ -112,7 +113,7 @@ class OutputFile:
         """Replace this file atomically by one without the lines to remove."""
         new = self._path.with_name(f"{self._path.name}.new")
         with contextlib.suppress(FileNotFoundError):
-            new.unlink()  # of a process that was killed here
+            new.unlink()  # left by a process that was killed here
         old, self._file = self._file, self._open(new)  # the old one stays locked, too
         os.fchmod(self._file.fileno(), stat.S_IMODE(os.fstat(old.fileno()).st_mode))
         with open(self._file.fileno(), "ab", COPY_BYTES, closefd=False) as buffered:

@@ -1,4 +1,4 @@
-"""Sends the requests of a batch, a bounded number at once, and repeats those that are refused."""
+"""Sends the requests of a batch, a bounded number at a time, and retries refused ones."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ MAX_ANSWER_BYTES = 128 << 20
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 NOT_ALLOWED = (401, 403)  # no request with this key can succeed
-UNAVAILABLE = (408, 429, 502, 503, 504)  # due to the endpoint, not to the request
+UNAVAILABLE = (408, 429, 502, 503, 504)  # caused by the endpoint, not by the request
 
 
 class _TryAgainError(Exception):
     """A request has no answer yet.
 
     Args:
-        cause: what to report if it never gets one.
-        is_general: whether any other request would fail, too.
-        pause_s: how long the endpoint asks to wait.
+        cause: the error to report if all retries fail.
+        is_general: whether any other request would also fail.
+        pause_s: how long the endpoint asks to wait, in seconds.
     """
 
     def __init__(self, cause: EndpointError, is_general: bool, pause_s: float = 0.0) -> None:
@@ -41,16 +41,16 @@ class BatchSender:
     """Sends requests to an endpoint; an async context manager.
 
     Args:
-        url: of the server, with or without `/v1`.
-        api_key: sent with each request; None: no key.
-        concurrency: requests under way at once.
+        url: URL of the server, with or without `/v1`.
+        api_key: sent with each request; None sends no key.
+        concurrency: number of requests in flight.
         timeout_s: a request is sent again if the server sends no byte for this time.
         retry_s: how long after its first failure a request may be sent again.
 
     Attributes:
-        in_flight: requests under way.
-        waiting: requests that wait to be sent again.
-        trouble: why the last of them waits.
+        in_flight: number of requests in flight.
+        waiting: number of requests that wait to be sent again.
+        trouble: why the latest of them waits.
     """
 
     def __init__(
@@ -81,30 +81,30 @@ class BatchSender:
     async def send(
         self, requests: Iterator[BatchRequest], on_line: Callable[[OutputLine], None]
     ) -> None:
-        """Send all requests. If cancelled, those under way have no line.
+        """Send all requests. If cancelled, requests in flight get no output line.
 
         Args:
-            requests: taken one by one, as there is room for them.
-            on_line: called with the line of each, in the order in which they end.
+            requests: consumed one by one, when a request can be sent.
+            on_line: called with the output line of each request, in the order in which they end.
 
         Raises:
             EndpointError: the endpoint refuses the key, its certificate is not trusted, or it has
                 refused a request for `retry_s`.
         """
 
-        async def take_turns() -> None:
+        async def send_next() -> None:
             for request in requests:
                 on_line(await self._line_of(request))
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(self._concurrency):
-                    tasks.create_task(take_turns())
+                    tasks.create_task(send_next())
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the first ended all others
+            raise group.exceptions[0] from None  # the first one cancelled the others
 
     async def _line_of(self, request: BatchRequest) -> OutputLine:
-        """Send a request until it is answered, or has failed for good."""
+        """Send a request, and retry it, until it is answered or has finally failed."""
         pause_s, deadline = FIRST_PAUSE_S, math.inf
         while True:
             self.in_flight += 1
@@ -157,8 +157,8 @@ class BatchSender:
             pause_s = retry_after(response.headers.get("Retry-After", ""))
             raise _TryAgainError(refusal(status, body), is_general=True, pause_s=pause_s)
         if len(body) > MAX_ANSWER_BYTES:
-            said = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
-            return failed(request, "answer_too_large", said)
+            message = f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB"
+            return failed(request, "answer_too_large", message)
         return answered(request, status, response.headers.get("x-request-id", ""), body)
 
 
@@ -171,4 +171,4 @@ def retry_after(value: str) -> float:
             seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         except (ValueError, OverflowError):
             return 0.0
-    return seconds if seconds > 0 else 0.0  # nor for nan
+    return seconds if seconds > 0 else 0.0  # also for nan

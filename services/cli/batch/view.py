@@ -23,9 +23,9 @@ class Tally:
     """The requests of a batch so far.
 
     Attributes:
-        before: answered by earlier runs.
-        ok, failed: of this run.
-        started: when it began, by `time.monotonic`.
+        before: requests that earlier runs answered.
+        ok, failed: requests of this run that succeeded and failed.
+        started: start of this run, by `time.monotonic`.
     """
 
     total: int
@@ -36,11 +36,11 @@ class Tally:
 
     @property
     def done(self) -> int:
-        """Requests that have a line now."""
+        """Number of requests that have an output line."""
         return self.before + self.ok + self.failed
 
     def describe(self) -> str:
-        """Return one line: how many are done, how fast, and how long the others will take."""
+        """Return one line: how many requests are done, their rate, and the remaining time."""
         parts = [f"{self.done:,} of {self.total:,} done"]
         if self.failed:
             parts.append(f"{self.failed:,} failed")
@@ -58,10 +58,10 @@ async def run_with_progress(
     """Run the work to its end, and show its progress on stderr.
 
     Args:
-        work: changes the tally.
-        tally: of the batch.
-        sender: of the work.
-        every_s: between two lines, where stderr is not a terminal.
+        work: sends the requests and updates the tally.
+        tally: the batch's tally.
+        sender: the batch's sender.
+        every_s: seconds between two lines, if stderr is not a terminal.
     """
     console = Console(stderr=True)
     if can_redraw(console):
@@ -99,7 +99,7 @@ def _status(tally: Tally, sender: BatchSender) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Return a time as people read it, in two units."""
+    """Return a time in two readable units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

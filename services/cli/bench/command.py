@@ -35,8 +35,8 @@ class BenchPlan:
     """A checked command line.
 
     Attributes:
-        params: as given, by option.
-        shared_prefix: tokens that all prompts have in common.
+        params: the options' values as given, by name.
+        shared_prefix: number of tokens at the start that all prompts share.
     """
 
     params: dict[str, Any]
@@ -49,7 +49,7 @@ class BenchPlan:
     path: str
 
     def config(self, model: str, url: str) -> dict[str, Any]:
-        """Return what somebody needs to repeat the run; no API key."""
+        """Return the settings that are needed to repeat the run, without the API key."""
         shown = {name: value for name, value in self.params.items() if name != "api_key"}
         ends = {"requests": self.pace.requests, "concurrency": self.pace.concurrency}
         if self.pace.rate is not None:
@@ -105,7 +105,7 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
     """Check the options.
 
     Raises:
-        ConfigError: they contradict each other, or a length is none.
+        ConfigError: options contradict each other, or a length is not valid.
     """
     rate, concurrency = params["rate"], params["concurrency"]
     if rate is not None and concurrency is not None:
@@ -145,7 +145,7 @@ async def _measure(
     results: Results,
     ctrl_c: CtrlC,
 ) -> dict[str, Any] | None:
-    """Run the load until its end or Ctrl-C; returns the report, None if it never began."""
+    """Run the load until its end or Ctrl-C; return the report, or None if it did not start."""
     client = OpenAIClient(*endpoint, timeout_s=plan.params["timeout"], keep_text=False)
     try:
         prepared = await ctrl_c.ends(_prepare(plan, client, model, results))
@@ -154,7 +154,7 @@ async def _measure(
         run, name = prepared
         await ctrl_c.ends(run_with_bar(run, Console(stderr=True)))
     finally:
-        with contextlib.suppress(TimeoutError):  # the results do not wait for a lost connection
+        with contextlib.suppress(TimeoutError):  # a lost connection must not delay the results
             async with asyncio.timeout(CLOSE_S):
                 await client.aclose()
     return {"config": plan.config(name, client.url), **results.report(run.seconds)}
@@ -163,7 +163,7 @@ async def _measure(
 async def _prepare(
     plan: BenchPlan, client: OpenAIClient, model: str | None, results: Results
 ) -> tuple[BenchRun, str]:
-    """Warm up and learn how the endpoint counts; returns the run and the model's name."""
+    """Warm up and measure how the endpoint counts tokens; return the run and the model's name."""
     name = await client.choose_model(model)
     fields = {"model": name, "temperature": plan.params["temperature"]}
     target = Target(client, plan.path, fields)
@@ -175,26 +175,26 @@ async def _prepare(
 
 
 def _require_writable(file: str) -> None:
-    """Find out before the load whether its results can be kept; leaves the file as it is.
+    """Check before the load that the results can be written; the file is not changed.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the file cannot be written.
     """
-    target = Path(os.path.realpath(file))  # what a link names is made, and removed, not the link
+    target = Path(os.path.realpath(file))  # create and remove a link's target, not the link
     try:
         if not target.exists():
             target.touch(exist_ok=False)
             target.unlink()
         elif target.is_file() or target.is_dir():
             target.open("ab").close()
-        elif not os.access(target, os.W_OK):  # to open a FIFO would wait for its reader
+        elif not os.access(target, os.W_OK):  # opening a FIFO would wait for its reader
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as exc:
         raise _unwritable(file, exc) from exc
 
 
 def _hand_out(report: dict[str, Any], json_file: str | None) -> None:
-    """Write and show the report; where one cannot be done, the other is."""
+    """Write and show the report; if one fails, still do the other."""
     try:
         if json_file is not None:
             _write(json_file, report)

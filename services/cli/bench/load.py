@@ -1,4 +1,4 @@
-"""The load of a bench: when requests start, and what they ask. Pure functions of a seed."""
+"""The load of a bench: start times and contents of requests. Pure functions of a seed."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ WORDS = tuple(_TEXT.split())
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens: the same for all requests, or uniform between two bounds."""
+    """A number of tokens: the same for all requests, or uniform between two bounds."""
 
     low: int
     high: int
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Read "128" or "64:256".
+        """Parse "128" or "64:256".
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: the text has another form.
         """
         low, _, high = text.partition(":")
         try:
@@ -56,10 +56,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class TokenRatio:
-    """How an endpoint counts a text of our words: tokens = fixed + per_word * words.
+    """How an endpoint counts the tokens of a text of words: tokens = fixed + per_word * words.
 
     Attributes:
-        fixed: what comes with every prompt, such as a chat template's.
+        fixed: tokens of every prompt in addition to its words, such as those of a chat template.
     """
 
     fixed: float
@@ -67,7 +67,7 @@ class TokenRatio:
 
     @classmethod
     def measure(cls, few: tuple[int, int], many: tuple[int, int]) -> TokenRatio:
-        """Return the ratio from the (words, tokens) of two prompts."""
+        """Compute the ratio from (words, tokens) of two prompts."""
         per_word = (many[1] - few[1]) / (many[0] - few[0])
         if per_word <= 0:
             return cls(0.0, 1.0)
@@ -83,7 +83,8 @@ class Request:
     """One request of the load.
 
     Attributes:
-        output_tokens: to be generated, end-of-text or not where the endpoint allows that.
+        output_tokens: number of tokens to generate; if the endpoint supports it, an end-of-sequence
+            token does not end the answer.
     """
 
     prompt: str
@@ -92,11 +93,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """What requests ask.
+    """The contents of requests.
 
     Attributes:
-        shared_prefix: tokens in front of every prompt, the same for all; they count as the
-            prompt's.
+        shared_prefix: tokens at the start of every prompt that are the same in all prompts; they
+            are part of the prompt's length.
         seed: the same seed gives the same requests, which a server may have cached.
     """
 
@@ -107,7 +108,7 @@ class Workload:
     seed: int
 
     def request(self, index: int) -> Request:
-        """Return the request of this index, whatever the order they are asked for."""
+        """Return the request of this index; it does not depend on the order of calls."""
         rng = random.Random(f"{self.seed}/{index}")
         words = self.ratio.words(self.prompt_tokens.draw(rng))
         shared = min(words, round(self.shared_prefix / self.ratio.per_word))
@@ -117,7 +118,7 @@ class Workload:
 
 
 def text_of(rng: random.Random, words: int) -> str:
-    """Return a text of this many random words, each of which comes about equally often."""
+    """Return a text of this many random words, each about equally often."""
     found: list[str] = []
     while len(found) < words:
         found += rng.sample(WORDS, min(len(WORDS), words - len(found)))
@@ -125,12 +126,12 @@ def text_of(rng: random.Random, words: int) -> str:
 
 
 def arrival_times(kind: Arrivals, rate: float, seed: int) -> Iterator[float]:
-    """Yield when requests start, in seconds, without end.
+    """Yield the start times of requests in seconds, without end.
 
     Args:
         kind: "fixed" spaces them evenly, "poisson" as independent users do.
-        rate: requests a second.
-        seed: of the gaps.
+        rate: requests per second.
+        seed: seed of the gaps.
     """
     if kind == "fixed":
         count = 0

@@ -1,4 +1,4 @@
-"""Runs the load of a bench against an endpoint, with a bound on what is in flight."""
+"""Runs the load of a bench against an endpoint, with a bound on requests in flight."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
 from pagewire.shared.errors import ConfigError
 
-PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # so that every word counts alike
-PAUSE_AFTER_ERROR_S = 0.1  # a server that refuses at once is not to be asked without end
+PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # all words, once and twice, so that each counts alike
+PAUSE_AFTER_ERROR_S = 0.1  # so that a server that refuses at once is not flooded
 NOT_SENT = "not sent: in-flight limit"
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast requests start, and when no more do.
+    """How fast requests start, and when the last one starts.
 
     Attributes:
-        rate: requests a second, whatever the server's speed; None keeps `concurrency` running.
-        max_in_flight: with a rate, requests beyond are not sent and count as failed.
-        requests: upper bound of their number.
-        duration_s: none starts later.
+        rate: requests per second, independent of the server's speed; None keeps `concurrency`
+            requests running.
+        max_in_flight: with a rate, requests beyond this number are not sent and count as failed.
+        requests: upper bound on the number of requests.
+        duration_s: no request starts later than this.
     """
 
     rate: float | None = None
@@ -48,11 +49,11 @@ class Pace:
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked.
+    """The endpoint, and the fields of all requests.
 
     Attributes:
         path: `CHAT` or `COMPLETIONS`.
-        fields: of every request, in addition to prompt and length.
+        fields: fields of every request, in addition to prompt and length.
     """
 
     client: OpenAIClient
@@ -63,7 +64,7 @@ class Target:
         """Return the reply to one request.
 
         Raises:
-            EndpointError: there is none.
+            EndpointError: there is no complete reply.
         """
         base: dict[str, Any] = {**self.fields, "max_tokens": output_tokens}
         if self.path == CHAT:
@@ -73,10 +74,10 @@ class Target:
         return await self.client.stream(self.path, base, {"ignore_eos": True})
 
     async def measure_ratio(self, seed: int) -> TokenRatio:
-        """Ask twice to warm up, to learn what the endpoint understands, and how it counts.
+        """Send two requests to warm up, and learn the endpoint's dialect and how it counts tokens.
 
         Raises:
-            EndpointError: it does not answer.
+            EndpointError: the endpoint does not answer.
         """
         rng = random.Random(f"{seed}/probe")
         counts = []
@@ -90,8 +91,8 @@ class BenchRun:
     """One run of a load; used once.
 
     Attributes:
-        results: grow as replies end.
-        in_flight: requests under way.
+        results: the results so far.
+        in_flight: number of requests in flight.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BenchRun:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last reply."""
+        """Time from the start to the end of the last reply."""
         return self._end - self._start
 
     @property
@@ -123,7 +124,7 @@ class BenchRun:
         return min(1.0, max(by_count, by_time))
 
     async def run(self) -> None:
-        """Send everything and wait for the last reply. If cancelled, so are the requests."""
+        """Send all requests and wait for the last reply. Cancelling it cancels the requests."""
         self._start = self._end = self._clock()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -136,7 +137,7 @@ class BenchRun:
             self._end = self._clock()
 
     async def _repeat(self) -> None:
-        """Be one of the users who ask again as soon as they have been answered."""
+        """Send one request after another, as one user does."""
         while (index := self._next()) is not None:
             self.in_flight += 1
             if not await self._one(index):
@@ -159,7 +160,7 @@ class BenchRun:
                 tasks.create_task(self._one(index))
 
     def _next(self) -> int | None:
-        """Return the index of the request to send now, or None once enough have been."""
+        """Return the index of the next request, or None if enough were sent."""
         index, pace = self.results.sent, self._pace
         if pace.requests is not None and index >= pace.requests:
             return None
@@ -169,7 +170,7 @@ class BenchRun:
         return index
 
     async def _one(self, index: int) -> bool:
-        """Send a request that counts as in flight; returns whether it was answered."""
+        """Send a request that counts as in flight; return whether it was answered."""
         request = self._workload.request(index)
         try:
             reply = await self._target.ask(request.prompt, request.output_tokens)

@@ -17,13 +17,12 @@ MAX_SAMPLES = 1 << 20  # 8 MiB of each kind
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest rank, as all benches do; NaN of no values.
+    """Return a percentile by nearest rank, as in all of Pagewire's benches; NaN without values.
 
-    That is the smallest value that at least `percent` percent of the values do not exceed: of n
-    values the one of rank ceil(n * percent / 100).
+    Nearest rank: of n values, the one of rank ceil(n * percent / 100) in ascending order.
 
     Args:
-        values: in any order; ascending ones are sorted in linear time.
+        values: in any order; if they ascend, sorting takes linear time.
         percent: from 0 to 100.
     """
     if not values:
@@ -35,9 +34,9 @@ class Samples:
     """Numbers in bounded memory: all of them up to a limit, then a uniform sample of them.
 
     Attributes:
-        count: of all numbers that were added.
-        total: their sum.
-        highest: the largest of them.
+        count: number of all values that were added.
+        total: sum of all values.
+        highest: the largest value.
     """
 
     def __init__(self, limit: int = MAX_SAMPLES) -> None:
@@ -55,7 +54,7 @@ class Samples:
             self._kept[place] = value
 
     def summary(self, scale: float = 1.0) -> dict[str, float] | None:
-        """Return mean, percentiles and maximum times a scale; None without a sample."""
+        """Return mean, percentiles and maximum, multiplied by a scale; None without a sample."""
         if not self.count:
             return None
         ordered = sorted(self._kept)
@@ -67,11 +66,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Slo:
-    """What a reply must keep to be good; None asks for nothing.
+    """Bounds that a good reply must meet; None means no bound.
 
     Attributes:
-        ttft_s: bound of the time to first token.
-        itl_s: bound of a reply's mean time between tokens.
+        ttft_s: bound on the time to first token.
+        itl_s: bound on a reply's mean time between tokens.
     """
 
     ttft_s: float | None = None
@@ -83,7 +82,7 @@ class Slo:
         return self.ttft_s is not None or self.itl_s is not None
 
     def is_kept_by(self, reply: Reply) -> bool:
-        """Return whether a reply is good; one without a second token has no gaps to be late."""
+        """Return whether a reply is good; a reply of one token meets any bound on gaps."""
         if reply.ttft is None:
             return False
         gap = mean_gap(reply)
@@ -92,7 +91,7 @@ class Slo:
 
 
 def mean_gap(reply: Reply) -> float | None:
-    """Return the mean time between a reply's tokens; None if there is but one moment of them."""
+    """Return the mean time between a reply's tokens; None if all came at the same time."""
     return None if reply.tokens_per_s is None else 1 / reply.tokens_per_s
 
 
@@ -102,11 +101,11 @@ class Results:
 
     Attributes:
         sent: requests that were started, or should have been.
-        errors: what went wrong, by kind.
-        good: replies that keep the SLO.
-        inexact: replies whose tokens were counted by chunks of text, for want of better.
-        miscounted: replies whose token ids are not as many as their usage says.
-        start_lag: how late requests started, by the load generator's own fault.
+        errors: number of errors, by kind.
+        good: replies that meet the SLO.
+        inexact: replies whose tokens were counted as chunks of text, since the server reports none.
+        miscounted: replies whose number of token ids differs from their usage.
+        start_lag: how late requests started because of the load generator itself.
     """
 
     slo: Slo = Slo()
@@ -154,10 +153,10 @@ class Results:
             self.cached_tokens.add(reply.cached_tokens)
 
     def report(self, seconds: float) -> dict[str, Any]:
-        """Return everything as JSON has it; times in milliseconds.
+        """Return all results as JSON values; times are in milliseconds.
 
         Args:
-            seconds: from the first request to the end of the last reply.
+            seconds: time from the first request to the end of the last reply.
         """
         prompt = self.prompt_tokens
         return {

@@ -1,4 +1,4 @@
-"""How a bench looks: a progress bar while it runs, a table of its results."""
+"""Output of a bench: a progress bar while it runs, a table of its results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATENCIES = (
 
 
 async def run_with_bar(run: BenchRun, console: Console) -> None:
-    """Run a bench to its end, with a bar where there is a terminal."""
+    """Run a bench to its end, with a progress bar if the output is a terminal."""
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not can_redraw(console)) as bar:
         shown = bar.add_task("", total=1.0)
@@ -71,7 +71,7 @@ def _latencies(report: dict[str, Any]) -> Table:
 
 
 def summary_lines(report: dict[str, Any]) -> Iterator[str]:
-    """Yield what a reader wants to know besides the latencies, and warnings."""
+    """Yield the results other than latencies, and warnings."""
     requests, tokens, speed = report["requests"], report["tokens"], report["throughput"]
     yield (
         f"{requests['ok']} of {requests['sent']} requests answered in {report['duration_s']:.2f} s"

@@ -29,11 +29,11 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stop
 
 @dataclass
 class Conversation:
-    """The messages so far, and how to ask for the next one.
+    """The messages so far, and the fields of requests.
 
     Attributes:
-        system: the message in front of all others, if any.
-        fields: of each request, in addition to the messages.
+        system: the system message before all others, if any.
+        fields: fields of each request, in addition to the messages.
     """
 
     system: str | None
@@ -45,13 +45,13 @@ class Conversation:
         self.messages.clear()
 
     def body(self, question: str) -> dict[str, Any]:
-        """Return the request that asks the question in the light of what was said before."""
+        """Return the body of a request with the conversation so far and a question."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": question}
         return {**self.fields, "messages": [*system, *self.messages, asked]}
 
     def add(self, question: str, answer: str) -> None:
-        """Remember a question and what was answered; without an answer, neither."""
+        """Add a question and its answer to the conversation, unless the answer is empty."""
         if answer:
             self.messages.append({"role": "user", "content": question})
             self.messages.append({"role": "assistant", "content": answer})
@@ -92,7 +92,7 @@ def chat(
 
 
 def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation) -> int:
-    """Answer questions until there are no more; returns how many could not be answered."""
+    """Answer questions until there are no more; return how many could not be answered."""
     failures = 0
     if sys.stdin.isatty():
         note(f"{talk.fields['model']} at {client.url}: {COMMANDS}")
@@ -111,7 +111,7 @@ def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation) 
 
 
 def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, question: str) -> bool:
-    """Stream one answer; returns whether it came."""
+    """Stream one answer; return whether the question was answered."""
     heard: list[str] = []
 
     def on_text(text: str) -> None:
@@ -141,11 +141,11 @@ def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, quest
 
 
 def _questions() -> Iterator[str]:
-    """Yield lines of stdin until its end; on a terminal, with a prompt and a history to edit."""
+    """Yield lines of stdin until its end; on a terminal, with a prompt and an editable history."""
     if not sys.stdin.isatty():
         yield from readable_stdin()
         return
-    with contextlib.suppress(ImportError):  # not every Python has it
+    with contextlib.suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401 - gives input() its editing and history
     interrupted = False
     while True:

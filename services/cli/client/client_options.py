@@ -47,10 +47,10 @@ Timeout = Annotated[
 
 
 def operator_endpoint(url: str | None, operator_url: str | None) -> str:
-    """Return the URL of the operator port: as given, else the endpoint's usual one.
+    """Return the URL of the operator port: as given, else the endpoint's default one.
 
     Raises:
-        ConfigError: an URL or a setting in the environment is wrong.
+        ConfigError: a URL or a setting in the environment is wrong.
     """
     settings = load_settings(ClientSettings, {"url": url, "operator_url": operator_url})
     if settings.operator_url is not None and (url is None or operator_url is not None):
@@ -59,7 +59,7 @@ def operator_endpoint(url: str | None, operator_url: str | None) -> str:
 
 
 def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | None]:
-    """Return the URL and the key to use: as given, else from the environment.
+    """Return the URL and the API key: as given, else from the environment.
 
     Raises:
         ConfigError: a setting in the environment is wrong.

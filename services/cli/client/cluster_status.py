@@ -1,4 +1,4 @@
-"""A cluster as its operator port shows it, with everybody's metrics, in one snapshot."""
+"""A snapshot of a cluster: what its operator port shows, with the metrics of all processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NotReadyError(PagewireError):
 
 
 class NoRouterError(PagewireError):
-    """Nothing answers at a URL as the operator port of Pagewire's router does."""
+    """A URL is not that of an operator port of a Pagewire router."""
 
     def __init__(self, url: str) -> None:
         super().__init__(
@@ -53,10 +53,10 @@ class NoRouterError(PagewireError):
 
 @dataclass
 class WorkerStatus:
-    """One worker; numbers are None where nothing reports them.
+    """One worker; numbers are None if they are not reported.
 
     Attributes:
-        service: as the router describes it.
+        service: the worker as the router describes it.
         blocks: KV blocks by state: free, cached, used, total.
     """
 
@@ -68,7 +68,7 @@ class WorkerStatus:
 
     @classmethod
     def of_record(cls, service: Service) -> WorkerStatus:
-        """Return what a worker's record says of it, which is up to a heartbeat old."""
+        """Return the status from a worker record, which is up to one heartbeat old."""
         load = service.load
         if load is None:
             return cls(service)
@@ -76,7 +76,7 @@ class WorkerStatus:
         return cls(service, load.running, load.waiting, load.queued_prefill_tokens, blocks)
 
     def share(self, state: str) -> float | None:
-        """Return the share of the KV blocks in a state, 0 to 1; None if that is not known."""
+        """Return the share of KV blocks in a state, 0 to 1; None if that is not known."""
         total = self.blocks.get("total", 0.0)
         return self.blocks.get(state, 0.0) / total if total else None
 
@@ -87,9 +87,9 @@ class ClusterStatus:
 
     Attributes:
         ok: whether the cluster is ready.
-        problem: why it is not; empty if it is.
-        at: when, on the monotonic clock.
-        totals: over all routers, by short name; empty if there are no metrics.
+        problem: why the cluster is not ready; empty if it is.
+        at: time of the snapshot, on the monotonic clock.
+        totals: sums of counters over all routers, by short name; empty if there are no metrics.
     """
 
     url: str
@@ -107,16 +107,16 @@ class ClusterStatus:
         return self.totals.get("prefix_hits", 0.0) / queries if queries else None
 
     def rate(self, name: str, before: ClusterStatus | None) -> float | None:
-        """Return how fast a total has grown since an earlier snapshot; None if that is unknown."""
+        """Return a total's growth per second since an earlier snapshot; None if that is unknown."""
         if before is None or self.at <= before.at:
             return None
         if name not in self.totals or name not in before.totals:
             return None
         grown = self.totals[name] - before.totals[name]
-        return grown / (self.at - before.at) if grown >= 0 else None  # less: it was restarted
+        return grown / (self.at - before.at) if grown >= 0 else None  # negative after a restart
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything in JSON's types."""
+        """Return the whole status in JSON types."""
         redis_up = self.totals.get("redis_up")
         return {
             "url": self.url,
@@ -138,7 +138,7 @@ async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float
     """Wait until a cluster is ready; there may be nothing at the URL yet.
 
     Raises:
-        NotReadyError: it was not in that time; says why.
+        NotReadyError: the cluster was not ready in time; the message says why.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -154,16 +154,16 @@ async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float
 
 
 async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
-    """Ask a router for its cluster, and each process of it for its metrics.
+    """Fetch a router's view of its cluster, and the metrics of each process.
 
-    Of a worker that does not answer, there is what its record says.
+    If a worker does not answer, its status comes from its record.
 
     Args:
         client: owned by the caller.
-        url: of a router's operator port, without a path.
+        url: URL of a router's operator port, without a path.
 
     Raises:
-        NoRouterError: nothing there describes a cluster.
+        NoRouterError: the URL is not that of a router's operator port.
     """
     view = await fetch_cluster_view(client, url)
     if view is None or not view.model:
@@ -172,13 +172,13 @@ async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:
 
 
 def build_status(url: str, view: ClusterView, metrics: str, at: float) -> ClusterStatus:
-    """Put the two pages together.
+    """Combine a router's view and the metrics.
 
     Args:
-        url: of the operator port.
-        view: the cluster as it describes it.
-        metrics: of all processes in Prometheus' text format; empty if there is none.
-        at: when they were read.
+        url: URL of the operator port.
+        view: the router's view of the cluster.
+        metrics: metrics of all processes in Prometheus' text format; may be empty.
+        at: time at which they were read.
     """
     workers = {service.id: WorkerStatus.of_record(service) for service in view.services}
     totals: dict[str, float] = {}
@@ -197,11 +197,11 @@ def build_status(url: str, view: ClusterView, metrics: str, at: float) -> Cluste
 
 
 async def fetch_metrics(client: httpx.AsyncClient, url: str) -> str:
-    """Return the metrics of all processes on one page; those that don't answer are left out.
+    """Return the metrics of all processes as one text; processes that do not answer are left out.
 
     Args:
         client: owned by the caller.
-        url: of a router's operator port.
+        url: URL of a router's operator port.
     """
     try:
         targets = decode_targets(await _fetch(client, f"{url}/sd"))
@@ -217,7 +217,7 @@ async def _fetch_page(client: httpx.AsyncClient, target: Target) -> str:
 
 
 async def _fetch(client: httpx.AsyncClient, url: str) -> bytes:
-    """Return a body, or nothing: metrics are worth less than an error."""
+    """Return a response's body; empty after an error, since metrics are optional."""
     body = bytearray()
     try:
         async with asyncio.timeout(METRICS_TIMEOUT_S), client.stream("GET", url) as response:
@@ -227,7 +227,7 @@ async def _fetch(client: httpx.AsyncClient, url: str) -> bytes:
                 body += part
                 if len(body) > MAX_PAGE_BYTES:
                     return b""
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):  # busy, or on its way out
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):  # busy, or shutting down
         return b""
     return bytes(body)
 
@@ -237,7 +237,7 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 yield sample.name, sample.labels, sample.value
-    except ValueError:  # cut off or not Prometheus': what was read so far counts
+    except ValueError:  # cut off, or not in Prometheus' format: keep what was parsed
         return
 
 

@@ -67,7 +67,7 @@ async def _complete(
 
 
 def summary(model: str, reply: Reply) -> dict[str, Any]:
-    """Return what `--json` prints; what the server does not report is null."""
+    """Return the object that `--json` prints; None where the server does not report a value."""
     return {
         "model": model,
         "text": reply.text,
@@ -82,10 +82,10 @@ def summary(model: str, reply: Reply) -> dict[str, Any]:
 
 
 def _read_prompt(prompt: str | None) -> str:
-    """Return the argument, or stdin without the line end that `echo` puts there.
+    """Return the argument, or stdin without a line end that `echo` adds.
 
     Raises:
-        ConfigError: neither has any text.
+        ConfigError: both are empty.
     """
     if prompt is None and not sys.stdin.isatty():
         prompt = readable_stdin().read().removesuffix("\n")
@@ -93,4 +93,4 @@ def _read_prompt(prompt: str | None) -> str:
         raise ConfigError(
             'no text to continue: give some, e.g. pagewire complete "Lambda expressions"'
         )
-    return prompt.encode(errors="replace").decode()  # an argument may carry bytes of no text
+    return prompt.encode(errors="replace").decode()  # an argument may have bytes that are not text

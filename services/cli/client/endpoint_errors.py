@@ -1,4 +1,4 @@
-"""What goes wrong between a command and an endpoint, as errors that a user can read."""
+"""Errors between a command and an endpoint, with messages for users."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_ERROR_CHARS = 500
 
 
 class EndpointError(PagewireError):
-    """The endpoint cannot be reached, refuses, or breaks off.
+    """The endpoint cannot be reached, refuses a request, or breaks off an answer.
 
     Attributes:
-        kind: for counting, e.g. "connect", "timeout", "http 429", "stream".
-        status: of the HTTP response, if there was one with an error.
+        kind: kind of error, for counting, for example "connect", "timeout", "http 429", "stream".
+        status: status of the HTTP response; None if there was no error response.
     """
 
     def __init__(self, message: str, kind: str, status: int | None = None) -> None:
@@ -46,14 +46,14 @@ def unreachable(url: str, exc: httpx.HTTPError) -> EndpointError:
 
 
 def refusal(status: int, body: bytes) -> EndpointError:
-    """Return the error that a refused request is."""
+    """Return the error for a request that the endpoint refused."""
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
         message = error if isinstance(error, str) else error.message
     except UNDECODABLE:
         message = body.decode(errors="replace")
-    said = clipped(message) or "no reason given"
-    return EndpointError(f"HTTP {status}: {said}", f"http {status}", status)
+    reason = clipped(message) or "no reason given"
+    return EndpointError(f"HTTP {status}: {reason}", f"http {status}", status)
 
 
 def clipped(text: str) -> str:

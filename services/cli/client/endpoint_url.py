@@ -1,4 +1,4 @@
-"""URLs and keys of endpoints, as users give them, and what reaches them by HTTP."""
+"""URLs and keys of endpoints, as users give them, and HTTP clients for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def base_url(url: str) -> str:
     """Return the URL up to and including `/v1`.
 
     Raises:
-        ConfigError: it is not an HTTP URL.
+        ConfigError: the text is not an HTTP URL.
     """
     return f"{root_url(url)}/v1"
 
@@ -26,11 +26,11 @@ def root_url(url: str, name: str = "--url (or PAGEWIRE_URL)") -> str:
     """Return the URL of the server, without `/v1`.
 
     Args:
-        url: as given.
-        name: of what gives it, for the error.
+        url: the URL as given.
+        name: name of the option or setting, for the error.
 
     Raises:
-        ConfigError: it is not an HTTP URL.
+        ConfigError: the text is not an HTTP URL.
     """
     try:
         parsed = httpx.URL(url)
@@ -44,10 +44,10 @@ def root_url(url: str, name: str = "--url (or PAGEWIRE_URL)") -> str:
 
 
 def usual_operator_url(url: str) -> str:
-    """Return the URL that an endpoint's operator port has by default.
+    """Return the default URL of an endpoint's operator port.
 
     Raises:
-        ConfigError: there is no such port.
+        ConfigError: the endpoint has no default operator port.
     """
     parsed = httpx.URL(url)
     port = parsed.port or {"http": 80, "https": 443}[parsed.scheme]
@@ -65,13 +65,13 @@ def http_client(
 ) -> httpx.AsyncClient:
     """Return a client for one endpoint; the caller closes it.
 
-    SSL_CERT_FILE and SSL_CERT_DIR apply to this machine as to others; proxies do not.
+    SSL_CERT_FILE and SSL_CERT_DIR always apply; proxies are not used for this machine.
 
     Args:
-        url: of the endpoint.
+        url: URL of the endpoint.
         headers: sent with each request.
-        timeout_s: after which a request fails if the server sends no byte.
-        keep_alive: idle connections that are kept.
+        timeout_s: a request fails if the server sends no byte for this time.
+        keep_alive: upper bound on idle connections that are kept.
     """
     is_tls = httpx.URL(url).scheme == "https"
     return httpx.AsyncClient(
@@ -84,10 +84,10 @@ def http_client(
 
 
 def key_header(api_key: str | None) -> dict[str, str]:
-    """Return the header that carries a key, without the line end of the file it came from.
+    """Return the header with an API key, without the line end of the file it came from.
 
     Raises:
-        ConfigError: no header can carry it; does not show it.
+        ConfigError: a header cannot contain the key; the message does not show it.
     """
     if not api_key:
         return {}
@@ -98,12 +98,12 @@ def key_header(api_key: str | None) -> dict[str, str]:
 
 
 def may_use_proxy(url: str) -> bool:
-    """Return whether the environment's proxies may be used: never to reach this machine."""
+    """Return whether the environment's proxies may be used; not for URLs of this machine."""
     return httpx.URL(url).host not in LOOPBACK_HOSTS
 
 
 async def read_start(response: httpx.Response, max_bytes: int) -> bytes:
-    """Return a response's body; of a longer one somewhat more than `max_bytes`, and no more."""
+    """Return a response's body; reading stops soon after `max_bytes`."""
     body = bytearray()
     async for part in response.aiter_bytes():
         body += part

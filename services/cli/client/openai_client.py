@@ -1,4 +1,4 @@
-"""A streaming client of any OpenAI-compatible endpoint, for all commands that ask one."""
+"""A streaming client of any OpenAI-compatible endpoint, for all commands that use one."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _chunk = msgspec.json.Decoder(Chunk)
 
 @dataclass
 class Reply:
-    """One answer as it came; times in seconds from the sending of the request.
+    """One answer and its timing; times are in seconds since the request was sent.
 
     Attributes:
-        arrivals: when each chunk came.
-        counts: tokens in each chunk; where the server names no tokens, 1.
-        token_ids: of all tokens, as far as the server names them.
-        has_token_ids: the counts are the server's.
-        seconds: until the answer had ended.
+        arrivals: arrival time of each chunk.
+        counts: number of tokens in each chunk; 1 if the server sends no token ids.
+        token_ids: ids of the tokens, if the server sends them.
+        has_token_ids: the counts come from the server's token ids.
+        seconds: time at which the answer ended.
     """
 
     text: str = ""
@@ -58,36 +58,36 @@ class Reply:
 
     @property
     def ttft(self) -> float | None:
-        """Time to the first token; None if none came."""
+        """Time to first token; None if no token came."""
         return self.arrivals[0] if self.arrivals else None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens came: by the token ids, else by usage, else one a chunk."""
+        """Number of tokens: counted by token ids, else from the usage, else one per chunk."""
         if not self.has_token_ids and self.usage is not None and self.usage.completion_tokens:
             return self.usage.completion_tokens
         return sum(self.counts)
 
     @property
     def cached_tokens(self) -> int | None:
-        """Prompt tokens that the server had cached; None if it does not say."""
+        """Number of cached prompt tokens; None if the server does not report it."""
         details = None if self.usage is None else self.usage.prompt_tokens_details
         return None if details is None else details.cached_tokens
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Speed after the first chunk; None if it was the only one."""
+        """Tokens per second after the first chunk; None if there is only one chunk."""
         if len(self.arrivals) < 2 or self.arrivals[-1] <= self.arrivals[0]:
             return None
         return (self.num_tokens - self.counts[0]) / (self.arrivals[-1] - self.arrivals[0])
 
     def token_times(self) -> list[float]:
-        """Return when each token came; tokens of one chunk came at one time."""
+        """Return each token's arrival time; tokens of one chunk arrive at the same time."""
         chunks = zip(self.arrivals, self.counts, strict=True)
         return [at for at, count in chunks for _ in range(count)]
 
     def gaps(self) -> list[float]:
-        """Return the times between tokens; tokens that came together share the time before them."""
+        """Return the times between tokens; a chunk's tokens share the time before the chunk."""
         found = []
         for i in range(1, len(self.arrivals)):
             gap = (self.arrivals[i] - self.arrivals[i - 1]) / self.counts[i]
@@ -95,7 +95,7 @@ class Reply:
         return found
 
     def take(self, chunk: Chunk, now: float, *, keep_text: bool) -> str:
-        """Add a chunk; returns its text."""
+        """Add a chunk; return its text."""
         self.usage = chunk.usage or self.usage
         text, count, has_ids = "", 0, False
         for choice in chunk.choices or ():
@@ -116,12 +116,12 @@ class Reply:
 
 
 class ChunkReader:
-    """Reads the body of a streamed answer, whichever client brings it.
+    """Parses the body of a streamed answer, independent of the HTTP client.
 
-    The body has to be read to its end: a connection that is left before it cannot be used again.
+    Read the body to its end: otherwise its connection cannot be used again.
 
     Attributes:
-        is_done: `[DONE]` came; what follows is skipped.
+        is_done: `[DONE]` has come; the rest is skipped.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class ChunkReader:
         """Yield each chunk that these bytes complete.
 
         Raises:
-            EndpointError: it is an error, or nothing that is known.
+            EndpointError: an event is an error, or is not a chunk of an OpenAI stream.
         """
         if self.is_done:
             return
@@ -148,11 +148,12 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What may be asked of an endpoint beyond the oldest API.
+    """Features of an endpoint beyond the oldest API.
 
     Attributes:
-        usage: a last chunk with the usage.
-        extensions: `return_token_ids` and what else vLLM, SGLang and Pagewire understand.
+        usage: the endpoint can send a last chunk with the usage.
+        extensions: the endpoint accepts `return_token_ids` and other fields of vLLM, SGLang and
+            Pagewire.
     """
 
     usage: bool
@@ -172,12 +173,13 @@ DIALECTS = (Dialect(True, True), Dialect(True, False), Dialect(False, False))
 
 
 class OpenAIClient:
-    """Asks an endpoint; an async context manager, or closed with `aclose`.
+    """Client of one endpoint; an async context manager, or closed with `aclose`.
 
     Args:
-        url: of the server, with or without `/v1`.
-        timeout_s: without any byte from the server, after which a request fails.
-        keep_text: whether replies keep their text, besides handing it out.
+        url: URL of the server, with or without `/v1`.
+        api_key: sent with each request; None sends no key.
+        timeout_s: a request fails if the server sends no byte for this time.
+        keep_text: whether replies keep their text, in addition to `on_text`.
     """
 
     def __init__(
@@ -204,10 +206,10 @@ class OpenAIClient:
         await self.aclose()
 
     async def choose_model(self, wanted: str | None) -> str:
-        """Return the wanted model, or the first that the endpoint lists.
+        """Return the wanted model, or the first one that the endpoint lists.
 
         Raises:
-            EndpointError: it does not answer, or lists none.
+            EndpointError: the endpoint does not answer, or lists no model.
         """
         if wanted is not None:
             return wanted
@@ -232,16 +234,16 @@ class OpenAIClient:
         extensions: Mapping[str, Any] | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> Reply:
-        """Ask for one answer and return it once it has ended.
+        """Send a request and return its answer after it has ended.
 
-        An endpoint that refuses a field of the newer API is asked again without; what it took is
-        remembered.
+        If the endpoint refuses a field of the newer API, the request is sent again without it.
+        Later requests use the fields that were accepted.
 
         Args:
             path: `CHAT` or `COMPLETIONS`.
-            base: the body, without what concerns streaming.
+            base: the body, without fields about streaming.
             extensions: fields for servers that know `return_token_ids`.
-            on_text: called with each chunk of text as it comes.
+            on_text: called with each chunk of text when it arrives.
 
         Raises:
             EndpointError: there is no complete answer.
@@ -309,7 +311,7 @@ def _decode(data: bytes) -> Chunk:
 
 
 async def _read_end(parts: AsyncIterator[bytes]) -> None:
-    """Read the rest of a body, so that its connection is used again; the answer is complete."""
+    """Read the rest of a body after its answer, so that its connection can be used again."""
     try:
         async with asyncio.timeout(BODY_END_TIMEOUT_S):
             async for _ in parts:

@@ -1,4 +1,4 @@
-"""The parts of OpenAI's responses that the commands read; other fields are skipped."""
+"""The fields of OpenAI's responses that the commands read; other fields are skipped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
-    """Of the prompt's tokens, those that were cached."""
+    """Details of the prompt's tokens: how many were cached."""
 
     cached_tokens: int | None = None
 
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a chat answer; servers differ in how they name its reasoning."""
+    """A chunk's part of a chat answer; servers have different names for reasoning."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -28,7 +28,7 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """What a chunk adds to one answer."""
+    """A chunk's part of one answer."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -37,7 +37,7 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def content(self) -> str:
-        """The text, wherever it stands."""
+        """The text, from any of the fields that may have it."""
         if self.delta is None:
             return self.text or ""
         reasoning = self.delta.reasoning or self.delta.reasoning_content or ""
@@ -51,7 +51,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of a refusal; some servers put a plain text in place of the object."""
+    """The body of an error response; some servers send plain text instead of the object."""
 
     error: Problem | str
 

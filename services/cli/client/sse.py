@@ -1,4 +1,4 @@
-"""Server-sent events: from the bytes of a stream to the data of its events."""
+"""Parses server-sent events: bytes of a stream in, data of its events out."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ MAX_EVENT_BYTES = 16 << 20
 
 
 class EventTooLargeError(PagewireError):
-    """An event grew beyond what is kept in memory."""
+    """An event is larger than `MAX_EVENT_BYTES`."""
 
 
 class EventParser:
-    """Cuts a stream into events, however its bytes arrive.
+    """Splits a stream into events; chunks may end anywhere.
 
-    Lines end in LF or CR LF. Only `data` is read: names, ids and comments carry nothing here.
+    Lines end in LF or CR LF. Only `data` is used; names, ids and comments are ignored.
     """
 
     def __init__(self) -> None:

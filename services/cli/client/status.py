@@ -72,7 +72,7 @@ def status(
 
 
 async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | None) -> bool:
-    """Print the status once, or until cancelled; returns whether the cluster is ready."""
+    """Print the status once, or until cancelled; return whether the cluster is ready."""
     console = Console()
     async with http_client(root) as client:
         if wait_s is not None:
@@ -106,7 +106,7 @@ async def _print_again(
 
 
 async def _watch(client: httpx.AsyncClient, root: str, watch: float, console: Console) -> None:
-    """Redraw the status in place; a router that is away for a while ends nothing."""
+    """Redraw the status in place, also while the router does not answer."""
     before: ClusterStatus | None = None
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
@@ -124,8 +124,8 @@ def render(found: ClusterStatus, before: ClusterStatus | None = None) -> Rendera
     """Return the status for a terminal.
 
     Args:
-        found: what to show.
-        before: an earlier one, to compute speeds.
+        found: the status to show.
+        before: an earlier status, to compute speeds.
     """
     parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
     if not found.ok:

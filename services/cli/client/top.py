@@ -64,7 +64,7 @@ async def _show(root: str, interval: float) -> None:
 async def _watch(
     client: httpx.AsyncClient, root: str, interval: float, console: Console, first: Snapshot
 ) -> None:
-    """Redraw in place. While no router answers, show that, and go on."""
+    """Redraw in place. While no router answers, show that, and continue."""
     window = Window()
     with Live(
         render(window.add(first), first), console=console, auto_refresh=False, screen=True

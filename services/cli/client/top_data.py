@@ -1,4 +1,4 @@
-"""The dashboard's document as `pagewire top` reads it, and the numbers that two of them give."""
+"""The dashboard's document for `pagewire top`, and the numbers between two such documents."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Snapshot(ClusterView, frozen=True):
     """The cluster, and the numbers of its routers.
 
     Attributes:
-        redis: "up" or "down", as that router sees it.
+        redis: "up" or "down", as the router that answered sees it.
         at: Unix time in seconds, by the clock of the router that answered.
-        live: of each router that answers.
+        live: numbers of each router that answers.
         silent: ids of the routers that do not answer.
-        requests: the last ones that have ended, newest first.
+        requests: the requests that ended last, newest first.
     """
 
     redis: str = "up"
@@ -37,13 +37,13 @@ class Snapshot(ClusterView, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What happened between two snapshots. Numbers that are not known are None.
+    """Numbers of the time between two snapshots; None if they are not known.
 
     Attributes:
-        output, prompt: tokens a second.
-        cached_share: of the prompt tokens, 0 to 1.
-        ttft, gaps: in seconds.
-        transfer: KV bytes a second.
+        output, prompt: tokens per second.
+        cached_share: cached share of the prompt tokens, 0 to 1.
+        ttft, gaps: times to first token and between tokens, in seconds.
+        transfer: KV bytes per second.
     """
 
     running: int
@@ -58,15 +58,15 @@ class Numbers:
 
 _decoder = msgspec.json.Decoder(Snapshot)
 
-WINDOW_S = 10.0  # shown are the numbers of the time since this long ago
-SHORTEST_INTERVAL_S = 0.2  # between two requests; routers use a document again for less time
+WINDOW_S = 10.0  # length of the time whose numbers are shown
+SHORTEST_INTERVAL_S = 0.2  # longer than routers reuse a document
 
 
 class Window:
-    """Snapshots of the last `WINDOW_S`, by this machine's clock: a router's may be set back.
+    """Snapshots of the last `WINDOW_S`, by this machine's clock: a router's clock may be set back.
 
     Args:
-        clock: in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class Window:
         return len(self._seen)
 
     def add(self, found: Snapshot) -> Snapshot:
-        """Take a snapshot; returns the earlier one to compare it with, at first itself."""
+        """Add a snapshot; return the one to compare it with (itself, if it is the first)."""
         now = self._clock()
         self._seen.append((now, found))
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
@@ -86,14 +86,14 @@ class Window:
 
 
 async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
-    """Ask a router's operator port for the document.
+    """Fetch the document from a router's operator port.
 
     Args:
         client: owned by the caller.
-        url: of the operator port, without a path.
+        url: URL of the operator port, without a path.
 
     Raises:
-        NoRouterError: nothing there has one.
+        NoRouterError: the URL is not that of a router's operator port.
     """
     try:
         response = await client.get(f"{url}/dashboard/data", timeout=PROBE_TIMEOUT_S)
@@ -106,7 +106,7 @@ async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
 
 
 def between(before: Snapshot, now: Snapshot) -> Numbers:
-    """Return what happened between two snapshots.
+    """Return the numbers of the time between two snapshots.
 
     A router that was restarted between them is left out.
     """
@@ -132,9 +132,9 @@ def between(before: Snapshot, now: Snapshot) -> Numbers:
 
 
 def link_bytes(before: Snapshot, now: Snapshot) -> dict[tuple[str, str, str], int]:
-    """Return the bytes that crossed between two snapshots, by sender, receiver and transport.
+    """Return the bytes sent between two snapshots, by sender, receiver and transport.
 
-    A link counts from the second snapshot on that has it in the same runs of its workers.
+    A link is included only if both snapshots have it with the same runs of its workers.
     """
     old = _sent(before)
     grown = {key: max(0, sent - old[key]) for key, sent in _sent(now).items() if key in old}

@@ -1,4 +1,4 @@
-"""What `pagewire top` shows of two snapshots."""
+"""The screen of `pagewire top`, made from two snapshots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pagewire.shared.metrics.live import Histogram, RecentRequest
 
 BAR_CELLS = 24
 MOST_REQUESTS = 20
-FIXED_LINES = 14  # of everything but rows of tables
+FIXED_LINES = 14  # lines other than rows of tables
 PART_STYLES = {
     "queued": "yellow",
     "prefill": "magenta",
@@ -35,12 +35,12 @@ RowT = TypeVar("RowT")
 
 
 def render(before: Snapshot, now: Snapshot, lines: int | None = None) -> RenderableType:
-    """Return the picture.
+    """Return the screen.
 
     Args:
-        before: an earlier snapshot, perhaps the same.
-        now: what is shown.
-        lines: of the terminal, which the tables share; None shows all workers and links, and
+        before: an earlier snapshot, perhaps the same one.
+        now: the snapshot to show.
+        lines: height of the terminal, which the tables share; None shows all workers and links, and
             `MOST_REQUESTS` of the last requests.
     """
     links = [(each, link) for each in now.services for link in each.links]
@@ -58,7 +58,7 @@ def render(before: Snapshot, now: Snapshot, lines: int | None = None) -> Rendera
 
 
 def fair_shares(room: int, wanted: Sequence[int]) -> list[int]:
-    """Divide rows: who wants less than an equal share gets that, the others share what is left."""
+    """Divide rows: tables that want less than an equal share get that; others share the rest."""
     shares = [0] * len(wanted)
     by_size = sorted(range(len(wanted)), key=lambda index: wanted[index])
     for left, index in zip(range(len(wanted), 0, -1), by_size, strict=True):
@@ -68,7 +68,7 @@ def fair_shares(room: int, wanted: Sequence[int]) -> list[int]:
 
 
 def _cut(rows: list[RowT], room: int, rank: Callable[[RowT], tuple[float, ...]]) -> list[RowT]:
-    """Return all rows if they fit, else the first by rank, with room for a line about the rest."""
+    """Return all rows if they fit, else the first ones by rank, leaving a line for a note."""
     return rows if len(rows) <= room else sorted(rows, key=rank)[: max(0, room - 1)]
 
 
@@ -115,7 +115,7 @@ def _workers(services: list[Service], room: int) -> Table:
 
 
 def _by_need(service: Service) -> tuple[float, ...]:
-    """Rank workers: first those that are not ready, then those with most to do."""
+    """Rank workers: first those that are not ready, then by load."""
     load = service.load
     return service.state == "ready", 0 if load is None else -(load.running + load.waiting)
 
@@ -171,8 +171,8 @@ class _Bar:
     """A bar of `BAR_CELLS` characters, fewer in a narrow terminal.
 
     Args:
-        shares: of the whole bar, with their styles.
-        fill: draw what is left of it, too.
+        shares: shares of the whole bar, with their styles.
+        fill: also draw the rest of the bar.
     """
 
     def __init__(self, shares: list[tuple[float, str]], *, fill: bool) -> None:
@@ -182,7 +182,7 @@ class _Bar:
         return Measurement(1, BAR_CELLS)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it; parts end where the rounded sum so far says."""
+        """Draw the bar; each part ends at the rounded sum of the shares so far."""
         width = min(BAR_CELLS, options.max_width)
         bar, total, drawn = Text(no_wrap=True, end=""), 0.0, 0
         for share, style in self._shares:
@@ -194,11 +194,11 @@ class _Bar:
 
 
 def _table(*columns: str) -> Table:
-    """Return an empty table. In a narrow terminal the columns with `~` give way; `>`: numbers."""
+    """Return an empty table. `~`: a column that may shrink; `>`: a column of numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
-        # rich narrows first what may be wrapped; each cell is kept on one line all the same.
+        # rich first narrows columns that may wrap; each cell still stays on one line.
         may_yield = column.startswith("~")
         table.add_column(_cell(column.lstrip("~>")), justify=justify, no_wrap=not may_yield)
     return table
@@ -209,7 +209,7 @@ def _cell(value: str, style: str = "") -> Text:
 
 
 def _text(value: str, style: str = "") -> Text:
-    """Return text as it is, without markup and what a terminal would obey."""
+    """Return printable text whose markup is not interpreted."""
     return Text(printable(value), style=style)
 
 

@@ -1,7 +1,7 @@
-"""`pagewire doctor`: looks at this machine and says what would go wrong.
+"""`pagewire doctor`: checks this machine and reports what would go wrong.
 
 Entry point: `doctor` (command.py).
-Read first: `checks.py` (findings: pure), `probe.py` (looks at torch, Triton and UCX), `memory.py`.
+Read first: `checks.py` (findings: pure), `probe.py` (checks torch, Triton and UCX), `memory.py`.
 
 May import: `shared`, `kernels`, `services.cli.up`, modules of `services.cli`.
 """

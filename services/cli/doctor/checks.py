@@ -1,4 +1,4 @@
-"""What `pagewire doctor` makes of what it has found; the machine is not looked at here."""
+"""Turns measurements of `pagewire doctor` into findings; pure functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIN_PYTHON = (3, 11)
 # One prefill and one decode worker with the demo model, router, Redis and supervisor take 1.4 GiB.
 DEMO_GIB, COMFORTABLE_GIB = 1.5, 3.0
 GIB = 1 << 30
-# Of PyTorch's own builds, those for the CUDA that our other GPU packages are built for.
+# PyTorch's builds for the CUDA version that the other GPU packages need.
 CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
 CUDA_LANES = ("cuda_ipc",)
 UCX_STRANGERS = (
@@ -31,7 +31,7 @@ class Finding:
 
     Attributes:
         level: warn: works, but not as well as it could; fail: the demo cannot run.
-        advice: what to do; empty if there is nothing to be done.
+        advice: what to do; empty if nothing.
     """
 
     level: Level
@@ -51,7 +51,7 @@ def judge_python(version: Sequence[int], is_64_bit: bool) -> Finding:
 
 
 def judge_packages(missing: Sequence[str]) -> Finding:
-    """Judge which of the workers' packages are not installed."""
+    """Judge whether the workers' packages are installed."""
     if not missing:
         return Finding("ok", "Packages", "all that workers need is installed")
     detail = f"{', '.join(missing)} not installed"
@@ -61,7 +61,7 @@ def judge_packages(missing: Sequence[str]) -> Finding:
 def judge_torch(probe: Mapping[str, Any]) -> Finding:
     """Judge whether torch loads."""
     if "error" in probe:
-        # One that is broken counts as installed, so pip must be made to replace it.
+        # A broken torch counts as installed, so pip must be forced to replace it.
         advice = install_command("worker", "--force-reinstall", only="torch")
         return Finding("fail", "torch", f"does not load: {probe['error']}", advice)
     build = f"built for CUDA {probe['cuda_build']}" if probe["cuda_build"] else "a CPU build"
@@ -72,8 +72,8 @@ def judge_cuda(probe: Mapping[str, Any], installed_gpus: int) -> Finding:
     """Judge whether the GPUs can be used.
 
     Args:
-        probe: of torch.
-        installed_gpus: that the driver lists and the environment does not hide.
+        probe: the result of the torch probe.
+        installed_gpus: number of GPUs that the driver lists and the environment does not hide.
     """
     gpus = probe.get("gpus", [])
     if gpus:
@@ -91,7 +91,7 @@ def judge_cuda(probe: Mapping[str, Any], installed_gpus: int) -> Finding:
 
 
 def judge_triton(probe: Mapping[str, Any]) -> Finding:
-    """Judge whether our Triton kernels run; without a GPU they need not."""
+    """Judge whether Pagewire's Triton kernels run; they are not needed without a GPU."""
     version, error = probe.get("triton"), probe.get("kernel_error")
     if not probe.get("gpus"):
         return Finding("ok", "Triton", f"{version or 'not installed'}; not used without a GPU")
@@ -107,7 +107,7 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
 
 
 def why_unused(settings: WorkerSettings, has_gpu: bool) -> dict[str, str | None]:
-    """Return why workers with these settings do not open CUDA IPC and UCX; None if they do."""
+    """Return why workers with these settings do not use CUDA IPC and UCX; None if they do."""
     chosen = settings.kv_transport
     if chosen != "auto":
         why = f"KV_TRANSPORT is {chosen}"
@@ -121,10 +121,10 @@ def why_unused(settings: WorkerSettings, has_gpu: bool) -> dict[str, str | None]
 
 
 def judge_ipc(probe: Mapping[str, Any], unused: str | None) -> Finding:
-    """Judge whether KV blocks can cross by CUDA IPC between the GPUs here.
+    """Judge whether KV blocks can be sent by CUDA IPC between the GPUs of this machine.
 
     Args:
-        probe: of torch.
+        probe: the result of the torch probe.
         unused: why workers do not use it; None if they do.
     """
     if unused is not None:
@@ -138,11 +138,11 @@ def judge_ipc(probe: Mapping[str, Any], unused: str | None) -> Finding:
 
 
 def judge_ucx(probe: Mapping[str, Any] | None, unused: str | None) -> Finding:
-    """Judge whether KV blocks can cross over UCX, how fast, and at what risk.
+    """Judge whether KV blocks can be sent over UCX, how fast, and at what risk.
 
     Args:
-        probe: of UCX; None where workers do not start it.
-        unused: why they do not; None if they do.
+        probe: the result of the UCX probe; None if workers do not use UCX.
+        unused: why workers do not use it; None if they do.
     """
     if probe is None:
         return Finding("ok", "UCX", f"not used, since {unused}")
@@ -166,11 +166,11 @@ def judge_ucx(probe: Mapping[str, Any] | None, unused: str | None) -> Finding:
 
 
 def judge_memory(available: int | None, cores: int) -> Finding:
-    """Judge the memory that the demo would find.
+    """Judge the memory that is available to the demo.
 
     Args:
-        available: bytes, by the kernel's and the container's count; None if neither is known.
-        cores: that this process may use.
+        available: free bytes according to kernel and container; None if neither is known.
+        cores: number of CPU cores that this process may use.
     """
     name = "Memory"
     if available is None:

@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Check whether this machine can run Pagewire.
 
-    It says what to do about what is missing. Exit code 0 if the demo can run here.
+    It says how to fix what is missing. Exit code 0 if the demo can run here.
 
     Example: pagewire doctor --port 8000
     """
@@ -76,7 +76,7 @@ def doctor(
     if code:
         console.print("This machine cannot run the demo: see what failed above.", style="red")
     else:
-        # Where the usual port is taken, the advice is the command with another one.
+        # If the default port is in use, the advice is the command with another port.
         taken = (f.advice for f in findings if f.name == "Port" and f.level != "ok")
         command = next(taken, f"{own_command()} up")
         console.print(f"This machine can run the demo: {command}", style="green")
@@ -84,7 +84,7 @@ def doctor(
 
 
 async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]:
-    """Print each finding as it is made; returns them all."""
+    """Print each finding when it is made; return all findings."""
     findings = []
     with console.status("torch and UCX take some seconds"):
         async with contextlib.aclosing(_findings(overrides)) as found:
@@ -95,10 +95,10 @@ async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]
 
 
 def show(console: Console, finding: Finding) -> None:
-    """Print a finding, and below it what to do."""
+    """Print a finding, and its advice below."""
     detail = finding.detail if len(finding.detail) <= CUT_AT else f"{finding.detail[:CUT_AT]}..."
     line = Text(f"{finding.level:<5}", style=STYLES[finding.level])
-    soft_wrap = not console.is_terminal  # a terminal gets lines that break between words
+    soft_wrap = not console.is_terminal  # on a terminal, lines break between words
     console.print(line.append(f"{finding.name:<10}{detail}", style="default"), soft_wrap=soft_wrap)
     if finding.advice:
         console.print(Text(f"{'':15}-> {finding.advice}"), soft_wrap=soft_wrap)
@@ -138,7 +138,7 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
 
 
 async def _probe(what: str) -> dict[str, Any]:
-    """Run the probe of that name in a process of its own; what breaks there is the finding."""
+    """Run a probe in a separate process; if that process fails, return its error."""
     command = (sys.executable, "-P", "-m", "pagewire.services.cli.doctor.probe", what)
     process = await asyncio.create_subprocess_exec(
         *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -149,7 +149,7 @@ async def _probe(what: str) -> dict[str, Any]:
     except TimeoutError:
         return {"error": f"no answer within {PROBE_TIMEOUT_S:g} s"}
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             process.kill()
         await process.wait()
     lines = output.decode(errors="replace").splitlines()
@@ -178,7 +178,7 @@ def _check_model() -> Finding:
 
 
 def check_transformers() -> Finding:
-    """Check that transformers is there for workers that take its code."""
+    """Check that transformers is installed for workers that run its code."""
     try:
         require_transformers()
     except ConfigError as exc:
@@ -187,7 +187,7 @@ def check_transformers() -> Finding:
 
 
 def check_keys(settings: RouterSettings) -> Finding:
-    """Check the API keys, and that there are some where others reach the endpoint."""
+    """Check the API keys, and that there are some if other hosts can reach the endpoint."""
     name = "API keys"
     try:
         keys = load_keys(settings)
@@ -202,7 +202,7 @@ def check_keys(settings: RouterSettings) -> Finding:
 
 
 async def check_redis(settings: RouterSettings) -> Finding:
-    """Check the Redis that was chosen, or else the one that `pagewire up` would start."""
+    """Check the configured Redis, or else the one that `pagewire up` would start."""
     name = "Redis"
     if "redis_url" in settings.model_fields_set:
         try:
@@ -245,9 +245,9 @@ async def check_port(settings: RouterSettings) -> Finding:
 
 
 def _explain_host(host: str, problem: str) -> Finding:
-    """Return what to do about an address that cannot be bound although no program listens there."""
+    """Return the finding for an address that cannot be bound although it is not in use."""
     try:
         free = require_free_port(host, 0)
-    except ConfigError:  # so it is not the port but the host
+    except ConfigError:  # other ports fail, too: the host is wrong
         return Finding("fail", "Port", problem, f"{own_command()} up --host {LOOPBACK}")
     return Finding("warn", "Port", problem, f"{own_command()} up --port {free}")

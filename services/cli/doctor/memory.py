@@ -1,4 +1,4 @@
-"""How much memory a new process could still take."""
+"""How much memory a new process could use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-# Of the container: limit, use, and the file whose cache counts as used but is given back.
+# Files of the container: limit, use, and statistics with the cache, which is reclaimed on demand.
 _CGROUP_FILES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
@@ -19,7 +19,7 @@ _CGROUP_FILES = (
 
 
 def available_memory() -> int | None:
-    """Return bytes that can be had without swapping; None where the kernel does not report it."""
+    """Return the bytes available without swapping; None if the kernel does not report it."""
     counts = [_of_machine(_MEMINFO), *(_of_cgroup(_CGROUP, *files) for files in _CGROUP_FILES)]
     known = [count for count in counts if count is not None]
     return min(known, default=None)
@@ -32,7 +32,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 def _of_cgroup(root: Path, limit: str, used: str, stat: str, cache: str) -> int | None:
     bound, taken = _number(root / limit), _number(root / used)
-    if bound is None or taken is None:  # "max": no limit; or another version of cgroups
+    if bound is None or taken is None:  # no limit ("max"), or another version of cgroups
         return None
     return max(0, bound - taken + (_field(root / stat, cache) or 0))
 
@@ -45,7 +45,7 @@ def _number(file: Path) -> int | None:
 
 
 def _field(file: Path, name: str) -> int | None:
-    """Return the number after a name in a file with one a line."""
+    """Return the number after a name in a file with one name per line."""
     try:
         lines = file.read_text().splitlines()
     except OSError:

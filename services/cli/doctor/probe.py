@@ -1,8 +1,8 @@
-"""Looks at torch, Triton and UCX in a process of its own, which may hang or crash.
+"""Checks torch, Triton and UCX in a separate process, since they may hang or crash.
 
     python -P -m pagewire.services.cli.doctor.probe torch|ucx
 
-Prints one JSON object. At its top it imports nothing that may be missing.
+Prints one JSON object. At module level, it imports only packages that are always installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARRIVED = "arrived"
 
 
 def probe_torch() -> dict[str, Any]:
-    """Return versions, the GPUs that torch sees, and whether one of our kernels runs on them."""
+    """Return versions, the GPUs that torch sees, and whether a Pagewire kernel runs on them."""
     import torch
 
     found: dict[str, Any] = {
@@ -60,7 +60,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _kernel_error() -> str | None:
-    """Compile and run one of our Triton kernels; returns what was wrong, if anything."""
+    """Compile and run one of Pagewire's Triton kernels; return the error, if any."""
     import torch
 
     from pagewire.kernels import load_ops
@@ -76,7 +76,7 @@ def _kernel_error() -> str | None:
 
 
 def _ipc_error() -> str | None:
-    """Return why CUDA IPC cannot join all GPUs that are visible here, if it cannot."""
+    """Return why CUDA IPC does not work between all visible GPUs; None if it works."""
     import torch
 
     try:
@@ -90,8 +90,8 @@ def _ipc_error() -> str | None:
 
 
 def probe_ucx() -> dict[str, Any]:
-    """Return UCX's version and its lanes to another process, after a payload has crossed there."""
-    # First: it must see the environment as it is before ucxx changes it.
+    """Return UCX's version and its lanes to another process, after sending a payload to it."""
+    # First: it must see the environment before ucxx changes it.
     from pagewire.shared.kv.carriers.ucx_settings import ucx_settings  # isort: split
 
     import torch
@@ -126,10 +126,10 @@ def _ucx_versions() -> dict[str, str]:
 
 
 def _poll_until_done(worker: UcxWorker, request: UcxRequest) -> bool:
-    """Progress UCX; returns whether the request has ended in time.
+    """Progress UCX; return whether the request has ended in time.
 
     Raises:
-        TransferError: it has failed.
+        TransferError: the request has failed.
     """
     deadline = time.monotonic() + PEER_TIMEOUT_S
     while not request.is_done():
@@ -141,7 +141,7 @@ def _poll_until_done(worker: UcxWorker, request: UcxRequest) -> bool:
 
 
 def _enter_cuda() -> bool:
-    """Make the CUDA context that UCX then works in; returns whether there is a GPU."""
+    """Create the CUDA context that UCX uses; return whether there is a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -156,7 +156,7 @@ def _line(peer: subprocess.Popen[str]) -> str:
 
 
 def ucx_peer() -> None:
-    """Be the other process: print an address, wait for the payload, report that it came."""
+    """Run the other process: print an address, wait for the payload, report its arrival."""
     from pagewire.shared.kv.carriers.ucx_settings import ucx_settings  # isort: split
 
     import torch
@@ -169,11 +169,11 @@ def ucx_peer() -> None:
     print(worker.address.hex(), flush=True)
     if _poll_until_done(worker, request):
         print(ARRIVED, flush=True)
-        time.sleep(PEER_TIMEOUT_S)  # the one who asked ends this
+        time.sleep(PEER_TIMEOUT_S)  # the parent process ends this one
 
 
 def main() -> None:
-    """Do what the argument says; a failure is part of what is found."""
+    """Run the probe that the argument names; an exception becomes the result's `error`."""
     what = sys.argv[1]
     if what == "ucx-peer":
         ucx_peer()

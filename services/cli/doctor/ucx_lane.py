@@ -1,4 +1,4 @@
-"""Which hardware UCX has chosen: said nowhere but in what libucp prints for people."""
+"""Which transport UCX has chosen: only libucp's human-readable output shows it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-# The fastest first: a lane for bulk data is named even where another one carries the messages.
+# The fastest first: the lane for bulk data, even if another lane carries the messages.
 _LANES = ("cuda_ipc", "cma", "rc_mlx5", "dc_mlx5", "rc_verbs", "sysv", "posix", "tcp")
-_LIBRARY = "libucp.so.0"  # found by this name since ucxx has loaded it
+_LIBRARY = "libucp.so.0"  # ucxx has already loaded it, so this name finds it
 
 
 def name_lane(endpoint: int, *, cuda: bool) -> str | None:
-    """Return the transport that UCX uses for bulk data of an endpoint, None if it can't be known.
+    """Return the transport that UCX uses for an endpoint's bulk data; None if it is not known.
 
     Args:
         endpoint: the `ucp_ep_h`.
-        cuda: the data lies in GPU memory.
+        cuda: the data is in GPU memory.
     """
     try:
         text = _print_endpoint(endpoint)

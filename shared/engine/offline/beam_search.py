@@ -1,7 +1,8 @@
 """Beam search for the offline `LLM`: the same hypotheses as Hugging Face's `num_beams`.
 
-The engine does not know of it. Each step computes one token of each beam, whose earlier blocks are
-in the prefix cache. A beam's continuations are its most likely tokens, by the model's logits alone.
+It runs on top of the engine. Each step is one request per beam, which generates one token; the
+beam's earlier blocks are in the prefix cache. A beam's continuations are its most likely tokens, by
+the model's logits alone.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pagewire.shared.sampling_types import MaxTokens
 
 LENGTH_PENALTY = Meta(ge=-8, le=8, description="a number between -8 and 8")
 
-# Takes token ids of texts, and how many tokens; returns the most likely next ones of each text.
+# Takes the token ids of texts, and a count; returns this many likeliest next tokens of each text.
 Continue = Callable[[list[list[int]], int], list[dict[int, float]]]
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What a beam search is to do.
+    """The parameters of a beam search.
 
     Attributes:
-        beam_width: hypotheses that are continued, and that are returned.
-        max_tokens: upper bound on the generated tokens of each.
-        ignore_eos: generate on past the end of the sequence.
-        temperature: 0, as nothing is sampled; vLLM has the field.
+        beam_width: number of hypotheses that are continued, and that are returned.
+        max_tokens: upper bound on the generated tokens of each hypothesis.
+        ignore_eos: continue after an end-of-sequence token.
+        temperature: only 0 is possible; the field exists because vLLM's class has it.
         length_penalty: hypotheses are compared by the sum of their log probabilities, divided by
             their number of generated tokens to this power; positive values favour long ones.
     """
@@ -48,9 +49,9 @@ class BeamSearchSequence:
     """One hypothesis.
 
     Attributes:
-        tokens: of prompt and answer, with the token that ended it.
+        tokens: token ids of prompt and answer, including an end-of-sequence token.
         cum_logprob: the sum of the answer's log probabilities.
-        text: of prompt and answer; None if the model has no tokenizer.
+        text: text of prompt and answer; None if the model has no tokenizer.
         finish_reason: "stop" or "length".
     """
 
@@ -62,7 +63,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
         sequences: the best hypotheses, the best first.
@@ -74,7 +75,7 @@ class BeamSearchOutput:
 class _Beam(NamedTuple):
     score: float
     cum_logprob: float
-    tokens: list[int]  # of prompt and answer
+    tokens: list[int]  # prompt and answer
 
 
 class BeamSearch:
@@ -82,13 +83,13 @@ class BeamSearch:
 
     Args:
         prompt: token ids.
-        params: what to do.
+        params: the search's parameters.
         eos: tokens that end a hypothesis.
-        room: tokens that fit after the prompt.
+        room: number of tokens that fit after the prompt.
 
     Attributes:
-        live: hypotheses to be continued, the likeliest first; none once the search has ended.
-        finished: the best of those that have ended, the best first.
+        live: hypotheses to be continued, the likeliest first; empty when the search has ended.
+        finished: the best hypotheses that have ended, the best first.
         most_tokens: upper bound on the tokens of the prompt and all answers.
     """
 
@@ -103,15 +104,15 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many likely tokens of each beam a step needs: the best that do not end it, too."""
+        """How many likely tokens of each beam a step needs: enough even if some end the beam."""
         return self._params.beam_width + len(self._eos)
 
     def advance(self, candidates: Sequence[dict[int, float]]) -> None:
         """Continue the live beams.
 
         Args:
-            candidates: of each beam: the log probabilities of the `num_candidates` likeliest next
-                tokens, by their ids.
+            candidates: for each beam, the log probabilities of its likeliest next tokens by token
+                id; at least `num_candidates` of them.
         """
         width, is_last = self._params.beam_width, self._length + 1 == self._most
         self._length += 1
@@ -119,7 +120,7 @@ class BeamSearch:
         beams: list[_Beam] = []
         for rank, (cum_logprob, token, beam) in enumerate(found):
             if token in self._eos or is_last:
-                if rank < width:  # others are only there to go on with
+                if rank < width:  # worse ones are candidates only because they may continue
                     self.finished.append(self._beam(cum_logprob, [*beam.tokens, token]))
             elif len(beams) < width:
                 beams.append(self._beam(cum_logprob, [*beam.tokens, token]))
@@ -141,7 +142,7 @@ class BeamSearch:
         return _Beam(score, cum_logprob, tokens)
 
     def output(self, decode: Callable[[list[int]], str] | None) -> BeamSearchOutput:
-        """Return the result.
+        """Return the hypotheses that were found.
 
         Args:
             decode: returns the text of tokens; None if the model has no tokenizer.
@@ -160,14 +161,14 @@ class BeamSearch:
 
 
 def check_beam_search(params: object, eos: Collection[int]) -> None:
-    """Check parameters, and that the engine reports as many likely tokens as a step needs.
+    """Check parameters, and that the engine can report the likely tokens that a step needs.
 
     Raises:
-        InvalidRequestError: one is out of range; names it.
+        InvalidRequestError: a parameter is out of range; the error names it.
     """
     if not isinstance(params, BeamSearchParams):
-        said = f"params must be BeamSearchParams, not {type(params).__name__}"
-        raise InvalidRequestError(said, "params")
+        message = f"params must be BeamSearchParams, not {type(params).__name__}"
+        raise InvalidRequestError(message, "params")
     check_fields(params)
     most = MAX_TOP - (0 if params.ignore_eos else len(eos))
     if params.beam_width > most:
@@ -177,12 +178,12 @@ def check_beam_search(params: object, eos: Collection[int]) -> None:
 
 
 def run_searches(searches: Sequence[BeamSearch], room: int, likely: Continue) -> None:
-    """Run searches to their ends, as many at once as have room in the prefix cache.
+    """Run all searches, as many at once as fit in the prefix cache.
 
     Args:
-        searches: none has begun.
-        room: tokens that the cache holds.
-        likely: continues texts.
+        searches: new searches.
+        room: number of tokens that the cache can hold.
+        likely: returns the likeliest next tokens of texts.
     """
     waiting = list(reversed(searches))
     running: list[BeamSearch] = []

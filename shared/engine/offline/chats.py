@@ -1,4 +1,4 @@
-"""The conversations that the offline `LLM` takes, with tools and all else that templates show."""
+"""Conversations that the offline `LLM` accepts, with tools and other variables of templates."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from pagewire.shared.tools.syntax import ChatSyntax
 
 
 class ChatArguments(TypedDict, total=False):
-    """What `LLM.chat` takes besides messages and sampling parameters; as OpenAI and vLLM name it.
+    """Further arguments of `LLM.chat`, named as in OpenAI's API and vLLM.
 
     Attributes:
-        tools: as `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        tools: each is `{"type": "function", "function": {"name", "description", "parameters"}}`.
         tool_choice: "auto", "none", "required" or `{"type": "function", "function": {"name"}}`.
-        parallel_tool_calls: False: one call at most.
+        parallel_tool_calls: if False, an answer has at most one call.
         chat_template_kwargs: further variables of the template.
-        add_generation_prompt: the prompt ends where an answer begins; by default it does.
-        continue_final_message: the answer goes on with the last message.
-        add_special_tokens: begin and end the prompt as the model wants a text, besides the special
-            tokens of the template; by default the template alone places them.
+        add_generation_prompt: the prompt ends where an answer begins; this is the default.
+        continue_final_message: the answer continues the last message.
+        add_special_tokens: the tokenizer adds its special tokens around the prompt, in addition to
+            those in the template; by default it adds none.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -48,7 +48,7 @@ class ChatArguments(TypedDict, total=False):
 
 
 class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same, with types and bounds."""
+    """The fields of `ChatArguments`, with types and bounds that are checked."""
 
     tools: Tools | None = None
     tool_choice: ToolChoice = None
@@ -64,9 +64,10 @@ class ChatPrompt(TokenizedPrompt):
     """A conversation as a prompt, and how its answers are read.
 
     Attributes:
-        wanted: the calls that the answers may have; None for none.
-        grammars: that the answers follow: the first that can be followed; None: any answer.
-        before_form: see `reasoning_before`.
+        wanted: the calls that the answers may have; None if they may have none.
+        grammars: the answers follow the first of these that can be compiled; None allows any
+            answer.
+        before_form: where an answer with a form begins, see `reasoning_before`.
     """
 
     syntax: ChatSyntax = field(default_factory=ChatSyntax)
@@ -76,10 +77,10 @@ class ChatPrompt(TokenizedPrompt):
     before_form: Begins | None = None
 
     def grammars_with(self, form: str | None) -> Sequence[str | None]:
-        """Return the grammars of answers that have a form unless they are calls.
+        """Return the grammars of answers that are calls or have a form.
 
         Args:
-            form: its grammar; None: no form is asked for.
+            form: the form's grammar; None if the request has no form.
         """
         if form is None or (self.wanted is not None and self.wanted.must_call):
             return self.grammars
@@ -87,7 +88,7 @@ class ChatPrompt(TokenizedPrompt):
         return [checked_size(text, "structured_outputs") for text in found]
 
     def message(self, text: str, is_cut: bool) -> AnswerMessage:
-        """Return the parts of an answer; `is_cut`: the model would have gone on."""
+        """Return the parts of an answer; `is_cut`: the model had not ended it."""
         return read_answer(self.syntax, self.reading, text, is_cut)
 
 
@@ -100,7 +101,7 @@ def read_chats(
     """Check, render and tokenize conversations.
 
     Raises:
-        InvalidRequestError: a message or an argument is wrong; names it.
+        InvalidRequestError: a message or an argument is wrong; the error names it.
     """
     try:
         asked = msgspec.convert(dict(arguments), _Checked)
@@ -132,7 +133,7 @@ def read_chats(
 
 
 def _json_bytes(tools: list[dict[str, Any]] | None) -> int:
-    """Return the size of tools as JSON; what JSON lacks counts as Python shows it."""
+    """Return the size of tools as JSON; a value that JSON lacks counts by its Python `repr`."""
     try:
         text = json.dumps(tools, ensure_ascii=False, separators=(",", ":"), default=repr)
     except (TypeError, ValueError, RecursionError) as exc:

@@ -30,9 +30,14 @@ class EmbeddingOutput:
 def compute_embeddings(
     core: EngineCore, prompts: Mapping[str, TokenizedPrompt], rules: PoolingRules
 ) -> list[EmbeddingOutput]:
-    """Return the embeddings of named prompts, in an engine that does nothing else meanwhile.
+    """Return the embeddings of prompts, computed by an engine that has no other requests.
 
-    Whatever happens, the engine holds nothing of them afterwards.
+    All requests are aborted at the end, also after an error.
+
+    Args:
+        core: the engine's core.
+        prompts: the prompts by request id.
+        rules: how hidden states become embeddings.
 
     Raises:
         InvalidRequestError: a prompt is empty or too long.
@@ -52,7 +57,7 @@ def compute_embeddings(
                     raise RequestFailedError(output.error or "the engine failed")
                 if output.finish_reason is not None:
                     unfinished.discard(output.request_id)
-        core.step()  # reads what an overlapped step left in flight
+        core.step()  # finishes the overlapped step, if there is one
     finally:
         for name in prompts:
             core.abort(name)

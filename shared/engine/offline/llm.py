@@ -1,4 +1,4 @@
-"""Offline generation in one process: the same engine as the services', without any socket."""
+"""Offline generation in one process: the same engine as in the services, without sockets."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tools.shown import fit_for
 from pagewire.shared.tools.syntax import ChatSyntax
 
-UNBOUNDED = 2**31  # the caller's own list is the bound of the queue
-DEFAULT_TOKENS = 16  # of an answer to a prompt; in a chat, what fits
+UNBOUNDED = 2**31  # the caller's list of prompts bounds the queue
+DEFAULT_TOKENS = 16  # length of an answer to a prompt; in a chat, as many tokens as fit
 
 Message = Mapping[str, Any]
 
@@ -58,15 +58,15 @@ class LLM:
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         """Load a model.
 
-        On the CPU, a small model lowers torch's number of threads, which the whole process
-        shares. OMP_NUM_THREADS or `torch.set_num_threads` chooses another, before or after.
+        On the CPU, a small model lowers torch's number of threads in the whole process. Set
+        OMP_NUM_THREADS before, or call `torch.set_num_threads` afterwards, to use another number.
 
         Args:
             model: a local Hugging Face directory, a hub id, or "demo".
             settings: fields of `LLMSettings`.
 
         Raises:
-            ConfigError: this machine does not have what the settings ask for.
+            ConfigError: a setting is wrong, or this machine or model does not support it.
         """
         self.settings = load_settings(
             LLMSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}
@@ -90,7 +90,7 @@ class LLM:
             self.engine.model_path, self.settings.generation_config
         )
         self._ids = itertools.count()
-        self._running = threading.Lock()  # a call's steps would take another's tokens
+        self._running = threading.Lock()  # a step's outputs may be another call's
 
     def generate(
         self,
@@ -104,10 +104,10 @@ class LLM:
         Args:
             prompts: one or several texts, lists of token ids, or dictionaries with `prompt` or
                 `prompt_token_ids`.
-            sampling_params: one for all, or one each. Without `max_tokens` an answer has the
-                model's `max_new_tokens`, or 16.
+            sampling_params: one for all prompts, or one for each. Without `max_tokens` an answer
+                has up to the model's `max_new_tokens`, or 16 tokens.
             use_tqdm: show a progress bar if stderr is a terminal.
-            add_special_tokens: begin and end texts as the model wants it.
+            add_special_tokens: add the special tokens that the model expects around a text.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is out of range.
@@ -124,18 +124,18 @@ class LLM:
         use_tqdm: bool = True,
         **arguments: Unpack[ChatArguments],
     ) -> list[RequestOutput]:
-        """Answer conversations, by the model's chat template.
+        """Answer conversations, which the model's chat template renders.
 
         Args:
             messages: one conversation or several; a message has `role` and `content`.
             sampling_params: one for all, or one for each conversation. Without `max_tokens` an
-                answer has the model's `max_new_tokens`, or what fits.
+                answer has up to the model's `max_new_tokens`, or as many tokens as fit.
             use_tqdm: show a progress bar if stderr is a terminal.
-            arguments: see `ChatArguments`: tools, and what else the template is given.
+            arguments: tools and other arguments of the template, see `ChatArguments`.
 
         Returns:
-            Outputs whose answers have a `message`. A special token that belongs to a call or to
-            the reasoning is in the text.
+            Outputs whose answers have a `message`. Their `text` includes special tokens that belong
+            to a call or to reasoning.
 
         Raises:
             InvalidRequestError: the model has no chat template, or a message or a parameter is
@@ -154,17 +154,18 @@ class LLM:
     def embed(
         self, prompts: Prompt | Seq[Prompt], add_special_tokens: bool = True
     ) -> list[EmbeddingOutput]:
-        """Return the embeddings of prompts, one token shorter than the context at most.
+        """Return the embeddings of prompts.
 
-        They are the last token's final hidden state, normalised, unless the model's directory has
-        the files of sentence-transformers, which may say otherwise.
+        A prompt must be at least one token shorter than the context. By default, an embedding is
+        the last token's final hidden state, normalised. The files of sentence-transformers in the
+        model's directory may choose another pooling.
 
         Args:
-            prompts: as `generate` takes them.
-            add_special_tokens: begin and end texts as the model wants it.
+            prompts: see `generate`.
+            add_special_tokens: add the special tokens that the model expects around a text.
 
         Raises:
-            ConfigError: the model's files ask for what is not supported.
+            ConfigError: the model's files choose a pooling that is not supported.
             InvalidRequestError: a prompt is out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
@@ -183,12 +184,12 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of prompts, as Hugging Face's `num_beams` finds them.
 
-        They are compared by the model's logits alone, without any of its sampling defaults.
+        They are compared by the model's logits alone; its sampling defaults are ignored.
 
         Args:
-            prompts: as `generate` takes them.
-            params: of all searches.
-            add_special_tokens: begin and end texts as the model wants it.
+            prompts: see `generate`.
+            params: parameters of all searches.
+            add_special_tokens: add the special tokens that the model expects around a text.
 
         Raises:
             InvalidRequestError: a prompt or a parameter is out of range.
@@ -207,7 +208,7 @@ class LLM:
         return [search.output(decode) for search in searches]
 
     def _likely_tokens(self, texts: list[list[int]], count: int) -> list[dict[int, float]]:
-        """Return the log probabilities of the likeliest next tokens of each text, by their ids."""
+        """Return the log probabilities of the likeliest next tokens of each text, by token id."""
         asked = SamplingParams(temperature=0, max_tokens=1, logprobs=count, logprobs_mode="raw")
         prompts = [TokenizedPrompt(None, token_ids) for token_ids in texts]
         answers = [output.outputs[0] for output in self._answer(prompts, asked, 1, False)]
@@ -246,7 +247,7 @@ class LLM:
     def _resolve(
         self, prompt_ids: list[int], asked: SamplingParams, default_tokens: int
     ) -> tuple[RequestSpec, list[int]]:
-        """Return what a request asks for, and its prompt's tokens, cut as it says."""
+        """Return a request's settings, and its prompt's tokens, truncated as it asks."""
         check_fields(asked)
         longest = self.engine.max_model_len - (asked.max_tokens or DEFAULT_TOKENS)
         prompt_ids = asked.truncate(prompt_ids, longest)
@@ -269,7 +270,7 @@ class LLM:
         return msgspec.structs.replace(spec, grammar=text)
 
     def _with_grammar(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
-        """Return the settings with the first grammar that is not refused."""
+        """Return the settings with the first grammar that compiles."""
         for index, text in enumerate(grammars):
             try:
                 if text is not None:
@@ -282,7 +283,7 @@ class LLM:
         return spec
 
     def _run(self, answers: dict[str, LLMAnswer], use_tqdm: bool) -> None:
-        """Compute all answers. Whatever happens, the engine holds nothing of them afterwards."""
+        """Compute all answers. All requests are aborted at the end, also after an error."""
         core = self.engine.core
         try:
             for _, names in itertools.groupby(answers, lambda name: answers[name].prompt_index):
@@ -293,8 +294,8 @@ class LLM:
                     outputs, _worked = core.step()
                     for request_id in _take(outputs, unfinished, progress):
                         del unfinished[request_id]
-                        core.abort(request_id)  # the engine knows no stop strings
-            core.step()  # reads what an overlapped step left in flight
+                        core.abort(request_id)  # the engine does not know stop strings
+            core.step()  # finishes the overlapped step, if there is one
         finally:
             for request_id in answers:
                 core.abort(request_id)
@@ -316,7 +317,7 @@ class LLM:
 def _take(
     outputs: StepOutputs, answers: dict[str, LLMAnswer], progress: GenerationProgress
 ) -> list[str]:
-    """Add what a step gave; returns the names of the answers that have ended."""
+    """Add a step's output to the answers; returns the request ids of answers that have ended."""
     plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
     ended = [
         request_id

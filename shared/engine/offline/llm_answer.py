@@ -25,8 +25,8 @@ class LLMAnswer:
     """One answer while it is computed.
 
     Attributes:
-        prompt_index: of its prompt among those of the call.
-        output: of its prompt; the answer is added to it.
+        prompt_index: index of its prompt in the call.
+        output: the output of its prompt, to which the answer is added.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LLMAnswer:
             self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
 
     def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
-        """Add what a step gave; returns whether the answer has ended.
+        """Add a step's output; returns whether the answer has ended.
 
         Raises:
             RequestFailedError: the engine failed.
@@ -112,7 +112,7 @@ class LLMAnswer:
             self.output.prompt_logprobs = self._prompt_logprobs
         if self._assembler is not None:
             result.stop_reason = self._assembler.matched
-        elif self._tokenizer is not None:  # without stop strings the text is not needed earlier
+        elif self._tokenizer is not None:  # without stop strings, the text is made only once
             text = TextAssembler(self._tokenizer, self.output.prompt_token_ids, self._rules)
             result.text = text.push(result.token_ids, "length").text
         if self._chat is not None:

@@ -13,12 +13,12 @@ UPDATE_S = 0.1
 
 
 class GenerationProgress:
-    """Shows answers that are done and tokens per second; nothing unless stderr is a terminal."""
+    """Shows how many answers are done and tokens per second, if stderr is a terminal."""
 
     def __init__(self, total: int, wanted: bool) -> None:
         self._bar: Progress | None = None
         if not (wanted and sys.stderr.isatty()):
-            return  # making a bar takes longer than a short answer on a GPU
+            return  # constructing a bar takes longer than a short answer on a GPU
         self._bar = Progress(
             TextColumn("answers"),
             BarColumn(),
@@ -47,7 +47,7 @@ class GenerationProgress:
             self._bar.stop()
 
     def add(self, done: bool, prompt_tokens: int, output_tokens: int) -> None:
-        """Count what a step gave one answer, and whether that was its end."""
+        """Count a step's tokens of one answer; `done`: it has ended."""
         if self._bar is None:
             return
         self._done += done

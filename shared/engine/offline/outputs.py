@@ -14,7 +14,7 @@ class Logprob:
     """One token's log probability at one position.
 
     Attributes:
-        logprob: by the raw logits, unless `logprobs_mode` is "processed".
+        logprob: its natural logarithm, from the raw logits unless `logprobs_mode` is "processed".
         rank: 1 for the most likely token.
         decoded_token: its text; None if the model has no tokenizer.
     """
@@ -24,7 +24,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-Logprobs = list[dict[int, Logprob]]  # by token id; the first of each position is its own token
+# One dictionary for each position, by token id; its first entry is the position's own token.
+Logprobs = list[dict[int, Logprob]]
 
 
 @dataclass(slots=True)
@@ -32,14 +33,13 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        index: among the answers to its prompt.
-        text: without the stop string that ended it.
-        token_ids: with those of the stop string or the stop token that ended it.
+        index: its index among the answers to its prompt.
+        text: its text, without the stop string that ended it.
+        token_ids: its tokens, including those of the stop string or stop token that ended it.
         finish_reason: "stop" or "length".
-        stop_reason: the stop string, or the one of `stop_token_ids`, that ended it; None if
-            it was the model's own end of sequence.
-        logprobs: of each token, if `SamplingParams.logprobs` asks for them.
-        message: in a chat, the text's parts: content, reasoning, tool calls.
+        stop_reason: the stop string or the token of `stop_token_ids` that ended it; else None.
+        logprobs: those of each token, if `SamplingParams.logprobs` asks for them.
+        message: content, reasoning and tool calls, if it is an answer of `LLM.chat`.
     """
 
     index: int
@@ -53,15 +53,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What came of one prompt.
+    """The answers to one prompt.
 
-    `text`, `token_ids` and `finish_reason` are those of the first answer.
+    `text`, `token_ids` and `finish_reason` are the first answer's.
 
     Attributes:
         prompt: its text; None if token ids were given.
-        outputs: the answers, `n` of them.
-        cached_tokens: prompt tokens that were found in the prefix cache.
-        prompt_logprobs: of each prompt token, None for the first, if
+        prompt_token_ids: all tokens of the prompt.
+        outputs: its `n` answers.
+        cached_tokens: number of prompt tokens that were found in the prefix cache.
+        prompt_logprobs: those of each prompt token (None for the first one), if
             `SamplingParams.prompt_logprobs` asks for them.
     """
 
@@ -92,7 +93,7 @@ def logprobs_of(tokens: Iterable[Token], text_of: Callable[[int], str] | None) -
 
     Args:
         tokens: each with its most likely alternatives.
-        text_of: a token's text, if there is a tokenizer.
+        text_of: returns a token's text; None if the model has no tokenizer.
     """
     found = []
     for token in tokens:

@@ -1,4 +1,4 @@
-"""The prompts that the offline `LLM` takes: texts, token ids, and dictionaries as vLLM has them."""
+"""The prompts that the offline `LLM` accepts: texts, token ids, and dictionaries as in vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXPECTED = (
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt as a dictionary; if it has both, the token ids are computed and the text shown."""
+    """A prompt as a dictionary. If it has both fields, the model gets the token ids."""
 
     prompt: str
     prompt_token_ids: Sequence[int]
@@ -32,7 +32,7 @@ class TokenizedPrompt:
     """One prompt.
 
     Attributes:
-        text: None if only token ids were given.
+        text: its text; None if only token ids were given.
     """
 
     text: str | None
@@ -48,13 +48,13 @@ def read_prompts(
     """Check and tokenize one or several prompts.
 
     Args:
-        prompts: see `Prompt`; several in any iterable.
-        tokenizer: of the model, if it has one.
-        vocab_size: token ids lie below it.
-        add_special_tokens: begin and end texts as the model wants it.
+        prompts: one `Prompt` or an iterable of several.
+        tokenizer: the model's tokenizer, if it has one.
+        vocab_size: upper bound (exclusive) of token ids.
+        add_special_tokens: add the special tokens that the model expects around a text.
 
     Raises:
-        InvalidRequestError: they are something else; names the prompt.
+        InvalidRequestError: a prompt is not valid; the error names it.
     """
     read = partial(_read, tokenizer, vocab_size, add_special_tokens)
     if isinstance(prompts, str | Mapping):
@@ -96,7 +96,7 @@ def _text_or_ids(prompt: object) -> tuple[str | None, list[Any] | None]:
 
 
 def _parts_of(name: str, prompt: Mapping[Any, Any]) -> tuple[str | None, list[Any] | None]:
-    """Return text and token ids of a dictionary; at least one of them is there."""
+    """Return text and token ids of a dictionary; at least one is not None."""
     given = {key: value for key, value in prompt.items() if value is not None}
     unknown = [key for key in given if key not in PromptDict.__annotations__]
     if unknown or not given:
@@ -116,7 +116,7 @@ def _parts_of(name: str, prompt: Mapping[Any, Any]) -> tuple[str | None, list[An
 
 
 def _checked_ids(name: str, token_ids: list[Any], vocab_size: int) -> list[int]:
-    are_ints = set(map(type, token_ids)) <= {int}  # and so not booleans
+    are_ints = set(map(type, token_ids)) <= {int}  # booleans are not allowed
     if not are_ints or (token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size):
         raise InvalidRequestError(
             f"{name}: token ids must be integers from 0 to {vocab_size - 1}", "prompts"
@@ -125,7 +125,7 @@ def _checked_ids(name: str, token_ids: list[Any], vocab_size: int) -> list[int]:
 
 
 def _as_list(value: object) -> list[Any] | None:
-    """Return the items of anything but text, bytes and mappings; None if it has none."""
+    """Return the items of an iterable; None for other values, text, bytes and mappings."""
     if isinstance(value, str | bytes | bytearray | Mapping):
         return None
     to_list = getattr(value, "tolist", None)  # arrays of NumPy and PyTorch
@@ -135,8 +135,8 @@ def _as_list(value: object) -> list[Any] | None:
 
 
 def _plain(item: Any) -> Any:
-    """Return an integer of another library, such as NumPy's, as one of Python's."""
-    if isinstance(item, int):  # a boolean stays one, and is refused
+    """Return an integer of another library, such as NumPy, as a Python `int`."""
+    if isinstance(item, int):  # a boolean stays a boolean, and is refused
         return item
     return int(item) if isinstance(item, Integral) else item
 

@@ -56,8 +56,8 @@ class Architecture:
     Attributes:
         parse_config: reads a config.json; raises a ModelLoadError of one line.
         build: makes a model from the result of `parse_config`; its parameters are not filled.
-        ignored_prefixes: tensors whose names begin so are not loaded, such as a vision tower's; a
-            line in the log names them. `{num_layers}` stands for the number of layers.
+        ignored_prefixes: tensors with these prefixes are not loaded, such as those of a vision
+            tower; a log line names them. `{num_layers}` stands for the number of layers.
         renamed_prefixes: prefix of names in the checkpoint -> prefix in the model here.
     """
 
@@ -67,7 +67,7 @@ class Architecture:
     renamed_prefixes: Mapping[str, str] = field(default_factory=dict)
 
 
-# By the name in `architectures` of config.json.
+# By their names in `architectures` of config.json.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(llama.parse_config, llama.build),
     "MistralForCausalLM": Architecture(mistral.parse_config, llama.build),
@@ -113,7 +113,7 @@ ARCHITECTURES = {
 }
 
 _EXPERTS = "it has a mixture of experts of another kind"
-# Architectures that are often asked for and not served, with the reason.
+# Well-known architectures that are not supported, with the reason.
 REFUSED = {
     "Phi3SmallForCausalLM": "its attention is sparse by blocks",
     "PhiMoEForCausalLM": _EXPERTS,

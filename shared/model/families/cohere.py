@@ -33,7 +33,7 @@ _DEFAULTS = Defaults(
 _SECOND_DEFAULTS = dataclasses.replace(_DEFAULTS, rope_theta=10_000.0)
 _LOGIT_SCALE = 0.0625
 _WINDOW = 4096
-_INTERVAL = 4  # of layers that attend to everything
+_INTERVAL = 4  # each fourth layer has full attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class CohereConfig(ModelConfig):
     """A Cohere.
 
     Attributes:
-        logit_scale: what logits are multiplied by.
+        logit_scale: factor of logits.
         rotates: whether each layer rotates queries and keys.
     """
 
@@ -65,7 +65,7 @@ def parse_config(fields: Fields) -> CohereConfig:
 
 
 def parse_second_config(fields: Fields) -> CohereConfig:
-    """Read the config.json of the second.
+    """Read the config.json of the second architecture.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention, and mixtures with experts that all tokens have."""
+"""DeepSeek-V2: latent attention, and mixtures of experts with shared experts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _routing(fields: Fields, count: int) -> Routing:
 
 
 def build(config: LatentConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a model of latent attention; all layers but the first ones have mixtures."""
+    """Compose a model with latent attention; all layers except the first ones have mixtures."""
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(

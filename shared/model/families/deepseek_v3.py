@@ -1,4 +1,4 @@
-"""DeepSeek-V3: a DeepSeek-V2 whose experts are chosen by sigmoids, within groups, with a bias."""
+"""DeepSeek-V3: as DeepSeek-V2, but experts are chosen by sigmoids, within groups, with a bias."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULTS = Defaults(
     max_position_embeddings=4096,
     special_tokens=(0, 1),
 )
-# As config.json names the rules that Hugging Face's code has built in.
+# The rules that Hugging Face's code always uses, by their fields in config.json.
 _RULES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 

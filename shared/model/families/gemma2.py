@@ -34,8 +34,8 @@ class Gemma2Config(ModelConfig):
     """A Gemma 2.
 
     Attributes:
-        attention_multiplier: of the scores, in place of the inverse root of the head size.
-        scores_cap: a score x becomes `cap * tanh(x / cap)`; None: it stays.
+        attention_multiplier: factor of the scores, instead of the inverse root of the head size.
+        scores_cap: a score x becomes `cap * tanh(x / cap)`; None means no cap.
         logits_cap: the same for logits.
     """
 
@@ -72,17 +72,17 @@ def refuse_bidirectional(fields: Fields) -> None:
     """Refuse a model whose tokens attend to later ones.
 
     Raises:
-        ModelLoadError: it is one; one line.
+        ModelLoadError: the model is of this kind; one line.
     """
     if fields.flag("use_bidirectional_attention", False):
         raise fields.error("use_bidirectional_attention is not supported; it must be false")
 
 
 def read_cap(fields: Fields, name: str, default: float | None) -> float | None:
-    """Return a soft cap; None, also by an explicit null, for none.
+    """Return a soft cap; None (also by an explicit null) if there is none.
 
     Raises:
-        ModelLoadError: it is neither null nor a positive number; one line.
+        ModelLoadError: the value is neither null nor a positive number; one line.
     """
     if fields.raw.get(name, default) is None:
         return None
@@ -90,7 +90,7 @@ def read_cap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def build(config: Gemma2Config, make: LayerFactory) -> DecoderModel:
-    """Compose layers of capped attention and a feed-forward layer with GELU."""
+    """Compose layers with capped attention and a feed-forward layer with GELU."""
     make = make.with_norms("plus one")
     cos_sin = make.cos_sin(config)
     layers = [

@@ -1,4 +1,4 @@
-"""Gemma 3: a Gemma 2 with norms of query and key heads, and other angles in layers with a window.
+"""Gemma 3: as Gemma 2, with norms of query and key heads, and own angles in sliding layers.
 
 Models that also take images are served without images: only their text model is loaded.
 """
@@ -47,8 +47,8 @@ class Gemma3Config(TwoRopesConfig):
     """A Gemma 3.
 
     Attributes:
-        attention_multiplier: of the scores, in place of the inverse root of the head size.
-        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None: it stays.
+        attention_multiplier: factor of the scores, instead of the inverse root of the head size.
+        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None means no cap.
     """
 
     attention_multiplier: float
@@ -74,7 +74,7 @@ def parse_conditional_config(fields: Fields) -> Gemma3Config:
         fields,
         {},
         tie_word_embeddings=fields.raw.get("tie_word_embeddings"),
-        final_logit_softcapping=None,  # of these models, Hugging Face's code has none
+        final_logit_softcapping=None,  # Hugging Face's code has no cap in these models
     )
     return _parse("Gemma3ForConditionalGeneration", text)
 

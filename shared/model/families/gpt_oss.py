@@ -1,4 +1,4 @@
-"""gpt-oss, not quantised: mixtures with clamped gates, a sink in each head, every other window."""
+"""gpt-oss, not quantised: clamped gates, attention sinks, a window in every other layer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GptOssConfig(MoeConfig):
 
     Attributes:
         gate_alpha: the gate of an expert is `gate * sigmoid(gate_alpha * gate)`.
-        gate_limit: of gates from above, of what they multiply on both sides.
+        gate_limit: gates are at most this; the values that they multiply are within +- this.
     """
 
     gate_alpha: float
@@ -89,14 +89,14 @@ def parse_config(fields: Fields) -> GptOssConfig:
 
 
 def _with_rope(fields: Fields) -> Fields:
-    """Return the fields with the family's rotary parameters, where the file has none."""
+    """Return the fields with the family's rotary parameters, if the file has none."""
     if any(fields.raw.get(name) is not None for name in ("rope_scaling", "rope_parameters")):
         return fields
     return Fields({**fields.raw, "rope_parameters": _ROPE}, fields.source)
 
 
 def build(config: GptOssConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Llama of attention with sinks and of mixtures."""
+    """Compose a Llama with attention sinks and mixtures."""
     make = make.with_norms("wide")
     cos_sin = make.cos_sin(config)
     activation = GatedSilu(config.gate_alpha, up_offset=1.0, limit=config.gate_limit)

@@ -33,10 +33,10 @@ class GraniteConfig(ModelConfig):
     """A Granite.
 
     Attributes:
-        embedding_multiplier: of the embeddings.
-        attention_multiplier: of the scores, in place of the inverse root of the head size.
-        residual_multiplier: of what attention and feed-forward add.
-        logits_scaling: what logits are divided by.
+        embedding_multiplier: factor of the embeddings.
+        attention_multiplier: factor of the scores, instead of the inverse root of the head size.
+        residual_multiplier: factor of the outputs of attention and feed-forward.
+        logits_scaling: divisor of logits.
     """
 
     embedding_multiplier: float
@@ -58,7 +58,7 @@ class Scaled:
         self.multiplier = multiplier
 
     def forward(self, hidden: torch.Tensor, *more: object) -> torch.Tensor:
-        """Map `[T, hidden]` to `[T, hidden]`, as the part does."""
+        """Map `[T, hidden]` to `[T, hidden]`."""
         out: torch.Tensor = self.part.forward(hidden, *more)  # type: ignore[arg-type]
         return out.mul_(self.multiplier)
 
@@ -78,12 +78,12 @@ def parse_config(fields: Fields) -> GraniteConfig:
 
 
 def read_granite(kind: type[Granite], architecture: str, fields: Fields, **own: Any) -> Granite:
-    """Read what Granites with and without experts have in common.
+    """Read the fields that Granites with and without experts have in common.
 
     Args:
         kind: the class of the configuration.
         architecture: Hugging Face's class name.
-        fields: of config.json.
+        fields: the fields of config.json.
         own: the remaining fields of `kind`.
 
     Raises:
@@ -120,13 +120,13 @@ def compose(
     *,
     rotates: bool = True,
 ) -> DecoderModel:
-    """Compose a Llama with the multipliers, of any feed-forward layers.
+    """Compose a Llama with the multipliers and any feed-forward layers.
 
     Args:
-        config: of the model.
+        config: the model's configuration.
         make: the factory of layers.
         make_mlp: returns a layer's feed-forward layer.
-        name: the checkpoint's name for it.
+        name: the feed-forward layer's name in the checkpoint.
         rotates: whether queries and keys are rotated.
     """
     cos_sin = make.cos_sin(config) if rotates else None

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagewire.shared.model.layers.factory import LayerFactory
 
 _INTERMEDIATE = 11_008
-# What published checkpoints call the stacked weights and the router.
+# Names of the stacked weights and the router in published checkpoints.
 _STACKED = ("input_linear.weight", "output_linear.weight")
 _ROUTER = "router.layer"
 
@@ -30,7 +30,7 @@ class GraniteMoeConfig(GraniteConfig):
     """A Granite whose layers have mixtures.
 
     Attributes:
-        experts: of each layer.
+        experts: the mixture of each layer.
     """
 
     experts: ExpertsConfig
@@ -54,11 +54,11 @@ def parse_config(fields: Fields) -> GraniteMoeConfig:
 
 
 def build(config: GraniteMoeConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Granite of mixtures."""
+    """Compose a Granite with mixtures."""
     return compose(config, make, lambda: _mixture(config, make), "block_sparse_moe")
 
 
 def _mixture(config: GraniteMoeConfig, make: LayerFactory) -> Experts:
-    if make.stacked_experts:  # transformers' own names, which it writes if asked to
+    if make.stacked_experts:  # names that transformers can write
         return make.experts(config, config.experts, each=(), router="router")
     return make.experts(config, config.experts, each=(), stacked=_STACKED, router=_ROUTER)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SHARED_SIZE = 1024
 _EXPERTS = 8
-_KINDS = ("attention", FULL)  # two names of one kind
+_KINDS = ("attention", FULL)  # two names of full attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def parse_config(fields: Fields) -> GraniteMoeHybridConfig:
 
 
 def build(config: GraniteMoeHybridConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Granite of the feed-forward layers that Granite 4's mixtures would share."""
+    """Compose a Granite whose feed-forward layers are named as Granite 4's shared experts."""
     return compose(
         config,
         make,

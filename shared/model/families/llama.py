@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, and the model of all families that differ from it only by biases and windows."""
+"""Llama 2 to 3.3, and the model of families that differ only in biases and windows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parse_config(fields: Fields) -> ModelConfig:
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
-    """Compose layers of rotated attention and a gated feed-forward layer, norms before each."""
+    """Compose layers of rotary attention and a gated feed-forward layer, with norms before each."""
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(

@@ -21,7 +21,7 @@ DEFAULTS = Defaults(
 WINDOW = 4096
 
 
-# Of a model that sees images, by default.
+# Default fields of a model that also takes images.
 _TEXT = {
     "head_dim": 128,
     "hidden_size": 5120,

@@ -1,4 +1,4 @@
-"""Mixtral: a Mistral whose feed-forward layers are mixtures."""
+"""Mixtral: a Mistral whose feed-forward layers are mixtures of experts."""
 
 from __future__ import annotations
 

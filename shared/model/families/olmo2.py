@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and feed-forward, and of all query and all key heads together."""
+"""OLMo 2: norms after attention and feed-forward, and one norm each for all queries and keys."""
 
 from __future__ import annotations
 

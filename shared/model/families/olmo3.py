@@ -1,4 +1,4 @@
-"""OLMo 3: an OLMo 2 with windows in three of four layers, whose angles are never scaled."""
+"""OLMo 3: as OLMo 2, with windows in three of four layers; their angles are never scaled."""
 
 from __future__ import annotations
 

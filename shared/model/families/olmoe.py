@@ -1,4 +1,4 @@
-"""OLMoE: mixtures of experts, and norms of all query and all key heads together."""
+"""OLMoE: mixtures of experts, and one norm each for all query heads and all key heads."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def parse_config(fields: Fields) -> ModelConfig:
 
 
 def _with_todays_names(fields: Fields) -> Fields:
-    """Return the fields with what the first files called "su" or "yarn" under its later name."""
+    """Return the fields with the rope type's current name; old files have "su" or "yarn"."""
     raw = {"original_max_position_embeddings": _ORIGINAL_POSITIONS, **fields.raw}
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name)
@@ -60,7 +60,7 @@ def _with_todays_names(fields: Fields) -> Fields:
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Llama of the fused projections that the checkpoint has."""
+    """Compose a Llama with the fused projections of the checkpoint."""
     cos_sin = make.cos_sin(config)
     layers = [
         make.pre_norm_layer(

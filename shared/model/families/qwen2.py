@@ -14,7 +14,7 @@ _DEFAULTS = Defaults(
     num_kv_heads=32,
 )
 _WINDOW = 4096
-_FIRST_WINDOW = 28  # the first layer that has it
+_FIRST_WINDOW = 28  # the first layer with a window, by default
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -36,7 +36,7 @@ def parse_config(fields: Fields) -> ModelConfig:
 
 
 def with_upper_windows(fields: Fields, config: ModelConfig) -> ModelConfig:
-    """Return the configuration with the window, if it is switched on, in all but the first layers.
+    """Return the configuration with the window, if it is enabled, in all but the first layers.
 
     Raises:
         ModelLoadError: a field is wrong; one line.

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a Qwen2 with mixtures, and an expert that all tokens have."""
+"""Qwen1.5-MoE and Qwen2-MoE: a Qwen2 with mixtures and a shared expert."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULTS = Defaults(
     special_tokens=(None, None),
 )
 _WINDOW = 4096
-_WINDOW_LAYERS = 28  # the first ones, of which every second has it
+_WINDOW_LAYERS = 28  # of these first layers, every second one has a window
 
 
 def parse_config(fields: Fields) -> MoeConfig:
@@ -57,7 +57,7 @@ def parse_config(fields: Fields) -> MoeConfig:
 
 
 def _with_windows(fields: Fields, config: MoeConfig) -> MoeConfig:
-    """Return the configuration with the window, if it is switched on, in every second layer."""
+    """Return the configuration with the window, if it is enabled, in every second layer."""
     window = switched_window(fields, _WINDOW)
     last = fields.whole_number("max_window_layers", _WINDOW_LAYERS)
     sliding = sliding_layers(

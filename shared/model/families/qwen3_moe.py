@@ -51,7 +51,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         experts=experts,
         sparse=sparse_layers(fields, layers),
     )
-    # In all layers: Hugging Face's code has no `max_window_layers` here.
+    # In all layers: Hugging Face's code does not use `max_window_layers` here.
     window = switched_window(fields, _WINDOW)
     return with_windows(fields, config, window, [window is not None] * config.num_layers)
 

@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama in which some layers, by default each fourth, rotate nothing."""
+"""SmolLM3: a Llama in which some layers, by default each fourth, have no rotation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_config(fields: Fields) -> SmolLM3Config:
 
 
 def _rotates(fields: Fields) -> tuple[bool, ...]:
-    """Read `no_rope_layers`, in which a 1 means that the layer rotates, or the interval."""
+    """Read `no_rope_layers`, where 1 means that a layer rotates, or else the interval."""
     layers = read_num_layers(fields, _DEFAULTS.num_layers)
     flags = fields.raw.get("no_rope_layers")
     if flags is None:

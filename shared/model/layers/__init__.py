@@ -1,7 +1,7 @@
-"""The layers that the families compose, for inference alone.
+"""The layers of which families compose models, for inference only.
 
-Plain objects around tensors: without `nn.Module`'s hooks a call costs the host less. A layer
-allocates its parameters uninitialised and names the checkpoint's tensors that fill them.
+They are plain objects around tensors: without `nn.Module`'s hooks, a call takes less CPU time. A
+layer allocates its parameters uninitialised and names the checkpoint's tensors that fill them.
 
 Read first: `factory.py` (how a family makes layers), `decoder.py` (decoder layers and the model),
 `linear.py` (projections and the methods that store and multiply their weights).

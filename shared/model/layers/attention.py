@@ -14,7 +14,7 @@ from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.paged_attention import attend
 
-# What of queries and keys is normalised before the rotation: nothing, each head, or all heads
+# How queries and keys are normalised before the rotation: not at all, each head, or all heads
 # together.
 QkNorm = Literal["none", "head", "projection"]
 
@@ -25,8 +25,8 @@ class Attention:
     Attributes:
         qkv_proj: projects to queries, keys and values.
         o_proj: projects the heads' outputs back.
-        norms: of queries and keys, or None.
-        sinks: `[heads]`, or None.
+        norms: the norms of queries and keys, or None.
+        sinks: the attention sinks `[heads]`, or None.
     """
 
     __slots__ = (
@@ -80,7 +80,7 @@ class Attention:
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Attend `[T, hidden]`, writing keys and values to `kv_cache` [NB, 2, KH, BS, D]."""
+        """Apply attention to `[T, hidden]`; write KV to `kv_cache` [NB, 2, KH, BS, D]."""
         tokens = hidden.shape[0]
         qkv = self.qkv_proj.apply(hidden)
         if self._projection_norms is None:

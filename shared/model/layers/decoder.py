@@ -1,7 +1,7 @@
-"""Decoder layers and the model that they make.
+"""Decoder layers, and the model made of them.
 
-The residual stream runs alongside the hidden states: each normalisation adds the one to the other,
-so that a layer is a plain list of fused steps.
+The residual stream is separate from the hidden states: each normalisation adds them, so that a
+layer is a plain list of fused operations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class AttentionPart(Protocol):
 
 
 class TokenPart(Protocol):
-    """Maps each token by itself."""
+    """A feed-forward layer: maps each token independently."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
@@ -56,7 +56,7 @@ class DecoderLayer(Protocol):
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states and what is still to be added to them, `[T, hidden]` each."""
+        """Return hidden states and the residual stream that is still to be added, `[T, hidden]`."""
         ...
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -77,7 +77,7 @@ class PreNormLayer:
         mlp: TokenPart,
         mlp_name: str = "mlp",
     ) -> None:
-        self._mlp_name = mlp_name  # in the checkpoint
+        self._mlp_name = mlp_name  # name of `mlp` in the checkpoint
         self.input_norm = input_norm
         self.attention = attention
         self.post_attention_norm = post_attention_norm
@@ -105,7 +105,7 @@ class PreNormLayer:
 
 
 class PostNormLayer:
-    """Attention and feed-forward, the output of each normalised before it is added."""
+    """Attention and feed-forward, whose outputs are normalised before they are added."""
 
     __slots__ = ("attention", "mlp", "post_attention_norm", "post_mlp_norm")
 
@@ -196,12 +196,12 @@ class SandwichLayer:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What embeddings and logits are changed by.
+    """Scaling of embeddings and logits.
 
     Attributes:
-        embedding: what embeddings are multiplied by.
-        logits_divisor: what logits are divided by.
-        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None: it stays.
+        embedding: factor of embeddings.
+        logits_divisor: divisor of logits.
+        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None means no cap.
     """
 
     embedding: float = 1.0
@@ -217,7 +217,7 @@ class DecoderModel:
         layers: in order; a fused kernel may replace the steps of any.
         embed_tokens: `[vocab, hidden]`.
         lm_head: `[vocab, hidden]`; the same tensor as `embed_tokens` if they are tied.
-        norm: of the last layer's output.
+        norm: the normalisation of the last layer's output.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class DecoderModel:
         self.norm = norm
         self.lm_head = lm_head
         self._scaling = scaling
-        self._plus_one = plus_one  # parameters that are what the checkpoint has, plus one
+        self._plus_one = plus_one  # parameters to which one is added after loading
         self._after_loading = after_loading
 
     @torch.inference_mode()
@@ -250,7 +250,7 @@ class DecoderModel:
 
         Args:
             batch: the step's tokens, `[T]`.
-            kv: of each layer; the tokens' keys and values are written there.
+            kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, once it is launched.
 
         Returns:
@@ -273,7 +273,7 @@ class DecoderModel:
 
         Args:
             hidden: final hidden states.
-            out: [N, vocab] to write them to, if they are to be there.
+            out: [N, vocab], to which the logits are written; None allocates it.
         """
         logits = self._linear(hidden, self.lm_head, out=out)
         if self._scaling.logits_divisor != 1.0:
@@ -291,7 +291,7 @@ class DecoderModel:
             yield "lm_head.weight", self.lm_head
 
     def finish_loading(self) -> None:
-        """Make parameters of what `targets()` was filled with from a checkpoint; call it once."""
+        """Convert parameters from the checkpoint's form; call once, after filling `targets()`."""
         for weight in self._plus_one:
             weight.add_(1.0)
         for change in self._after_loading:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: feed-forward layers of which each token has its own few."""
+"""Mixtures of experts: feed-forward layers, of which a router chooses a few for each token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pagewire.shared.model.layers.mlp import Mlp
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a checkpoint calls the weights, after the name of the mixture.
+    """Names of the weights in a checkpoint, after the name of the mixture.
 
     Attributes:
-        each: of one expert's gate, up and down projection, with {} for its number; empty if the
-            checkpoint has all experts' in one tensor.
-        stacked: of all experts' gate and up projections, [E, 2 I, H], and down, [E, H, I].
-        transposed: whether the last two dimensions of stacked weights are the other way round.
+        each: names of one expert's gate, up and down projection, with {} for its number; empty if
+            the checkpoint has all experts in one tensor.
+        stacked: names of all experts' gate and up projections, [E, 2 I, H], and down, [E, H, I].
+        transposed: whether the last two dimensions of stacked weights are swapped.
     """
 
     each: tuple[str, str, str] | tuple[()] = ()
@@ -32,7 +32,7 @@ class ExpertNames:
 
 
 class Experts:
-    """The weighted sum of what each token's experts make of it.
+    """The weighted sum of the outputs of each token's experts.
 
     Attributes:
         router: projects to one logit for each expert.
@@ -40,7 +40,7 @@ class Experts:
         down: `[E, H, I]`.
         gate_up_bias: `[E, 2 I]`, or None.
         down_bias: `[E, H]`, or None.
-        correction: `[E]` float32, a bias of the choice, or None.
+        correction: `[E]` float32, a bias that affects only the choice of experts, or None.
     """
 
     __slots__ = (
@@ -130,13 +130,13 @@ class Experts:
 
 
 class WithSharedExpert:
-    """A mixture, and a feed-forward layer that all tokens have in addition.
+    """A mixture and a shared expert: a feed-forward layer that all tokens use in addition.
 
     Attributes:
         experts: the mixture.
         shared: the feed-forward layer.
-        gate: projects to one logit, whose sigmoid multiplies what `shared` gives; None: nothing
-            does.
+        gate: projects to one logit, whose sigmoid multiplies the output of `shared`; None if there
+            is none.
     """
 
     __slots__ = ("_shared_name", "experts", "gate", "shared")

@@ -37,17 +37,17 @@ EACH = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.
 
 
 class LayerFactory:
-    """What a family composes its model of; parameters are allocated, not filled.
+    """Makes the layers of which a family composes its model; parameters are not filled.
 
-    A family's file calls this object alone, so that it imports no torch.
+    A family's file uses only this object, so that it does not import torch.
 
     Args:
         device: for the parameters; on "meta" they take no memory.
         dtype: of parameters and activations.
         ops: kernels that suit the device.
         max_positions: longest sequence.
-        stacked_experts: whether the checkpoint has all experts' weights of a layer in one tensor,
-            as transformers 5 writes them if asked to, where others have one for each expert.
+        stacked_experts: whether the checkpoint has one tensor for all experts of a layer, as
+            transformers 5 can write it, instead of one for each expert.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class LayerFactory:
         return other
 
     def rounded(self, value: float) -> float:
-        """Return a number as the activations' dtype has it."""
+        """Return a number rounded to the activations' dtype."""
         return torch.tensor(value, dtype=self._dtype).item()
 
     def linear(
         self, in_features: int, parts: Mapping[str, int], bias: bool, *, wide: bool = False
     ) -> Linear:
-        """Return projections of one input; see `LinearShape`. Wide ones are in float32."""
+        """Return projections of one input; see `LinearShape`. If `wide`, they are in float32."""
         shape = LinearShape(in_features, parts, bias)
         dtype = torch.float32 if wide else self._dtype
         return Linear(Unquantized(shape, self._ops, self._device, dtype))
@@ -103,8 +103,8 @@ class LayerFactory:
         """Return the table of rotary angles, for all attention layers that use it.
 
         Args:
-            config: the size of a head.
-            rope: None: the configuration's.
+            config: has the size of a head.
+            rope: rotary parameters; None uses those of the configuration.
         """
         table = cos_sin_table(rope or config.rope, config.head_dim, self._max_positions)
         return table.to(self._device)
@@ -125,15 +125,15 @@ class LayerFactory:
         """Return attention over the paged KV cache.
 
         Args:
-            config: heads, sizes, biases.
-            cos_sin: see `cos_sin`; None rotates nothing.
-            qk_norm: what of queries and keys is normalised.
-            scale: of the scores; None: the inverse root of the head size.
+            config: has heads, sizes and biases.
+            cos_sin: see `cos_sin`; None means no rotation.
+            qk_norm: how queries and keys are normalised.
+            scale: factor of the scores; None uses the inverse root of the head size.
             fused: whether the checkpoint has one tensor `qkv_proj`.
-            window: of positions that a query attends to, its own included; None for all.
-            soft_cap: of the scores, or None.
-            sinks: whether each head has one.
-            interleaved: whether neighbours of a head are turned as a pair, in place of its halves.
+            window: number of positions that a query attends to, including its own; None for all.
+            soft_cap: soft cap of the scores, or None.
+            sinks: whether each head has an attention sink.
+            interleaved: whether neighbours of a head are rotated as pairs, instead of its halves.
         """
         q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
         parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
@@ -160,10 +160,10 @@ class LayerFactory:
         )
 
     def latent_attention(self, config: LatentConfig, cos_sin: torch.Tensor) -> LatentAttention:
-        """Return attention whose keys and values are made of one latent vector a token.
+        """Return attention whose keys and values are made from one latent vector per token.
 
         Args:
-            config: heads, sizes, biases.
+            config: has heads, sizes and biases.
             cos_sin: see `cos_sin`.
         """
         heads, rank = config.num_heads, config.kv_rank
@@ -197,11 +197,11 @@ class LayerFactory:
         """Return a gated feed-forward layer.
 
         Args:
-            config: sizes and biases.
-            names: of the projections in the checkpoint: gate, up and down, or gate and up in one
-                tensor, and down.
-            inner: its intermediate size; None: the configuration's.
-            activation: of the gate.
+            config: has sizes and biases.
+            names: names of the projections in the checkpoint: gate, up and down, or gate and up in
+                one tensor, and down.
+            inner: the layer's intermediate size; None uses that of the configuration.
+            activation: activation of the gate.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
         inner = config.intermediate_size if inner is None else inner
@@ -231,16 +231,16 @@ class LayerFactory:
         """Return a mixture of experts.
 
         Args:
-            config: the hidden size.
-            experts: their number, size and routing.
+            config: has the hidden size.
+            experts: number, size and routing of the experts.
             each: names of one expert's gate, up and down projection, with {} for its number; empty
                 if the checkpoint always has them stacked.
             stacked: names of all experts' gate and up projections, and of their down projections.
-            router: its name.
-            router_bias: whether it has one.
-            wide_router: whether its logits are computed in float32, whatever the model's dtype.
-            biases: whether each expert's projections have them; only with stacked weights.
-            activation: between the projections.
+            router: name of the router.
+            router_bias: whether the router has a bias.
+            wide_router: whether the router's logits are computed in float32 for any model dtype.
+            biases: whether each expert's projections have biases; only with stacked weights.
+            activation: activation between the projections.
             interleaved: whether rows of gate and up alternate in the stacked weights.
             transposed: whether stacked weights are [E, in, out].
         """
@@ -266,13 +266,13 @@ class LayerFactory:
     def with_shared_expert(
         self, config: ModelConfig, experts: Experts, inner: int, name: str, gate: str | None = None
     ) -> WithSharedExpert:
-        """Return a mixture with an expert that all tokens have.
+        """Return a mixture with a shared expert, which all tokens use.
 
         Args:
-            config: the hidden size.
+            config: has the hidden size.
             experts: the mixture.
             inner: the shared expert's intermediate size.
-            name: of the shared expert.
+            name: name of the shared expert.
             gate: name of the projection whose sigmoid multiplies its output, if there is one.
         """
         shared = self.mlp(config, inner=inner)
@@ -294,13 +294,13 @@ class LayerFactory:
     def parallel_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> ParallelLayer:
-        """Return a layer whose attention and feed-forward layer have one normalised input."""
+        """Return a layer whose attention and feed-forward layer have the same normalised input."""
         return ParallelLayer(self.norm(config.hidden_size, config.rms_norm_eps), attention, mlp)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> PostNormLayer:
-        """Return a layer that normalises what attention and the feed-forward layer give."""
+        """Return a layer that normalises the outputs of attention and the feed-forward layer."""
         size, eps = config.hidden_size, config.rms_norm_eps
         return PostNormLayer(attention, self.norm(size, eps), mlp, self.norm(size, eps))
 
@@ -324,11 +324,11 @@ class LayerFactory:
         """Return a model of these layers, with embedding, last normalisation and output head.
 
         Args:
-            config: sizes, and whether the head is the embedding.
-            layers: made by this factory.
-            embedding_multiplier: see `Scaling`, as for the other two.
-            logits_divisor: of all logits.
-            logits_cap: of all logits, or None.
+            config: has sizes, and whether the head is the embedding.
+            layers: layers that this factory made.
+            embedding_multiplier: see `Scaling.embedding`.
+            logits_divisor: see `Scaling`.
+            logits_cap: see `Scaling`.
         """
         vocabulary = (config.vocab_size, config.hidden_size)
         embed_tokens = torch.empty(vocabulary, device=self._device, dtype=self._dtype)
@@ -349,9 +349,10 @@ class LayerFactory:
 
 
 def _halve_pairs(qkv_proj: Linear, head_dim: int) -> None:
-    """Move the first of each pair of a head's rows to its first half, the second to its second.
+    """Move the first row of each pair to the first half of its head, the second to the second half.
 
-    Queries and keys alike, so that their products stay: then the kernels turn halves, as always.
+    This is done for queries and keys, so that their products do not change. The kernels then rotate
+    halves, as for other models.
     """
     for name, rows in qkv_proj.method.targets():
         if not name.startswith("v_proj"):

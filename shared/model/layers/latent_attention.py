@@ -1,12 +1,12 @@
 """Multi-head latent attention over the paged cache, in its absorbed form.
 
-DeepSeek-V2 (arXiv 2405.04434). A token's keys and values are `up @ c` of its latent vector c. Its
-part `W_k` is applied to queries in place of keys, its part `W_v` to what attention gives:
+DeepSeek-V2 (arXiv 2405.04434). A token's keys and values are `up @ c`; c is its latent vector. The
+part `W_k` of `up` is applied to queries instead of c, and the part `W_v` to the output:
 
     q . (W_k c) = (W_k^T q) . c        sum_t p_t (W_v c_t) = W_v sum_t p_t c_t
 
-So all heads attend to the one row that is cached, of C numbers of the latent vector and R of a
-rotated key, and no token's keys or values are ever made.
+So all heads attend to the cached row of a token: C numbers of the latent vector and R numbers of a
+rotated key. Keys and values of tokens are never computed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class LatentAttention:
     """Attention whose latent vectors and rotated keys are cached.
 
     Attributes:
-        down: projects to queries, or the latent vectors that they are made of, to latent vectors
-            and keys.
-        q_norm: of the queries' latent vectors, or None.
-        q_up: projects these to queries, or None.
-        kv_norm: of the latent vectors that are cached.
-        kv_up: `[H, nope + V, C]`: of each head `W_k`, then `W_v`.
+        down: projects to queries (or their latent vectors), to the cached latent vectors, and to
+            the rotated keys.
+        q_norm: normalisation of the queries' latent vectors, or None.
+        q_up: projects the queries' latent vectors to queries, or None.
+        kv_norm: normalisation of the cached latent vectors.
+        kv_up: `[H, nope + V, C]`: `W_k` of each head, then its `W_v`.
         o_proj: projects the heads' values back.
     """
 
@@ -65,7 +65,7 @@ class LatentAttention:
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Attend `[T, hidden]`, writing to `kv_cache` [NB, 1, 1, BS, C + R]."""
+        """Apply attention to `[T, hidden]`; write to `kv_cache` [NB, 1, 1, BS, C + R]."""
         config = self._config
         q, latent, k = self.down.apply(hidden).split_with_sizes(self._parts, dim=1)
         if self.q_norm is not None and self.q_up is not None:

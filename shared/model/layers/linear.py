@@ -16,12 +16,12 @@ NamedTarget = tuple[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
-    """What a method creates parameters for.
+    """The shape of projections.
 
     Attributes:
-        in_features: of the input that all parts have in common.
+        in_features: size of the input of all projections.
         parts: out features of each projection in the checkpoint, by its name, in order.
-        bias: whether each of them has one.
+        bias: whether each projection has a bias.
     """
 
     in_features: int
@@ -30,7 +30,7 @@ class LinearShape:
 
 
 class LinearMethod(Protocol):
-    """The parameters of one `Linear` in some format, and what is done with them."""
+    """The parameters of one `Linear` in some format, and how they are multiplied."""
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills the parameters, by names such as `q_proj.weight`."""
@@ -46,8 +46,8 @@ class Linear:
 
     Attributes:
         method: owns the parameters.
-        apply: projects `[T, in_features]` to `[T, sum of the parts]`; the method's own, without a
-            call in between, of which a step would have four a layer.
+        apply: projects `[T, in_features]` to `[T, sum of the parts]`; it is the method's function
+            itself, which saves four calls per layer and step.
     """
 
     __slots__ = ("apply", "method")
@@ -57,7 +57,7 @@ class Linear:
         self.apply = method.apply
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters; `name` is that of the layer around it."""
+        """Yield what fills the parameters; `name` is the name of the layer that has them."""
         yield from ((f"{name}.{part}", target) for part, target in self.method.targets())
 
 

@@ -10,7 +10,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
 
-Activation = Literal["silu", "gelu"]  # the second by tanh's approximation
+Activation = Literal["silu", "gelu"]  # "gelu" is the tanh approximation
 
 
 class Mlp:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import NamedTarget
 
-# How the weight multiplies: the normalised value rounded to the activations' dtype, as in Llama;
-# the value in float32; or likewise the weight of the checkpoint plus one, as in Gemma. "centred" is
-# layer normalisation without a bias, in float32, as in Cohere's models.
+# What the weight multiplies. "rounded": the normalised value, rounded to the activations' dtype, as
+# in Llama. "wide": the value in float32. "plus one": as "wide", with one added to the checkpoint's
+# weight, as in Gemma. "centred": layer normalisation without a bias in float32, as in Cohere.
 NormStyle = Literal["rounded", "wide", "plus one", "centred"]
 
 
@@ -35,7 +35,7 @@ class Norm(Protocol):
 
 
 class RmsNorm:
-    """RMS normalisation of the residual stream, after adding what the last layer computed.
+    """RMS normalisation of the residual stream, after adding the output of the layer before.
 
     Attributes:
         weight: `[hidden]`; float32 if it multiplies in float32.

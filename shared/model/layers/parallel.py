@@ -13,7 +13,7 @@ from pagewire.shared.model.layers.norm import Norm
 
 
 class ParallelLayer:
-    """Attention and feed-forward side by side, after one normalisation."""
+    """Attention and feed-forward in parallel, after one normalisation."""
 
     __slots__ = ("attention", "input_norm", "mlp")
 

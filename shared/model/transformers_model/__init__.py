@@ -1,12 +1,12 @@
-"""Decoders that have no family of their own, run by transformers' modelling code.
+"""Decoders without a family in Pagewire, run by transformers' modelling code.
 
-transformers builds the model and computes everything but the attention: each attention layer calls
-ours, which writes keys and values to the paged KV cache and attends over it. So prefix caching,
-chunks, preemption and the handover of KV blocks work as for any other model. Steps are slower:
-nothing is fused, and no CUDA graph replays them.
+transformers builds the model and computes everything except attention: each attention layer calls
+Pagewire's attention, which writes keys and values to the paged KV cache and reads it. So prefix
+caching, chunked prefill, preemption and KV transfer work as for any other model. Steps are slower:
+operations are not fused, and there are no CUDA graphs.
 
-What this cannot compute exactly is refused: by `config.py` as far as config.json says it, and by
-`check.py`, which compares some tokens with transformers' own attention once a model is loaded.
+Models that cannot be computed exactly are refused: by `config.py` if config.json shows it, and by
+`check.py`, which compares some tokens with transformers' own attention after a model is loaded.
 
 Read first: `attention.py`, `model.py`, `check.py`.
 

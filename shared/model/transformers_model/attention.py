@@ -1,4 +1,4 @@
-"""What transformers' attention layers call in place of their own attention."""
+"""The attention function that transformers' attention layers call instead of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig
 # A layer's caches of keys and values, [NB, KH, BS, D] each.
 LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-# What attention layers pass on and ours need not look at.
+# Options that attention layers pass, and that do not change the result.
 _WITHOUT_EFFECT = {
     "position_ids",
     "position_embeddings",
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = {
     "return_dict",
     "logits_to_keep",
     "dropout",
-    "is_causal",  # looked at by name, as is the next
+    "is_causal",  # checked by name, as is the next
     "sliding_window",
 }
 _numbers = itertools.count()
@@ -38,11 +38,11 @@ _numbers = itertools.count()
 class PagedAttention:
     """Attention over the paged KV cache, for the layers of one model.
 
-    The first call of a forward is for the first layer, and so on.
+    The first call of a forward pass is for the first layer, and so on.
 
     Attributes:
-        name: under which transformers finds this object.
-        checks: whether each call is checked for what ours does not compute: for the first ones.
+        name: name under which transformers finds this object.
+        checks: whether calls are checked for what is not supported; only `check_model` sets it.
     """
 
     def __init__(self, config: TransformersConfig, ops: Ops) -> None:
@@ -50,19 +50,19 @@ class PagedAttention:
         self.checks = False
         self._config = config
         self._ops = ops
-        self._batches: Sequence[ForwardBatch] = ()  # of each layer
+        self._batches: Sequence[ForwardBatch] = ()  # one for each layer
         self._caches: Sequence[LayerCache] = ()
         self._on_layer_end: OnLayerEnd | None = None
-        self._calls = 0  # of this forward
+        self._calls = 0  # calls of this forward pass
 
     def begin(
         self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None
     ) -> None:
-        """Take what the layers of the next forward need.
+        """Set what the layers of the next forward pass need.
 
         Args:
             batch: the step's tokens.
-            kv: of each layer.
+            kv: each layer's KV cache.
             on_layer_end: called with a layer's number, from 0, once its KV is written.
         """
         groups = batch.groups
@@ -75,7 +75,7 @@ class PagedAttention:
         """Forget the batch.
 
         Raises:
-            IntegrityError: a layer's KV was not written, since the layer did not call.
+            IntegrityError: a layer did not call the attention function, so its KV is missing.
         """
         calls, layers = self._calls, len(self._caches)
         self._batches, self._caches, self._on_layer_end = (), (), None
@@ -92,7 +92,7 @@ class PagedAttention:
         scaling: float | None = None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend `[1, T, H, D]`, writing keys and values to the cache of the next layer."""
+        """Return the output `[1, T, H, D]`, writing keys and values to the next layer's cache."""
         layer = self._calls
         if layer >= len(self._caches):
             raise IntegrityError(f"the attention function is called for layer {layer}")
@@ -123,10 +123,10 @@ class PagedAttention:
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> None:
-        """Refuse a call for something that ours does not compute.
+        """Refuse a call that Pagewire's attention does not support.
 
         Raises:
-            ModelLoadError: its shapes are not what config.json says, or an option changes the
+            ModelLoadError: the shapes differ from config.json, or an option would change the
                 result; one line.
         """
         config = self._config

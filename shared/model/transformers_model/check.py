@@ -1,9 +1,9 @@
-"""Compares a model that has been loaded with transformers' own attention, on a few tokens.
+"""Compares a loaded model with transformers' own attention, on a few tokens.
 
 Two sequences run in chunks and by single tokens, in the same batches, over a small KV pool. Their
-hidden states must be those of whole sequences with transformers' attention. So whatever a model
-computes from other tokens by another way than keys and values is found: recurrent states,
-convolutions, biases by distance, masks of its own, positions that it counts itself.
+hidden states must equal those of whole sequences with transformers' attention. This finds models in
+which a token depends on others not only through keys and values: recurrent states, convolutions,
+biases by distance, custom masks, positions that the model counts itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pagewire.shared.model.transformers_model.model import TransformersModel
 
 _BLOCK_SIZE = 16
 _LENGTHS = (13, 9)
-# Tokens of each sequence in each step.
+# Number of tokens of each sequence in each step.
 _STEPS = ((6, 4), (1, 1), (6, 0), (0, 4))
 # Errors of the tokens' hidden states, relative to their lengths: the median is compared, since in
 # low precision a few tokens may take another expert.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 
-# By transformers' modules where they are called in a way that is not theirs, or by ours.
+# Exceptions of transformers' modules if they do not support this use, and of Pagewire's attention.
 _RAISED = (
     IntegrityError,
     KernelError,
@@ -37,10 +37,10 @@ _RAISED = (
 
 @torch.inference_mode()
 def check_model(model: TransformersModel) -> None:
-    """Refuse a model that is computed otherwise than transformers does.
+    """Check that a model gives the same results as with transformers' attention.
 
     Raises:
-        ModelLoadError: it is; one line.
+        ModelLoadError: it does not; one line.
     """
     name = model.config.architecture
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +112,7 @@ def _paged(model: TransformersModel, tokens: list[torch.Tensor]) -> torch.Tensor
 def _batch(
     tokens: list[torch.Tensor], chunks: list[tuple[int, int, int]], device: torch.device
 ) -> ForwardBatch:
-    """Return a step of chunks (sequence, start, end); the sequence's number is its block.
+    """Return a step of chunks (sequence, start, end); a sequence's number is its block id.
 
     Chunks of one token are decode rows.
     """

@@ -1,4 +1,4 @@
-"""Reads the config.json of any decoder, by the names that are common; torch is not imported."""
+"""Reads the config.json of any decoder by common field names; torch is not imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pagewire.shared.model.model_config import (
 from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig, raw_rope
 from pagewire.shared.model.windows import SLIDING, read_window, sliding_layers
 
-# Other names that config.json has for a field, by the oldest models.
+# Other names of fields, in config.json of the oldest models.
 _NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -28,12 +28,12 @@ _NAMES = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-_OLDEST = 5  # major release of transformers
+_OLDEST = 5  # oldest major release of transformers that is supported
 _OUTPUT_HEADS = ("ForCausalLM", "LMHeadModel")
 _STATE = "some of its layers keep a state other than keys and values"
 _LATENT = "it caches latent vectors in place of keys and values"
-# Fields that say, where they are neither null nor false, that a model is of a kind which is not
-# computed exactly.
+# Fields that, if they are neither null nor false, mark a model as one that cannot be computed
+# exactly.
 _REFUSED: dict[str, str] = {
     "text_config": "it takes more than text",
     "vision_config": "it takes more than text",
@@ -60,17 +60,17 @@ _REFUSED: dict[str, str] = {
 class TransformersConfig(ModelConfig):
     """A decoder that transformers builds.
 
-    What only the layers of a family need has no meaning here: `intermediate_size`, `rms_norm_eps`,
-    the biases, and of `rope` all but what bounds the context.
+    Fields that only a family's layers need have no meaning here: `intermediate_size`,
+    `rms_norm_eps`, the biases, and the fields of `rope` that do not bound the context.
     """
 
 
 def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
-    """Read what the KV cache, the router and the limits of requests need.
+    """Read the fields that the KV cache, the router and the limits of requests need.
 
     Args:
         architecture: the name of transformers' class.
-        fields: of config.json.
+        fields: the fields of config.json.
 
     Raises:
         ModelLoadError: a field is missing or wrong, or the model is of a kind that cannot be
@@ -110,7 +110,7 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
 
 
 def why_refused(architecture: str, fields: Fields) -> str | None:
-    """Return what config.json has that nobody's code here computes; None if it has nothing."""
+    """Return why a model cannot be computed, by its config.json; None if it may be."""
     for name, why in _REFUSED.items():
         if fields.raw.get(name) not in (None, False):
             return f"{why} ({name})"
@@ -118,7 +118,7 @@ def why_refused(architecture: str, fields: Fields) -> str | None:
 
 
 def require_transformers() -> None:
-    """Check that transformers is there; it is not imported.
+    """Check that transformers is installed, without importing it.
 
     Raises:
         ConfigError: it is not installed, or too old; one line with the command that installs it.
@@ -144,7 +144,7 @@ def _with_common_names(fields: Fields) -> Fields:
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    """Return the heads that are cached; `multi_query` is GPT-BigCode's one for all."""
+    """Return the number of KV heads; `multi_query` is GPT-BigCode's field for a single one."""
     count = 1 if fields.flag("multi_query", False) else num_heads
     count = fields.positive_int("num_key_value_heads", count, MAX_COUNT)
     check_groups(fields, num_heads, count)
@@ -152,7 +152,7 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
 
 
 def _read_rope(fields: Fields, positions: int) -> RopeConfig:
-    """Return what of the rotary embedding bounds the context."""
+    """Return the rotary parameters that bound the context."""
     raw = raw_rope(fields)
     if not raw or not isinstance(raw, dict):
         return RopeConfig()
@@ -161,7 +161,7 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     if named == "su":  # the first name of longrope
         named = "longrope"
     rope_type = next((each for each in ROPE_TYPES if each == named), None)
-    if rope_type is None:  # transformers knows it, or refuses it
+    if rope_type is None:  # transformers supports or refuses it
         return RopeConfig()
     original = fields.positive_int("original_max_position_embeddings", positions, MAX_TOKENS)
     return RopeConfig(
@@ -174,10 +174,10 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
 
 
 def _windows(fields: Fields, num_layers: int, context: int) -> tuple[int | None, ...]:
-    """Return each layer's window, as `ModelConfig.windows`; a worker compares it with the code's.
+    """Return each layer's window, see `ModelConfig.windows`; a worker checks them when it loads.
 
-    Older files of some families lack `layer_types`, and have the interval at which a layer attends
-    to everything.
+    Older files of some families have the interval of full-attention layers instead of
+    `layer_types`.
     """
     window = read_window(fields, None) if fields.flag("use_sliding_window", True) else None
     interval = fields.raw.get("sliding_window_pattern")

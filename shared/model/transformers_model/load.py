@@ -1,4 +1,4 @@
-"""Loads a model by transformers' own code, from safetensors files alone."""
+"""Loads a model with transformers' own code, only from safetensors files."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def load_transformers_model(
     ops: Ops,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
 ) -> TransformersModel:
-    """Return a model that is ready to run, and has been compared with transformers' attention.
+    """Return a model that is ready to run and was compared with transformers' attention.
 
-    transformers knows which tensors of a checkpoint it renames, merges or ties, so that its own
-    loader fills the parameters: in host memory, from where they are moved to the device. Code that
-    a model directory brings along is never run.
+    transformers' own loader fills the parameters, because it knows which tensors of a checkpoint it
+    renames, merges or ties. They are loaded into host memory and then moved to the device. Code in
+    a model directory is never run.
 
     Args:
         path: the model's directory.
-        config: what `load_config` says of it.
-        device: for the parameters.
-        dtype: of the parameters and activations.
+        config: the result of `load_config`.
+        device: device of the parameters.
+        dtype: dtype of the parameters and activations.
         ops: kernels that suit the device.
         load_format: `dummy` fills the parameters at random.
 
     Raises:
-        ModelLoadError: files are missing, corrupt, or of another model; transformers has no code
-            for it, or computes something else than we do; one line.
+        ModelLoadError: files are missing, corrupt, or of another model; transformers does not have
+            the architecture, or its results differ; one line.
     """
     attention = PagedAttention(config, ops)
     transformers.AttentionInterface.register(attention.name, attention)
@@ -58,7 +58,7 @@ def load_transformers_model(
             if load_format == "dummy":
                 causal_lm = _random(model_class, theirs, dtype)
             else:
-                find_weights(path)  # says in one line what is wrong with the files
+                find_weights(path)  # raises a one-line error if the files are wrong
                 causal_lm = _loaded(model_class, theirs, path, dtype)
             causal_lm = causal_lm.to(device).eval().requires_grad_(False)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
@@ -89,7 +89,7 @@ def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
         ) from exc
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
     found = getattr(model_class, "__name__", "")
-    if found.casefold() != config.architecture.casefold():  # PhiMoE, as it was published
+    if found.casefold() != config.architecture.casefold():  # PhiMoE was published with another case
         raise ModelLoadError(
             f"transformers {version} has no {config.architecture} of its own; code that a model "
             "brings along is not run"
@@ -121,7 +121,7 @@ def _loaded(model_class: Any, theirs: Any, path: Path, dtype: torch.dtype) -> An
 
 
 def _random(model_class: Any, theirs: Any, dtype: torch.dtype) -> Any:
-    """Return a model whose matrices are small normal values, always the same."""
+    """Return a model with small normal random values as matrices, always the same."""
     causal_lm = model_class._from_config(theirs, dtype=dtype)
     generator = torch.Generator().manual_seed(_DUMMY_SEED)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def _random(model_class: Any, theirs: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing: what is wrong is raised."""
+    """Keep transformers from printing; errors are raised."""
     log = transformers.utils.logging
     level, had_bar = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""A model of transformers' modules that runs the engine's steps."""
+"""A model made of transformers' modules, which runs the engine's steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig
 
 
 class _Output:
-    """What a decoder returns to an output head: hidden states, and nothing else that it asks for.
+    """A decoder's output for an output head: hidden states; every other field is None.
 
     Attributes:
         last_hidden_state: `[1, N, hidden]`.
@@ -33,13 +33,13 @@ class _Output:
 
 
 class _Given(torch.nn.Module):
-    """Stands for the decoder in front of an output head: returns what it is given.
+    """A replacement of the decoder before an output head, which returns its input.
 
-    The head's own code then computes the logits, with whatever it scales or caps them by.
+    The head's own code then computes the logits, including scaling and caps.
     """
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Output:
-        """Return the hidden states `[1, N, hidden]` as a decoder returns its last."""
+        """Return the hidden states `[1, N, hidden]` in the form of a decoder's output."""
         return _Output(inputs_embeds)
 
 
@@ -50,18 +50,18 @@ class TransformersModel:
         config: the model's shape.
         embed_tokens: `[vocab, hidden]`.
         decoder: transformers' module up to the last normalisation.
-        attention: what its attention layers call.
+        attention: the attention function that its layers call.
     """
 
     def __init__(
         self, config: TransformersConfig, causal_lm: Any, attention: PagedAttention
     ) -> None:
-        """Take apart a model that is ready to run.
+        """Split a model that is ready to run into decoder and output head.
 
         Args:
             config: the model's shape.
             causal_lm: transformers' `PreTrainedModel` with an output head.
-            attention: what its attention layers call.
+            attention: the attention function that its layers call.
         """
         self.config = config
         self.attention = attention
@@ -79,7 +79,7 @@ class TransformersModel:
 
         Args:
             batch: the step's tokens, `[T]`.
-            kv: of each layer; the tokens' keys and values are written there.
+            kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, once its KV is written.
 
         Returns:
@@ -99,7 +99,7 @@ class TransformersModel:
 
         Args:
             hidden: final hidden states.
-            out: [N, vocab] to write them to, if they are to be there.
+            out: [N, vocab], to which the logits are written; None allocates it.
         """
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits if out is None else out.copy_(logits)
