@@ -157,7 +157,7 @@ def _say(*words: object) -> None:
     print(*words, flush=True)
 
 
-def _read(lines: queue.SimpleQueue[str]) -> None:
+def _read(lines: queue.Queue[str]) -> None:
     for line in sys.stdin:
         lines.put(line)
     lines.put("")
@@ -165,7 +165,8 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
 
 def _main(num_slots: int, slot_bytes: int) -> None:
     half = _Half(num_slots, slot_bytes)
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    # Not a `SimpleQueue`: its `get` may wait for ever if so short a time-out passes meanwhile.
+    lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     _say("ready")
     while True:

@@ -29,7 +29,7 @@ class Half:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._events: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._events: queue.Queue[list[str]] = queue.Queue()
         self._unread: list[list[str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
