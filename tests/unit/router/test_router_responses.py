@@ -142,6 +142,17 @@ def test_token_ids_of_a_chats_prompt_are_in_the_response_or_the_first_chunk():
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
+def test_each_chunk_has_token_ids_where_they_are_asked_for():
+    """Also the last one of an answer that ends without a further token, as after a migration."""
+    extras = Extras(prompt_token_ids=[[5, 6]])
+    deltas = [TextDelta("a", None, (1,)), TextDelta("", "length")]
+    for form in (CompletionFormat("m", [""], extras), ChatFormat("m", 1, extras)):
+        chunks = [event for delta in deltas for event in events(form.stream_chunk(0, delta))]
+        assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[1], []]
+        full = json.loads(form.full_response([TextDelta("", "length")], USAGE))
+        assert full["choices"][0]["token_ids"] == []
+
+
 def test_an_echo_comes_once_and_first():
     form = CompletionFormat("m", ["Echo", ""], Extras())
     deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]

@@ -323,12 +323,11 @@ def model_record(model: ServedModel, name: str, max_model_len: int) -> dict[str,
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    return choice["logprobs"] is not None or "token_ids" in choice
+    return choice["logprobs"] is not None or bool(choice.get("token_ids"))
 
 
 def _tokens(part: TextDelta, extras: Extras) -> dict[str, list[int]]:
-    is_wanted = extras.prompt_token_ids and part.token_ids
-    return {"token_ids": list(part.token_ids)} if is_wanted else {}
+    return {"token_ids": list(part.token_ids)} if extras.prompt_token_ids else {}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
