@@ -69,6 +69,7 @@ class RouterService:
         """Make what chooses workers for a request, and carries it there."""
         settings = self.settings
         secret = settings.cluster_secret.get_secret_value()
+        # A record is renewed once per heartbeat and read twice.
         in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self.members = ClusterMembers(
             settings, redis, in_flight.note_report, in_flight.forget, lambda: self._state
@@ -203,7 +204,8 @@ class RouterService:
         """This router's, for the others. The start ends even if nobody asks for `/ready`."""
         if self.is_draining:
             return "draining"
-        return "starting" if self.members.waiting_for() else "ready"
+        services = self.members.describe_services()
+        return "starting" if self.members.waiting_for(services) else "ready"
 
     def health(self) -> dict[str, Any]:
         """Return the body of `/health`: what clients may know of the cluster."""
@@ -212,7 +214,8 @@ class RouterService:
 
     def describe_cluster(self) -> dict[str, Any]:
         """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
-        waiting_for = self.members.waiting_for()
+        services = self.members.describe_services()
+        waiting_for = self.members.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
             "status": "draining" if self.is_draining else status,
@@ -221,7 +224,7 @@ class RouterService:
             "protocol": PROTOCOL_VERSION,
             "waiting_for": waiting_for,
             "routers": self.members.describe_routers(),
-            "services": self.members.describe_services(),
+            "services": services,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -27,7 +27,7 @@ class ClusterMembers:
         redis: shared with others; not closed here.
         on_load: gets the loads that workers report with their tokens.
         on_leave: gets the id of a worker that is gone.
-        state: this router's, for its own record, once the start is over.
+        state: returns this router's state, for its own record.
 
     Attributes:
         registry: reads the workers' records.
@@ -99,9 +99,13 @@ class ClusterMembers:
         """Return an object for each router, as `/cluster` shows it."""
         return describe_routers(self.all_routers())
 
-    def waiting_for(self) -> list[str]:
-        """Return what a start still waits for, in words; empty once it is over."""
-        return self._startup.waiting_for(self.describe_services())
+    def waiting_for(self, services: Sequence[dict[str, Any]]) -> list[str]:
+        """Return what a start still waits for, in words; empty once it is over.
+
+        Args:
+            services: result of `describe_services`.
+        """
+        return self._startup.waiting_for(services)
 
     def _on_join(self, record: WorkerRecord) -> None:
         """Connect to a run of a worker."""
