@@ -314,7 +314,7 @@ def sample(
     each = 4 if rows >= _MANY_ROWS else 1
     _keep_kernel[(-(-chunks // each), rows)](
         logits, temperature, top_k, top_p, best, best_id, kept, notes, stride, step, vocab_size,
-        chunks, CHUNK=chunk, KEPT=_KEPT, CHUNKS_A_PROGRAM=each, num_warps=16,
+        chunks, CHUNK=chunk, KEPT=_KEPT, CHUNKS_A_PROGRAM=each, num_warps=4,
     )  # fmt: skip
     _threshold_kernel[(rows,)](
         logits, best, best_id, kept, notes, temperature, top_k, top_p, min_p, seeds, positions,
