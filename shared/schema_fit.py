@@ -1,8 +1,8 @@
 """Rewrites JSON schemas so that llguidance follows them correctly.
 
 llguidance reads all numbers of a schema as float64, and counts integers in 64 bits. It also refuses
-some keywords that have no effect. Here such keywords are left out, bounds are moved into range, and
-other numbers that llguidance would get wrong are refused.
+some keywords that have no effect. Here such keywords are left out, bounds are moved into range,
+patterns are made exact, and other numbers that llguidance would get wrong are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from pagewire.shared.schema_patterns import without_nul
 
 MAX_EXACT = 2**53  # float64 represents all integers up to this one
 # Bounds beyond these are moved to them. Each answer that is then possible follows the schema.
@@ -68,7 +70,7 @@ def _changed_in(key: str, value: Any, change: Change) -> Any:
 
 
 def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
-    kept = {key: value for key, value in schema.items() if not _is_idle(key, value)}
+    kept = {key: _exact(key, each) for key, each in schema.items() if not _is_idle(key, each)}
     for fit, keys in ((_with_exact_values, ("const", "enum")), (_with_near_bounds, _BOUNDS)):
         try:
             kept = fit(kept)
@@ -90,6 +92,15 @@ def _is_idle(key: str, value: Any) -> bool:
     if key == "maxLength":
         return type(value) is int and value >= _MOST_CHARS
     return key == "uniqueItems" and value is False
+
+
+def _exact(key: str, value: Any) -> Any:
+    """Return a keyword's value, patterns such that llguidance allows only what they match."""
+    if key == "pattern" and isinstance(value, str):
+        return without_nul(value)
+    if key == "patternProperties" and isinstance(value, dict):
+        return {without_nul(pattern): each for pattern, each in value.items()}
+    return value
 
 
 def _has_large_number(value: Any) -> bool:

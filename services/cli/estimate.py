@@ -16,7 +16,7 @@ from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.model.config import load_config
+from pagewire.shared.model.config import has_dtype, load_config
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
 
@@ -72,9 +72,13 @@ def estimate(
     with one_line_errors():
         given = {name: value for name, value in ctx.params.items() if name not in OWN}
         settings = load_settings(WorkerSettings, given)
-        config = load_config(
-            resolve_model(settings.model, weights=False, revision=settings.revision)
-        )
+        path = resolve_model(settings.model, weights=False, revision=settings.revision)
+        config = load_config(path)
+        if settings.dtype == "auto" and not has_dtype(path):
+            raise ConfigError(
+                "the model's config.json names no dtype, and its weights, whose dtype a worker "
+                "would take, are not here: choose one with --dtype"
+            )
         with needs_worker_extra():
             from pagewire.shared.worker.estimate import estimate as estimate_memory
         sizes = GPUS if memory is None else {f"{memory:g} GiB": memory}
@@ -114,7 +118,7 @@ def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> di
 def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> None:
     first = next(iter(found.values()))
     console = Console()
-    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes)")
+    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {first.dtype})")
     console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token")
     table = Table()
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", f"sequences of {length}"):

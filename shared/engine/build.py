@@ -25,14 +25,8 @@ from pagewire.shared.engine.execution.torch_threads import settle_threads
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
-from pagewire.shared.engine.scheduling.step import (
-    DecodeInput,
-    NewDeviceSlot,
-    PrefillChunk,
-    StepPlan,
-    TableEntries,
-)
-from pagewire.shared.errors import ConfigError, IntegrityError
+from pagewire.shared.engine.warm_up import Progress, prepare, warm_up
+from pagewire.shared.errors import ConfigError
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
@@ -41,18 +35,15 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config, model_fingerprint
-from pagewire.shared.model.loaded_model import CausalLM, LoadedModel
-from pagewire.shared.model.loader import LoadFormat, load_model
+from pagewire.shared.model.loaded_model import LoadedModel
+from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.model.transformers_model.config import TransformersConfig, require_transformers
-from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
-WARM_UP_TOKENS = 512  # on a CPU, where steps of all lengths run the same code
-Progress = Callable[[str], None]
 OtherMemory = Callable[[LayerGroups, int], int]
 
 
@@ -98,6 +89,56 @@ def build_engine(
     Raises:
         ConfigError: this machine does not have what the settings ask for.
     """
+    loaded = _load(settings, progress)
+    settings, config, device, groups = loaded.settings, loaded.config, loaded.device, loaded.groups
+    progress("sizing the KV pool")
+    num_blocks = settings.num_blocks or _fitting_blocks(loaded, other_memory)
+    max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, groups)
+    _log_pool(loaded.shape, num_blocks, device)
+    runner = _make_runner(loaded, num_blocks, max_model_len)
+    if device.type == "cuda":
+        prepare(runner, settings, max_model_len, progress)
+    layout = _layout(loaded)
+    pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
+    limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
+    scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
+    core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
+    core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
+    return BuiltEngine(
+        core=core,
+        runner=runner,
+        config=config,
+        model_path=loaded.path,
+        layout=layout,
+        device=device,
+        max_model_len=max_model_len,
+        full_model_len=loaded.full_model_len,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A model on its device, and the shape of its KV blocks.
+
+    Attributes:
+        settings: as given, without what cannot be done for this model.
+        full_model_len: see `BuiltEngine`.
+    """
+
+    settings: EngineSettings
+    path: Path
+    config: ModelConfig
+    device: torch.device
+    ops: Ops
+    model: LoadedModel
+    shape: KvShape
+    groups: CacheGroups
+    full_model_len: int
+
+
+def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
+    """Choose device, dtype and kernels, and load the model."""
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
     config = load_config(path, settings.model_impl)
@@ -109,45 +150,32 @@ def build_engine(
     progress("loading weights")
     if isinstance(config, TransformersConfig):
         settings = settings.model_copy(update={"cuda_graphs": False})
-    model = _load(path, config, device, dtype, ops, settings.load_format, full_model_len, progress)
+        model = _load_by_transformers(path, config, device, dtype, ops, settings)
+    else:
+        load_format = settings.load_format
+        model = load_model(path, config, device, dtype, ops, load_format, full_model_len, progress)
     settle_threads(model, device)
-    shape = KvShape.of(config, settings.block_size, dtype)
-    groups = CacheGroups.of(config.windows, settings.block_size)
-    progress("sizing the KV pool")
-    num_blocks = settings.num_blocks or _fitting_blocks(
-        settings, model, ops, shape, groups, config, device, full_model_len, other_memory
+    return _Loaded(
+        settings=settings,
+        path=path,
+        config=config,
+        device=device,
+        ops=ops,
+        model=model,
+        shape=KvShape.of(config, settings.block_size, dtype),
+        groups=CacheGroups.of(config.windows, settings.block_size),
+        full_model_len=full_model_len,
     )
-    max_model_len = fit_context(settings, full_model_len, num_blocks, groups)
-    _log_pool(shape, num_blocks, device)
-    runner = _make_runner(
-        model, ops, shape, groups, num_blocks, settings, device, max_model_len, config.vocab_size
-    )
-    if device.type == "cuda":
-        _prepare(runner, settings, max_model_len, progress)
-    fingerprint = model_fingerprint(path, config, settings.load_format, full_model_len)
-    layout = _layout(fingerprint, dtype, shape, groups, settings.batch_invariant)
-    pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
-    limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
-    scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
-    core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
-    vocabulary = partial(load_vocabulary, path, config.vocab_size, config.eos_token_ids)
-    core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
-    return BuiltEngine(core, runner, config, path, layout, device, max_model_len, full_model_len)
 
 
-def _load(
+def _load_by_transformers(
     path: Path,
-    config: ModelConfig,
+    config: TransformersConfig,
     device: torch.device,
     dtype: torch.dtype,
     ops: Ops,
-    load_format: LoadFormat,
-    max_positions: int,
-    progress: Progress,
+    settings: EngineSettings,
 ) -> LoadedModel:
-    """Return the model, made of our own layers or of transformers' modules."""
-    if not isinstance(config, TransformersConfig):
-        return load_model(path, config, device, dtype, ops, load_format, max_positions, progress)
     require_transformers()
     from pagewire.shared.model.transformers_model.load import load_transformers_model
 
@@ -156,27 +184,24 @@ def _load(
         "them",
         config.architecture,
     )
-    return load_transformers_model(path, config, device, dtype, ops, load_format)
+    return load_transformers_model(path, config, device, dtype, ops, settings.load_format)
 
 
-def _layout(
-    fingerprint: str,
-    dtype: torch.dtype,
-    shape: KvShape,
-    groups: CacheGroups,
-    batch_invariant: bool,
-) -> BlockLayout:
+def _layout(loaded: _Loaded) -> BlockLayout:
+    settings, shape = loaded.settings, loaded.shape
     return BlockLayout(
-        fingerprint=fingerprint,
-        dtype=str(dtype).removeprefix("torch."),
+        fingerprint=model_fingerprint(
+            loaded.path, loaded.config, settings.load_format, loaded.full_model_len
+        ),
+        dtype=str(shape.dtype).removeprefix("torch."),
         block_size=shape.block_size,
         num_layers=shape.num_layers,
         num_components=shape.token.components,
         num_kv_heads=shape.token.heads,
         head_dim=shape.token.size,
         block_bytes=shape.block_bytes,
-        resume_blocks=groups.resume_blocks,
-        batch_invariant=batch_invariant,
+        resume_blocks=loaded.groups.resume_blocks,
+        batch_invariant=settings.batch_invariant,
     )
 
 
@@ -275,48 +300,29 @@ def fit_context(
     return fits
 
 
-def _make_runner(
-    model: CausalLM,
-    ops: Ops,
-    shape: KvShape,
-    groups: CacheGroups,
-    num_blocks: int,
-    settings: EngineSettings,
-    device: torch.device,
-    max_model_len: int,
-    vocab_size: int,
-) -> ModelRunner:
+def _make_runner(loaded: _Loaded, num_blocks: int, max_model_len: int) -> ModelRunner:
+    settings, device, groups = loaded.settings, loaded.device, loaded.groups
     max_blocks = -(-max_model_len // settings.block_size)
     state = DeviceState(settings.max_num_seqs, max_blocks, device, len(groups))
-    kv_pool = shape.allocate(num_blocks, device)
-    return ModelRunner(model, ops, kv_pool, groups, state, vocab_size)
+    kv_pool = loaded.shape.allocate(num_blocks, device)
+    return ModelRunner(loaded.model, loaded.ops, kv_pool, groups, state, loaded.config.vocab_size)
 
 
-def _fitting_blocks(
-    settings: EngineSettings,
-    model: CausalLM,
-    ops: Ops,
-    shape: KvShape,
-    groups: CacheGroups,
-    config: ModelConfig,
-    device: torch.device,
-    max_model_len: int,
-    other_memory: OtherMemory,
-) -> int:
+def _fitting_blocks(loaded: _Loaded, other_memory: OtherMemory) -> int:
     """Size the KV pool: the memory that weights, a full step's activations and other uses leave.
 
     Raises:
         ConfigError: nothing is left.
     """
+    settings, device, shape = loaded.settings, loaded.device, loaded.shape
+    max_tokens = settings.max_num_batched_tokens
     if device.type != "cuda":
-        longest = groups.most_blocks(max_model_len, settings.max_num_batched_tokens)
+        longest = loaded.groups.most_blocks(loaded.full_model_len, max_tokens)
         return max(CPU_POOL_BYTES // shape.block_bytes, longest)
-    blocks = trial_blocks(settings.max_num_batched_tokens, groups)
+    blocks = trial_blocks(max_tokens, loaded.groups)
     torch.cuda.reset_peak_memory_stats(device)
-    runner = _make_runner(
-        model, ops, shape, groups, blocks, settings, device, max_model_len, config.vocab_size
-    )
-    _warm_up(runner, min(settings.max_num_batched_tokens, max_model_len - 1))
+    runner = _make_runner(loaded, blocks, loaded.full_model_len)
+    warm_up(runner, min(max_tokens, loaded.full_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
     del runner
     torch.cuda.empty_cache()
@@ -337,61 +343,3 @@ def _fitting_blocks(
             "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
         )
     return num_blocks
-
-
-def _prepare(
-    runner: ModelRunner, settings: EngineSettings, max_model_len: int, progress: Progress
-) -> None:
-    """Compile kernels and capture CUDA graphs, so that no request waits for that."""
-    progress("compiling kernels")
-    for tokens in _warm_up_tokens(runner, settings, max_model_len):
-        _warm_up(runner, tokens)
-    if settings.cuda_graphs:
-        longest = min(settings.max_num_batched_tokens, max_model_len)
-        runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
-
-
-def _warm_up_tokens(runner: ModelRunner, settings: EngineSettings, max_model_len: int) -> list[int]:
-    """Return the tokens of the steps that compile what prompts of any length launch.
-
-    On a GPU, attention of short, of longer and of long chunks may be kernels of their own. The
-    shorter ones are captured as graphs.
-    """
-    most = min(settings.max_num_batched_tokens, max_model_len - 1)
-    if runner.kv_pool.device.type != "cuda":
-        return [min(WARM_UP_TOKENS, most)]
-    shorter = [] if settings.cuda_graphs else [16 << n for n in range(20) if 16 << n < most]
-    return [*shorter, most]
-
-
-def _warm_up(runner: ModelRunner, most_tokens: int) -> None:
-    """Run a prefill step that fits into the pool, a decode step, and pack and unpack a block.
-
-    They write only to blocks that are free.
-    """
-    num_groups = len(runner.groups)
-    length = min(most_tokens, runner.kv_pool.shape[0] // num_groups * runner.block_size - 1)
-    spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
-    blocks, count = TableEntries(), runner.groups.blocks_for(length + 1)
-    for group in range(num_groups):
-        ids = list(range(group * count, (group + 1) * count))
-        blocks.add(0, group * runner.state.max_blocks, ids)
-    prefill = StepPlan(
-        number=0,
-        new_slots=[NewDeviceSlot(0, spec)],
-        blocks=blocks,
-        chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
-    )
-    runner.execute(prefill).wait()
-    runner.execute(StepPlan(number=0, decodes=[0])).wait()
-    shaped = NewDeviceSlot(0, RequestSpec(seed=0, presence_penalty=1.0), [0] * length)
-    again = [DecodeInput(0, 0, length)]
-    plan = StepPlan(number=0, freed=[0], new_slots=[shaped], inputs=again, decodes=[0])
-    runner.execute(plan).wait()
-    runner.execute(StepPlan(number=0, freed=[0]))
-    groups = runner.mover.groups
-    size = groups.packed_bytes(1)
-    staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], groups.whole, staging, 1, after=0)
-    if not runner.unpack(staging, [0], groups.whole, 1, after=0).is_intact():
-        raise IntegrityError("a KV block was changed by packing and unpacking it on this device")

@@ -39,12 +39,21 @@ def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
             supported; one line.
     """
-    fields = _with_dtype(path, Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE)))
+    fields = _with_dtype(path, _read_fields(path))
     if model_impl == "transformers":
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, config))
+
+
+def has_dtype(path: Path) -> bool:
+    """Whether a model's configuration or its weights say its dtype; if not, it is float32.
+
+    Raises:
+        ModelLoadError: a file is missing or malformed; one line.
+    """
+    return _names_dtype(_with_dtype(path, _read_fields(path)))
 
 
 def model_fingerprint(
@@ -106,14 +115,20 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def _read_fields(path: Path) -> Fields:
+    return Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
+
+
 def _with_dtype(path: Path, fields: Fields) -> Fields:
     """Return the fields with the dtype of the weights, if they name none and there are weights."""
-    part = fields.raw.get("text_config")
-    for each in (fields.raw, part if isinstance(part, dict) else {}):
-        if each.get("dtype") or each.get("torch_dtype"):
-            return fields
-    dtype = weights_dtype(path)
+    dtype = None if _names_dtype(fields) else weights_dtype(path)
     return fields if dtype is None else Fields({**fields.raw, "dtype": dtype}, fields.source)
+
+
+def _names_dtype(fields: Fields) -> bool:
+    part = fields.raw.get("text_config")
+    both = (fields.raw, part if isinstance(part, dict) else {})
+    return any(each.get("dtype") or each.get("torch_dtype") for each in both)
 
 
 def _named(fields: Fields) -> list[str]:

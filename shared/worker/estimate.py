@@ -31,6 +31,7 @@ class Estimate:
     """A worker's memory on one GPU, in bytes unless it says tokens.
 
     Attributes:
+        dtype: of weights, activations and KV pool.
         weights: exactly those of the parameters.
         tables: device slots, sampling, rotary angles.
         activations: of the largest step.
@@ -43,6 +44,7 @@ class Estimate:
         context: tokens of the longest sequence.
     """
 
+    dtype: str
     total: int
     weights: int
     tables: int
@@ -85,6 +87,7 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     longest = groups.longest_sequence(blocks, settings.max_num_batched_tokens)
     context = min(model_len, longest)
     return Estimate(
+        dtype=str(dtype).removeprefix("torch."),
         total=total,
         weights=weights,
         tables=tables,

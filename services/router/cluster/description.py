@@ -31,15 +31,14 @@ def describe_services(
     Args:
         records: of all workers that are alive.
         others: live workers that speak another protocol version.
-        reachable: ids of the decode workers that this router is connected to.
+        reachable: ids of the workers that this router is connected to. One that died stays in the
+            records for a lease, but is connected no longer.
     """
     links = _links_by_decode_worker(records)
     prefills = {record.worker_id for record in records if record.role == "prefill"}
     services = []
     for record in sorted(records, key=lambda each: (each.role != "prefill", each.worker_id)):
-        state: str = record.state
-        if record.role == "decode" and record.worker_id not in reachable:
-            state = "unreachable"
+        state: str = record.state if record.worker_id in reachable else "unreachable"
         own_links = links.get(record.worker_id, [])
         wanted = prefills if record.role == "decode" else set[str]()
         services.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from redis.asyncio import Redis
@@ -92,7 +93,7 @@ class ClusterMembers:
 
     def describe_services(self) -> list[dict[str, Any]]:
         """Return an object for each worker, as `/cluster` shows it."""
-        reachable = {link.worker_id for link in self.decode_links}
+        reachable = {link.worker_id for link in chain(self.decode_links, self.prefill_links)}
         return describe_services(self.directory.workers(), self.directory.others, reachable)
 
     def describe_routers(self) -> list[dict[str, Any]]:

@@ -212,6 +212,11 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
     assert tokens_of(llm) == alone
 
 
+BEYOND_INT64 = (
+    '{"type": "integer", "maximum": -9223372036854775807, "minimum": -18446744073709551616}'
+)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -220,6 +225,7 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
         (StructuredOutputs(json="{"), "json cannot be read"),
         (StructuredOutputs(json={"type": "text"}), "Invalid type"),
         (StructuredOutputs(grammar="start: missing"), "missing"),
+        (StructuredOutputs(grammar=f"start: %json {BEYOND_INT64}"), "%json: minimum and maximum"),
         (StructuredOutputs(json={"enum": ["x" * 200_000]}), "too large"),
         (StructuredOutputs(regex=3), "Expected `str"),
         (StructuredOutputs(choice=[]), "length >= 1"),

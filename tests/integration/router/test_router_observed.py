@@ -12,7 +12,7 @@ from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage
-from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.documents import ROOT
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
 from pagewire.tests.support.live_router import (
@@ -103,6 +103,24 @@ def test_health_names_workers_and_their_links(redis_url):
     run_async(main())
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_worker_that_died_is_unreachable_while_its_record_stays(redis_url, role):
+    async def main() -> None:
+        async with (
+            live_router(redis_url) as router,
+            FakeDecodeWorker(redis_url, SECRET, f"{role}-0", role=role) as worker,
+        ):
+
+            async def states() -> list[str]:
+                return [each["state"] for each in (await router.cluster()).json()["services"]]
+
+            await until_returns(states, ["ready"])
+            await worker.die()
+            await until_returns(states, ["unreachable"])
+
+    run_async(main())
+
+
 def test_health_names_workers_of_another_release(redis_url):
     later = PROTOCOL_VERSION + 1
 
@@ -113,7 +131,7 @@ def test_health_names_workers_of_another_release(redis_url):
             prefill_record(redis_url, SECRET, "prefill-0"),
         ):
             await eventually(lambda: router.service.members.directory.others)
-            await eventually(lambda: router.service.members.directory.workers())
+            await eventually(lambda: router.service.members.prefill_links.get("prefill-0"))
             response = await router.cluster()
             assert response.status_code == 503
             assert (await router.http.get("/ready")).status_code == 503

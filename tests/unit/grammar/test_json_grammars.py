@@ -14,7 +14,9 @@ from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.schema_fit import fitted
 from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.tests.support.growth import grows_in_proportion
 
 VOCAB, EOS = 2048, (1, 5)
 RECORD: dict[str, Any] = {
@@ -122,6 +124,47 @@ def test_bounds_that_llguidance_cannot_count_to_are_moved(
 def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match="must allow numbers between -"):
         grammar_text(StructuredOutputs(json=schema))
+
+
+@pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ('^[^"]*$', ["a", "\n", "\x01\\"], ['"', 'a"']),
+        (r"^[^\\/]+$", ["a", "\t", '"'], ["\\", "/"]),
+        (r'^[^\d"\\]$', ["a", "\n"], ['"', "\\", "1"]),
+        (r'^[^\n"\\]$', ["a", "\t"], ['"', "\\", "\n"]),
+        (r'^[^]"\]]$', ["a", "\n"], ['"', "]"]),
+        (r'^[^-a"]$', ["b", "\n"], ['"', "-", "a"]),
+        (r"^[^a[!-~]]$", ["\n", " "], ['"', "\\", "a"]),
+        (r"^[\x00-\x1f]$", ["\n", "\x1f"], ['"', "\\"]),
+        (r"^\P{P}$", ["a", "\n"], ['"', "\\", "."]),
+        (r"^[^[:punct:]]\[$", ["a[", "\n["], ['"[', "\\["]),
+        (r"^\x00[a-z]\[\d]$", ["\x00b[1]"], ["b[1]"]),
+    ],
+)
+def test_classes_with_control_characters_allow_no_others(
+    asked: Any, pattern: str, right: list[str], wrong: list[str], vocabulary: LLTokenizer
+) -> None:
+    named = {"patternProperties": {pattern: {"const": 1}}, "additionalProperties": False}
+    for schema, form in (
+        ({"type": "string", "pattern": pattern}, "{}"),
+        ({"type": "object", **named}, "{{{}: 1}}"),
+    ):
+        compiled = check_grammar(grammar_text(asked(schema)) or "", vocabulary)
+        for texts, expected in ((right, True), (wrong, False)):
+            for text in texts:
+                matcher = Matcher(compiled)
+                matcher.follow(vocabulary.tokenize_str(form.format(json.dumps(text))))
+                assert (matcher.problem is None and matcher.is_accepting) is expected, text
+
+
+@pytest.mark.parametrize("unit", ["[", "[^", "]", "\\", "\\p{", "[a", "[^]a-", "-", "[\\d"])
+def test_long_patterns_take_time_in_proportion(unit: str) -> None:
+    def read(size: int) -> None:
+        fitted({"pattern": unit * (size // len(unit))})
+
+    assert grows_in_proportion(read, 60_000)
 
 
 def test_objects_may_be_closed(vocabulary: LLTokenizer) -> None:

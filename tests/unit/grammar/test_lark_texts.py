@@ -7,11 +7,14 @@ import contextlib
 import pytest
 from llguidance import LLTokenizer
 
+from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.matcher import Matcher
+from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion
 
 VOCAB, EOS = 2048, (1, 5)
@@ -50,11 +53,72 @@ def test_both_syntaxes(
             assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
-@pytest.mark.parametrize("unit", ["\n", " ", "\n ", '"', "[", "#", "\\", '"a" ', "\n|", "start"])
-def test_long_texts_take_time_in_proportion(unit: str) -> None:
+INT64 = '{"type": "integer", "minimum": -9223372036854775808}'
+TEXT = '{"type": "string", "pattern": "^[^\\"]+$"}'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        (f"start: %json {INT64}", ["-1", f"-{10**18}"], [f"-{2**63 + 1}"]),
+        (f'start: a | b\na: %json\n {INT64} ","\nb: %json{TEXT}', ["5,", '"a"'], ['"\\""']),
+        ('start: "%json {" /%json [{]"/ // %json {"\n', ['%json {%json {"'], []),
+        ('start: %json {"const": "%json {"} | %json true', ['"%json {"', "1"], []),
+    ],
+)
+def test_json_schemas_in_lark_are_made_to_fit(
+    grammar: str, right: list[str], wrong: list[str], vocabulary: LLTokenizer
+) -> None:
+    test_both_syntaxes(grammar, right, wrong, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        # llguidance 1.9 ends the process with the first one.
+        ('{"type": "integer", "minimum": -9223372036854775808, "maximum": -9223372036854775798}',
+         "%json: minimum and maximum must allow numbers between"),
+        ('{"enum": [18446744073709551617]}', "%json: numbers in const and enum must be between"),
+        ('{"type": "integer",}', "%json: .* line 1 column "),
+        ("[" * 50_000, "nested too deeply|recursion"),
+    ],
+)  # fmt: skip
+def test_json_schemas_in_lark_that_cannot_fit_are_refused(schema: str, reason: str) -> None:
+    for asked in (
+        StructuredOutputs(grammar=f"start: %json {schema}"),
+        StructuredOutputs(
+            structural_tag={"format": {"type": "grammar", "grammar": f"start: %json {schema}"}}
+        ),
+    ):
+        with pytest.raises(InvalidRequestError, match=reason):
+            grammar_text(asked)
+
+
+@pytest.mark.parametrize("begin", ["root ::= ", "start: "])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "\n",
+        " ",
+        "\n ",
+        '"',
+        "[",
+        "#",
+        "\\",
+        '"a" ',
+        "\n|",
+        "start",
+        "/",
+        "/a",
+        '\\"',
+        "<",
+        "%json{}",
+    ],
+)
+def test_long_texts_take_time_in_proportion(begin: str, unit: str) -> None:
     def read(size: int) -> None:
         with contextlib.suppress(ValueError):
-            lark_text("root ::= " + unit * (size // len(unit)))
+            lark_text(begin + unit * (size // len(unit)))
 
     assert grows_in_proportion(read, 60_000)
 

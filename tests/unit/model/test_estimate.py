@@ -13,6 +13,7 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.config import WorkerSettings
+from pagewire.shared.engine.build import choose_dtype
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
@@ -103,6 +104,27 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert gpu["sequences"] == gpu["kv_tokens"] // 8192
     halves = json.loads(_run(name, "--json", "--memory", "80", "--dtype", "float32").stdout)
     assert halves["gpus"]["80 GiB"]["weights"] == 2 * gpu["weights"]
+
+
+def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
+    name = _write(tmp_path, dtype=None)
+    done = _run(name)
+    assert done.returncode == 2
+    assert "config.json names no dtype, and its weights" in done.stderr
+    assert "--dtype" in done.stderr and done.stderr.count("\n") == 1
+    assert "16060522496 bytes, float16" in _run(name, "--dtype", "float16").stdout
+
+
+def test_dtype_is_that_of_weights_that_are_there(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, *next(iter(CASES.values()))).to(torch.bfloat16).save_pretrained(
+        tmp_path
+    )
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    done = _run(str(tmp_path), "--length", "8")
+    assert "bytes, bfloat16)" in done.stdout, done.stderr
+    assert choose_dtype("auto", load_config(tmp_path)) == torch.bfloat16
 
 
 def test_a_gpu_that_is_too_small(tmp_path: Path) -> None:
