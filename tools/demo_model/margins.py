@@ -25,16 +25,18 @@ def greedy(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int) -> tuple[T
     Returns:
         The tokens, int64 [batch, new_tokens], and their leads, float32 of the same shape.
     """
-    tokens, margins = [], []
-    inputs, cache = prompts, None
-    for _ in range(new_tokens):
-        output = model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
-        best = output.logits[:, -1].topk(2)  # values and indices: [batch, 2]
-        tokens.append(best.indices[:, 0])
-        margins.append(best.values[:, 0] - best.values[:, 1])
-        inputs = best.indices[:, :1]
-    return torch.stack(tokens, dim=1), torch.stack(margins, dim=1)
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=False,
+        max_new_tokens=new_tokens,
+        eos_token_id=model.config.vocab_size,  # which no token has
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(output.logits, dim=1).topk(2).values  # [batch, new_tokens, 2]
+    return output.sequences[:, prompts.shape[1] :], best[..., 0] - best[..., 1]
 
 
 def greedy_margins(
