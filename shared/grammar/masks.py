@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 SLOW_THREADS = 2
 MAX_THREADS = 8  # threads of one batch call
 MIN_ROW_S = 1e-5
-QUICK_S = 0.002  # a slow row that takes no longer than this joins the batch again
+# A slow row that needs no more CPU time than the first, and no longer than the second, joins the
+# batch again. Filled by itself, a row waits for the interpreter's lock, some milliseconds where
+# other threads are busy. It also waits for other rows of its grammar, which may be slow.
+QUICK_CPU_S, QUICK_S = 0.002, 0.05
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
 
@@ -263,14 +266,15 @@ class MaskFiller:
         """Follow an answer's new tokens and fill its next mask."""
         if _is_skipped(follower):
             return
-        started, mask = time.perf_counter(), None
+        started, started_cpu, mask = time.perf_counter(), time.thread_time(), None
         try:
             matcher.follow(tokens)
             mask = matcher.fill_mask(mask_words(self.vocab_size))
         except Exception as exc:  # see _fill_many
             logger.exception("a mask could not be filled")
             matcher.problem = f"the grammar cannot be followed: {exc}"
-        follower.is_slow = time.perf_counter() - started > QUICK_S
+        is_quick = time.thread_time() - started_cpu <= QUICK_CPU_S
+        follower.is_slow = not (is_quick and time.perf_counter() - started <= QUICK_S)
         follower.note(mask)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from itertools import product
@@ -288,6 +289,41 @@ def test_rows_of_a_late_call_are_filled_by_themselves_until_they_are_quick() -> 
         row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
     settle(filler, rows)
     assert all(row.follower.position == 2 for row in rows)
+
+
+def _wait(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("use", "seconds", "is_slow"),
+    [(_wait, 0.01, False), (_wait, 0.1, True), (_compute, 0.01, True)],
+    ids=["waits", "waits-long", "computes"],
+)
+def test_slow_row_is_quick_again_by_its_own_work(
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[float], None], seconds: float, is_slow: bool
+) -> None:
+    """A row that waits for the interpreter's lock, as others use it, is not slow itself."""
+    filler = make_filler()
+    row = Row(filler.open(TEXTS[0], []), [1], 1)
+    settle(filler, [row])
+    fill_mask = Matcher.fill_mask
+
+    def fill(matcher: Matcher, words: int) -> bytes | None:
+        use(seconds)
+        return fill_mask(matcher, words)
+
+    monkeypatch.setattr(Matcher, "fill_mask", fill)
+    row.follower.is_slow = True
+    row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+    settle(filler, [row])
+    assert row.follower.is_slow is is_slow
 
 
 def test_mask_that_does_not_come_fails_its_row() -> None:
