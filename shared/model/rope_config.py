@@ -135,9 +135,7 @@ def read_rope(
     if rope_type in ("default", "linear", "dynamic"):
         factor = 1.0 if rope_type == "default" else rope.positive_float("factor")
         return RopeConfig(rope_type, theta, factor, share=share)
-    # Hugging Face lets a value at the top level win over the one among the rotary parameters.
-    original = rope.positive_int("original_max_position_embeddings", max_positions, MAX_TOKENS)
-    original = fields.positive_int("original_max_position_embeddings", original, MAX_TOKENS)
+    original = original_context(fields, rope, max_positions)
     if original < 2 or theta <= 1.0:
         raise fields.error(
             "rope_theta and original_max_position_embeddings must be above 1 for rope type "
@@ -148,6 +146,23 @@ def read_rope(
     if rope_type == "yarn":
         return _yarn(rope, theta, original, share, max_positions)
     return _longrope(rope, theta, original, share, max_positions, head_dim)
+
+
+def original_context(fields: Fields, rope: Fields, max_positions: int) -> int:
+    """Return the length of sequences that the model was first trained on, in tokens.
+
+    As with Hugging Face, a value at the top level wins over one among the rotary parameters.
+
+    Args:
+        fields: of config.json.
+        rope: its rotary parameters.
+        max_positions: the result if the file has neither.
+
+    Raises:
+        ModelLoadError: a value is wrong; one line.
+    """
+    original = rope.positive_int("original_max_position_embeddings", max_positions, MAX_TOKENS)
+    return fields.positive_int("original_max_position_embeddings", original, MAX_TOKENS)
 
 
 def _rotated_share(fields: Fields, rope: Fields, head_dim: int, partial: bool) -> float:
