@@ -28,9 +28,9 @@ class PoolingRules(msgspec.Struct, frozen=True):
 
     Attributes:
         mode: how the tokens' hidden states become one vector.
-        normalize: whether it is scaled to the length 1.
-        is_matryoshka: whether an embedding's first numbers are an embedding, too.
-        sizes: how many first numbers may be used; None: any number.
+        normalize: whether this vector is scaled to the length 1.
+        is_matryoshka: whether an embedding can be shortened to its first numbers.
+        sizes: the lengths to which it may be shortened; None: any length.
     """
 
     mode: PoolingMode = "last"
