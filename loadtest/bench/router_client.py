@@ -366,4 +366,4 @@ def run_client(commands: Connection, credits: Connection, script: Script) -> Non
     except BenchError as exc:
         commands.send(exc)
     except OSError as exc:
-        commands.send(BenchError(f"the client cannot go on: {exc}"))
+        commands.send(BenchError(f"the client cannot continue: {exc}"))

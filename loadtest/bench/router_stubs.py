@@ -136,7 +136,7 @@ class StubWorker(Source):
         for number, (peer, request_id) in self.streams.items():
             ids = self.script.token_ids(number, self.position, tokens)
             if is_last or not self.position:
-                output = self._outer_output(request_id, ids, "stop" if is_last else None)
+                output = self._first_or_last_output(request_id, ids, "stop" if is_last else None)
             else:
                 output = TokenOutput(request_id=request_id, token_ids=ids)
             batches.setdefault(peer, []).append(output)
@@ -145,7 +145,7 @@ class StubWorker(Source):
             self._server.post(peer, TokenBatch(outputs=outputs))
         return now
 
-    def _outer_output(
+    def _first_or_last_output(
         self, request_id: str, ids: list[int], reason: Literal["stop", "length"] | None
     ) -> TokenOutput:
         """Return a stream's first or last output, which has more fields than the others."""
@@ -165,7 +165,7 @@ class StubWorker(Source):
             self.open(number, (peer, message.request_id))
         else:  # a short answer, at once
             ids = self.script.token_ids(number, 0, 1)
-            output = self._outer_output(message.request_id, ids, "length")
+            output = self._first_or_last_output(message.request_id, ids, "length")
             self._server.post(peer, TokenBatch(outputs=[output]))
 
 

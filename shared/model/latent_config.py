@@ -21,7 +21,7 @@ from pagewire.shared.model.model_config import (
 )
 from pagewire.shared.model.rope_config import raw_rope
 
-# Whatever `rms_norm_eps` says: Hugging Face's code and DeepSeek's have it in these norms.
+# Hugging Face's code and DeepSeek's have this in norms of latent vectors, not `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 

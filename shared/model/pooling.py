@@ -79,7 +79,7 @@ def _refuse_later_tokens(model_path: Path) -> None:
 
 
 def _refuse_lower_case(model_path: Path) -> None:
-    """Refuse a model whose texts are to be in lower case, whatever its tokenizer does."""
+    """Refuse a model whose texts must be put in lower case before the tokenizer."""
     if (model_path / _TEXTS).exists() and _read(model_path, _TEXTS, dict).get("do_lower_case"):
         raise ConfigError(f"{_TEXTS}: do_lower_case true is not supported")
 

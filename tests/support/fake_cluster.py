@@ -97,7 +97,7 @@ def router(state: Path, name: str, *fds: int) -> None:
 
 
 def _drain(state: Path, name: str) -> None:
-    """Wait as a router does whose streams go on; a second signal ends that with a line."""
+    """Wait like a router with running streams; a second signal ends the process at once."""
 
     def cut(*_: object) -> None:
         (state / f"{name}.cut").touch()
