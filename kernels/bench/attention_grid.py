@@ -10,15 +10,14 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.bench.case import DTYPE, BenchCase, Call
-from pagewire.kernels.bench.inputs import PagedCase, PagedInputs, decode_case
+from pagewire.kernels.bench.inputs import POOL_LAYERS, PagedCase, PagedInputs, decode_case
 from pagewire.kernels.bench.peers import flash_attention_3
 
-MOST_KV_BYTES = 64e9
-_POOL_LAYERS = 2  # of the inputs' pool
+MOST_KV_BYTES = 64e9  # of the pool of one case
 
 
 class GridShape(NamedTuple):
-    """Heads of a layer, their size, and how far and how sharply they look."""
+    """A layer's query and KV heads, their size, and the window and soft cap of its attention."""
 
     heads: int
     kv_heads: int
@@ -32,7 +31,7 @@ class GridShape(NamedTuple):
         return text if self.soft_cap is None else f"{text}, cap {self.soft_cap:g}"
 
 
-# 1, 2, 4, 7 and 8 query heads a KV head; then other sizes, windows and soft caps
+# 1, 2, 4, 7 and 8 query heads per KV head; then other sizes, windows and soft caps
 SHAPES = (
     GridShape(32, 32),
     GridShape(16, 8),
@@ -65,15 +64,15 @@ PREFILL = ((1024, 1024), (4096, 4096), (16384, 16384), (8192, 61440), (512, 8704
 
 
 def kv_bytes(tokens: int, shape: GridShape) -> int:
-    """Return the bytes of keys and values of a layer, in the bench's dtype."""
+    """Return the bytes of a layer's keys and values of some tokens, in the bench's dtype."""
     return 2 * tokens * shape.kv_heads * shape.dim * DTYPE.itemsize
 
 
 def grid_cases() -> Iterator[BenchCase]:
-    """Yield each shape with each length whose keys and values fit `MOST_KV_BYTES`."""
+    """Yield each shape with each prefill length, and each decode length within `MOST_KV_BYTES`."""
     for shape in SHAPES:
         for batch, context in DECODE:
-            if _POOL_LAYERS * kv_bytes(batch * context, shape) <= MOST_KV_BYTES:
+            if POOL_LAYERS * kv_bytes(batch * context, shape) <= MOST_KV_BYTES:
                 yield _decode(shape, batch, context)
         yield from (_prefill(shape, *lengths) for lengths in PREFILL)
 
@@ -102,7 +101,7 @@ def _attend(x: PagedInputs, is_decode: bool) -> Call:
 
 
 def _decode(shape: GridShape, batch: int, context: int) -> BenchCase:
-    # Without poison: FlashAttention reads what the window hides.
+    # Without poison: FlashAttention also reads positions that the window hides.
     x = _with(shape, decode_case((context,) * batch)).build("cuda", DTYPE, poison=False)
     small = _with(shape, decode_case((min(context, 2048), 77))).build("cuda", DTYPE)
     seen = min(context, shape.window or context)
@@ -131,6 +130,6 @@ def _prefill(shape: GridShape, chunk: int, context: int) -> BenchCase:
 
 
 def visible_pairs(chunk: int, context: int, window: int | None) -> int:
-    """Return how many pairs of query and key there are: the chunk ends where the context does."""
+    """Return the number of pairs of query and key; the chunk is the end of the context."""
     most = window or context
     return sum(min(end, most) for end in range(context - chunk + 1, context + 1))

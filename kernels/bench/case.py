@@ -1,4 +1,4 @@
-"""One line of the bench's table."""
+"""One line of the bench's table: what is run, checked and timed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,16 @@ Call = Callable[[Ops], tuple[torch.Tensor, ...]]
 class BenchCase:
     """One line of the table.
 
-    `call` runs the operation of a backend. What `check` (by default `call`) returns for the two
-    backends is compared before anything is timed; an operation that works in place has a `check`
-    that works on a copy. `work` is bytes moved if `unit` is TB/s, floating point operations if it
-    is TFLOP/s.
+    Attributes:
+        op: name of the operation.
+        shape: description of the inputs.
+        call: runs the operation of a backend; this is timed.
+        work: bytes moved if `unit` is TB/s, floating point operations if it is TFLOP/s.
+        unit: TB/s or TFLOP/s.
+        check: its results for kernels and reference are compared before anything is timed; None
+            takes `call`. For an operation that works in place, it works on copies.
+        peer: runs another implementation on the same inputs; None without one.
+        exact: whether the results must be equal, not only close.
     """
 
     op: str

@@ -1,4 +1,4 @@
-"""What the bench times: every operation on the shapes of an 8B Llama."""
+"""The cases that the bench times, of every operation: mostly on the shapes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-# Words of a block over all 32 layers: 2 MiB. What is moved are its groups of four layers each.
+# 32-bit words of a block over all 32 layers: 2 MiB. Its layer groups of four layers are moved.
 BLOCK_WORDS = 1 << 19
 GROUPS = 8
 TOKENS = (1, 128, 8192)
@@ -52,7 +52,7 @@ DECODE = (
     (256, 1024),
 )
 PREFILL = ((1024, 1024), (4096, 4096), (8192, 8192), (16384, 16384), (512, 8704))
-# heads of DeepSeek-V2-Lite and of V2; numbers of a latent vector and of a rotated key
+# heads of DeepSeek-V2-Lite and of V2; sizes of a latent vector and of a rotated key
 LATENT_HEADS, RANK, ROTATED = (16, 128), 512, 64
 # temperature, top-k, top-p, min-p
 SAMPLING = {
@@ -256,7 +256,7 @@ def _note_tokens(rows: int) -> BenchCase:
 
 
 def _sampling_step(rows: int, kind: str | None) -> BenchCase:
-    """Return all that comes after the logits, with rows of a `SHAPING` or, if None, without it."""
+    """Return a case of all work after the logits, with a kind of `SHAPING`; None is without it."""
     logits = peaked_logits(rows, VOCABULARY, "cuda").to(DTYPE)
     sampling = sampling_inputs(logits, *SAMPLING["top-p 0.9"]).arguments[1:]
     shaping = SHAPING[kind or "nothing"]
@@ -340,7 +340,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     )
 
 
-# Iterators, so that one case's tensors are freed before the next one's are made.
+# Iterators, so that a caller can free one case's tensors before the next one's are made.
 CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),

@@ -1,4 +1,4 @@
-"""What the bench times of mixtures of experts: routing, and the experts of known models."""
+"""The bench's cases of mixtures of experts: routing, and the experts of known models."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _MOST_BOUND_BY_BYTES = 256  # tokens
 
 
 def route_cases() -> Iterator[BenchCase]:
-    """Yield routing alone; the peer is plain torch, eight launches or more."""
+    """Yield cases of routing; the peer is plain torch, with eight launches or more."""
     for name, (num_experts, rule) in RULES.items():
         for tokens in (1, 8, 256, 8192):
             yield _route(f"{tokens} tokens, {name}", tokens, num_experts, rule)
 
 
 def expert_cases() -> Iterator[BenchCase]:
-    """Yield experts alone: by bytes at few tokens, by operations at many."""
+    """Yield cases of the experts: the unit is TB/s at few tokens, TFLOP/s at many."""
     for shape, numbers in MIXTURES:
         yield from (_experts(tokens, *shape) for tokens in numbers)
 
@@ -68,7 +68,7 @@ def _route(shape: str, tokens: int, num_experts: int, rule: Routing) -> BenchCas
 
 
 def _experts(tokens: int, num_experts: int, top_k: int, hidden: int, inner: int) -> BenchCase:
-    """Return a case whose routing, uniform and fixed by a seed, reads the experts it names."""
+    """Return a case with uniform routing from a fixed seed; it names the number of experts read."""
     generator = torch.Generator("cuda").manual_seed(0)
     best = torch.randn(tokens, num_experts, device="cuda", generator=generator).topk(top_k)
     chosen, weights = best.indices.int(), best.values.softmax(dim=-1)

@@ -10,8 +10,8 @@ import torch
 
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
 
-# Of a pool with this many layers, the last one is used: its cache is a strided view.
-_LAYERS = 2
+# Layers of the inputs' pool, of which the last one is used: its cache is a strided view.
+POOL_LAYERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,20 @@ class PagedCase:
     soft_cap: float | None = None
     has_sinks: bool = False
 
-    def build(
-        self, device: str, dtype: torch.dtype, poison: bool = True, seed: int = 0
-    ) -> PagedInputs:
-        """Draw the tensors.
+    def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> PagedInputs:
+        """Return random tensors, the same ones on each device of one kind.
 
         Args:
-            device: Where they live.
-            dtype: Of queries and cache.
-            poison: Fill what no sequence owns with NaN: the spare block 0, to which unused table
+            device: device of the tensors.
+            dtype: dtype of queries and cache.
+            poison: fill what no sequence owns with NaN: the spare block 0, to which unused table
                 entries point, and KV slots past each sequence's end. Likewise KV slots before the
                 window of a sequence's first query; table entries of whole blocks there are -1.
-            seed: Of the draw.
         """
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(0)
         counts = [-(-length // self.block_size) for length in self.seq_lens]
         blocks = sum(counts) + 1
-        shape = (blocks, _LAYERS, 2, self.kv_heads, self.block_size, self.dim)
+        shape = (blocks, POOL_LAYERS, 2, self.kv_heads, self.block_size, self.dim)
         pool = torch.randn(shape, generator=generator, device=device, dtype=dtype)
         order = torch.randperm(blocks - 1, generator=generator, device=device).int() + 1
         tables = torch.zeros(len(counts), max(counts) + 2, dtype=torch.int32, device=device)
@@ -113,7 +110,7 @@ def decode_case(
     dim: int = 128,
     block_size: int = 16,
 ) -> PagedCase:
-    """Return a case of one query per sequence (a padding row of length 0 has one, too)."""
+    """Return a case of one query per sequence; a length of 0 is a padding row."""
     return PagedCase((1,) * len(seq_lens), seq_lens, heads, kv_heads, dim, block_size)
 
 
@@ -128,7 +125,7 @@ class LatentInputs:
     seq_lens: torch.Tensor  # [B] int32
     scale: float
     cu_query_lens: torch.Tensor  # [B + 1] int32
-    lengths: tuple[torch.Tensor, int] | tuple[()]  # of chunks, with the longest; none for decode
+    lengths: tuple[torch.Tensor, int] | tuple[()]  # cu_query_lens and longest chunk; () for decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class LatentCase:
     block_size: int = 16
 
     def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> LatentInputs:
-        """Draw the tensors, as `PagedCase` does."""
+        """Return random tensors; see `PagedCase.build`."""
         query_lens = self.query_lens or (1,) * len(self.seq_lens)
         dim = self.rank + self.rotated
         x = PagedCase(query_lens, self.seq_lens, self.heads, 1, dim, self.block_size).build(
@@ -182,9 +179,9 @@ class SamplingInputs:
 
 
 def peaked_logits(rows: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return logits [rows, vocab_size] as language models have them: noise, and some far above it.
+    """Return logits [rows, vocab_size] like those of language models: noise, and some far above it.
 
-    Those, each 64th at random, are higher by an exponential: a few hold most of the mass.
+    One of 64, at random, is higher by an exponential value, so that a few have most of the mass.
     """
     logits = 2.0 * torch.randn(rows, vocab_size, device=device)
     likely = torch.rand(rows, vocab_size, device=device) < 1 / 64
@@ -200,7 +197,7 @@ def sampling_inputs(
     min_p: float | list[float] = 0.0,
     first_seed: int = 0,
 ) -> SamplingInputs:
-    """Return rows for `logits` [B, V]; a parameter is one for all rows or a list of one each."""
+    """Return rows for `logits` [B, V]; a parameter has one value for all rows, or one for each."""
     rows, device = logits.shape[0], logits.device
 
     def column(value: float | list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -245,9 +242,9 @@ def shaping_inputs(
     """Return rows for `logits` [B, V], whose device slots are B - 1, B - 2, ..., 0.
 
     Args:
-        logits: of each row.
-        rows: what each asks for; its new token comes after its `output`.
-        prompts: tokens of each, as many as its `output_start`, if its counts matter.
+        logits: the logits of each row.
+        rows: the parameters of each row; its new token comes after its `output`.
+        prompts: prompt tokens of each row, `output_start` in number; None if counts do not matter.
         allowed: row -> the tokens that its device slot is limited to.
         masks: row -> the tokens that its mask in this step allows.
     """

@@ -1,4 +1,4 @@
-"""Kernels of others, where they are installed, on the bench's own inputs."""
+"""Kernels of other projects, where these are installed, on the bench's own inputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagewire.kernels.bench.inputs import PagedInputs
 
 
 def flash_attention_3(x: PagedInputs) -> Callable[[], object] | None:
-    """Return a call of FlashAttention 3 (vLLM's build) on `x`, None without it or with sinks."""
+    """Return a call of FlashAttention 3 (vLLM's build) on `x`; None without vLLM or with sinks."""
     try:
         module = importlib.import_module("vllm.vllm_flash_attn")
     except ImportError:

@@ -2,8 +2,8 @@
 
 Every case is first compared with the torch reference, and not timed if it differs. Times are of a
 replayed CUDA graph, as the engine runs them, with a cold L2 cache: the median, and the spread of
-repetitions. The ratio is to a ceiling measured in the same run: a device copy for what moves
-bytes, a bf16 matrix product for prefill.
+repetitions. "of ceiling" is the ratio to a ceiling measured in the same run: a device copy for
+TB/s, a bf16 matrix product for TFLOP/s. "of peer" is the peer's time divided by ours.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _capture(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def _microseconds(run: Callable[[], object], repetitions: int) -> tuple[float, float]:
-    """Return the median time of `run`, and the spread of the medians in percent."""
+    """Return the median time of `run` in us, and the spread of the repetitions in percent."""
     times = [
         1e3 * triton.testing.do_bench(run, _WARM_UP_MS, _MEASURED_MS, return_mode="median")
         for _ in range(repetitions)
@@ -79,7 +79,7 @@ def _difference(case: BenchCase, ops: Ops, reference: Ops) -> str | None:
 def measure(
     case: BenchCase, ops: Ops, reference: Ops, ceilings: dict[str, float], repetitions: int
 ) -> dict[str, Any]:
-    """Return one row of the table."""
+    """Return one row of the table: the figures by column, or why the kernel is wrong."""
     row: dict[str, Any] = {"op": case.op, "shape": case.shape}
     wrong = _difference(case, ops, reference)
     if wrong is not None:
@@ -111,7 +111,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the Triton kernels on a GPU.")
     usual = [op for op in CASES if op != "attention_grid"]  # which takes minutes
     parser.add_argument("--ops", nargs="+", choices=sorted(CASES), default=usual)
-    parser.add_argument("--batch-invariant", action="store_true", help="those of that mode")
+    parser.add_argument("--batch-invariant", action="store_true", help="time that mode's kernels")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the rows to this file, one a line")
     return parser.parse_args(arguments)
@@ -137,6 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
         for case in CASES[op]():
             rows.append(measure(case, ops, reference, ceilings, options.repetitions))
             print(_line(rows[-1]), flush=True)
+            del case  # so that its tensors are freed before the next one's are made
     if ratios := {row["shape"]: row["of peer"] for row in rows if "of peer" in row}:
         least = min(ratios, key=ratios.__getitem__)
         mean = statistics.geometric_mean(ratios.values())

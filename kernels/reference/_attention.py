@@ -1,11 +1,11 @@
-"""What both attention references share: one sequence's context, and exact attention over it."""
+"""What the attention references share: one sequence's context, and exact attention over it."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-# Queries attended at once: bounds the mask [512, context] and, on CUDA, the scores.
+# Queries computed at once; bounds the mask [512, context] and, on CUDA, the scores.
 _QUERY_TILE = 512
 
 
@@ -40,9 +40,9 @@ def attend(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> torch.Tensor:  # [S, H, V] float32
-    """Causal attention of one sequence's queries, in float32.
+    """Return the causal attention of one sequence's queries, computed in float32.
 
-    Depends on nothing but the one sequence, so a row's bits are the same in any batch.
+    The result depends on this sequence alone, so a row's bits are the same in any batch.
     """
     queries = q.shape[0]
     context = keys.shape[1]
@@ -80,13 +80,13 @@ def attend(
 def _attend_written_out(
     q: torch.Tensor,  # [H, S, D] float32
     keys: torch.Tensor,  # [KH, visible, D] float32
-    values: torch.Tensor,
+    values: torch.Tensor,  # [KH, visible, V] float32
     seen: torch.Tensor,  # [S, visible] bool
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,  # [H]
-) -> torch.Tensor:  # [H, S, D] float32
-    """Attention whose scores are capped, or whose weights share their sum with sinks."""
+) -> torch.Tensor:  # [H, S, V] float32
+    """Return attention whose scores are capped, or whose softmax includes sinks."""
     group = q.shape[0] // keys.shape[0]
     scores = q @ keys.repeat_interleave(group, dim=0).transpose(1, 2) * scale  # [H, S, visible]
     if soft_cap is not None:

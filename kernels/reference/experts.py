@@ -22,10 +22,10 @@ def experts(
     interleaved: bool = False,
     product: Callable[..., torch.Tensor] = F.linear,
 ) -> torch.Tensor:
-    """Return the weighted sum of what each token's experts make of it, `[T, H]`.
+    """Return the weighted sum of the outputs of each token's experts, `[T, H]`.
 
-    Shapes are those of `pagewire.kernels.Experts`; `product` multiplies by a weight. The host
-    reads which experts are chosen, so a CUDA graph cannot capture this.
+    Shapes are those of `pagewire.kernels.Experts`; `product(x, weight, bias)` is a projection, as
+    `linear` is. The host reads which experts are chosen, so a CUDA graph cannot capture this.
     """
     tokens, top_k = chosen.shape
     outputs = torch.empty((tokens, top_k, x.shape[1]), dtype=x.dtype, device=x.device)
@@ -44,7 +44,7 @@ def experts(
 
 
 def _split(projected: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate and up, `[n, I]` each, of `[n, 2 I]`."""
+    """Return the gate's and the up projection's columns, `[n, I]` each, of `[n, 2 I]`."""
     if interleaved:
         return projected[:, ::2], projected[:, 1::2]
     gate, up = projected.chunk(2, dim=-1)

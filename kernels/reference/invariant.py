@@ -1,7 +1,7 @@
 """The operations of `pagewire.kernels.invariant` in plain torch.
 
-Libraries choose how to multiply matrices by their shapes. So products here are always of the same
-number of rows, padded with zeros, and attention is of one query at a time.
+Libraries choose an algorithm for a matrix product by the matrices' shapes. So each product here has
+a fixed number of rows, padded with zeros, and attention is computed for one query at a time.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = [
     "paged_prefill",
 ]
 
-_ROWS = 16  # of a product, unless its library computes equal rows differently
-# By a weight's shape, and what else a library may choose by.
+_ROWS = 16  # of a product, unless the library computes equal rows differently
+# Key: a weight's shape, and what else a library may choose an algorithm by.
 _rows_of_products: dict[tuple[object, ...], int] = {}
 
 
 def _rows_of(weight: torch.Tensor) -> int:
-    """Return of how many rows products with a weight `[out, in]` are.
+    """Return the number of rows of products with a weight `[out, in]`.
 
-    16 if the library computes a row alike wherever it stands, which is tried out once; else one.
+    16 if the library computes a row the same way at each place, which is tried out once; else 1.
     """
     key = (weight.shape, weight.stride(), weight.dtype, weight.device, torch.get_num_threads())
     if key not in _rows_of_products:
@@ -97,7 +97,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
+    """Return causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
     out = torch.empty_like(q) if out is None else out
     tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
     own, options = slice(len(lengths)), (window, soft_cap, sinks)
@@ -116,7 +116,7 @@ def latent_attention(
     max_query_len: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention to latent vectors; see `pagewire.kernels.LatentAttention`."""
+    """Return attention to latent vectors; see `pagewire.kernels.LatentAttention`."""
     out = torch.empty_like(q_latent) if out is None else out
     if cu_query_lens is not None:
         block_tables, seq_lens = _queries(block_tables, cu_query_lens, seq_lens)

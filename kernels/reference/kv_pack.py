@@ -9,7 +9,7 @@ import torch
 from pagewire.kernels.kv_staging import as_words, staging_views
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # as int64
-# Words summed at once: bounds the int64 temporaries to 8 MiB.
+# Words summed at once, 4 MiB as int64; a larger block is summed as a whole.
 _WORDS_AT_ONCE = 1 << 19
 
 

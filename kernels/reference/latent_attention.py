@@ -18,7 +18,7 @@ def latent_attention(
     max_query_len: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of all heads to one latent vector a token, over its paged context.
+    """Return causal attention of all heads to one cached latent vector per token.
 
     Shapes are those of `pagewire.kernels.LatentAttention`; `max_query_len` is not needed here. A
     row depends on its own sequence alone.

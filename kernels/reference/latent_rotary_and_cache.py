@@ -1,4 +1,4 @@
-"""Rotation and the rows of a cache of latent vectors, in plain torch."""
+"""Rotary embedding and new rows of a paged cache of latent vectors, in plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`x @ weight.T + bias`, and one such product a head, in plain torch."""
+"""`x @ weight.T + bias`, and one product per head, in plain torch."""
 
 from __future__ import annotations
 

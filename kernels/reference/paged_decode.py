@@ -19,7 +19,7 @@ def paged_decode(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend one query token per sequence to its paged context.
+    """Return the attention of one query token per sequence to its paged context.
 
     Shapes are those of `pagewire.kernels.PagedDecode`. A row depends on its own sequence alone.
     """

@@ -21,7 +21,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed query chunks over their paged context.
+    """Return causal attention of packed query chunks over their paged context.
 
     Shapes are those of `pagewire.kernels.PagedPrefill`; `max_query_len` is not needed here. A
     chunk's rows depend on its own sequence alone.

@@ -22,8 +22,8 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     """Return the four words of Philox4x32-10.
 
     Args:
-        counter: Four words, int64 tensors in `[0, 2**32)` that broadcast together.
-        key: Two words of the same kind.
+        counter: four words, int64 tensors in `[0, 2**32)` that broadcast together.
+        key: two words of the same kind.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -38,9 +38,14 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Return the Gumbel noise `[B, V]` float32 of every token of each row.
 
-    The uniform is taken as `1 - v`, where `v = (word + 1/2) / 2**32` is rounded to float32 and
-    kept below 1: winners have small `v`, where float32 is finest. Logarithms are in float64, so
-    that the rounded noise does not depend on how a vectorised loop splits the batch.
+    The uniform value is `1 - v`, where `v = (word + 1/2) / 2**32` is rounded to float32 and kept
+    below 1: large noise comes from small `v`, where float32 is most precise. Logarithms are in
+    float64, so that the rounded noise does not depend on how a vectorised loop splits the batch.
+
+    Args:
+        seeds: `[B]` int64.
+        positions: `[B]` int64.
+        vocab_size: V.
     """
     token_ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)[None]
     zero = torch.zeros((), dtype=torch.int64, device=seeds.device)

@@ -11,7 +11,7 @@ def rms_norm(
     eps: float,
     residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `x`, or `x + residual`, by its root mean square.
+    """Return `x`, or `x + residual`, normalised by its root mean square, and that sum.
 
     Shapes and meaning are those of `pagewire.kernels.RmsNorm`.
     """

@@ -35,7 +35,10 @@ def route(
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where the highest are, `[T, count]`; of equal ones the first, unlike torch.topk."""
+    """Return the columns of the highest scores `[T, count]`; of equal ones the first columns.
+
+    `torch.topk` leaves open which of equal scores it returns.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 

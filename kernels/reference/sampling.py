@@ -16,12 +16,15 @@ def thresholds(
     top_p: torch.Tensor,  # [N]
     min_p: torch.Tensor,  # [N]
 ) -> torch.Tensor:
-    """Return each row's smallest score `[N, 1]` that is a candidate."""
+    """Return the smallest score of each row's candidates, `[N, 1]`.
+
+    Top-k and min-p limit the candidates first, and top-p those that are left.
+    """
     vocab_size = scores.shape[1]
     ordered = scores.sort(dim=-1, descending=True).values
     k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()
     threshold = ordered.gather(1, (k - 1)[:, None])
-    # Of min_p 0, -inf.
+    # The logarithm of a min_p of 0 is -inf, which limits nothing.
     threshold = torch.maximum(threshold, ordered[:, :1] + (min_p.log() * temperature)[:, None])
     scaled = (ordered - ordered[:, :1]).double() / temperature[:, None].double()
     mass = scaled.exp_().masked_fill_(ordered < threshold, 0.0)
@@ -41,7 +44,7 @@ def _draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw one token per row `[N]` by the Gumbel-max trick; every temperature is above 0."""
+    """Return one drawn token per row, `[N]`, by the Gumbel-max trick; temperatures are above 0."""
     vocab_size = scores.shape[1]
     perturbed = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
     perturbed += gumbel_noise(seeds, positions, vocab_size)
@@ -65,10 +68,10 @@ def sample(
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Draw one token per row: greedy at temperature 0, else the Gumbel-max trick.
+    """Return one token per row: greedy at temperature 0, else drawn by the Gumbel-max trick.
 
-    Shapes and meaning are those of `pagewire.kernels.Sample`. NaN counts as -inf. Random rows
-    alone pay for noise, and limited ones (min-p, top-k, top-p) alone for a sort.
+    Shapes and meaning are those of `pagewire.kernels.Sample`. NaN counts as -inf. Noise is computed
+    only for random rows, and scores are sorted only in rows with min-p, top-k or top-p.
     """
     scores = logits.float().nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     tokens = scores.argmax(-1)

@@ -1,4 +1,4 @@
-"""Shaped logits in plain torch, row by row: each step as it is said, in its order."""
+"""Shaped logits in plain torch: row by row, one change after another."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _penalize(
 
 
 def _banned(row: list[int], position: int) -> list[int]:
-    """Return the stop tokens that come too soon, and the last tokens of bad words."""
+    """Return the tokens that may not come next: early stop tokens, and last tokens of bad words."""
     banned = []
     if position < row[layout.STOPS_FROM]:
         banned += row[layout.STOP_IDS : layout.STOP_IDS + row[layout.NUM_STOPS]]
@@ -62,7 +62,7 @@ def shape_logits(
     mask_of_row: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return logits as the device slots' requests want them shaped.
+    """Return logits with the masks, biases and penalties of their device slots' requests.
 
     Shapes and meaning are those of `pagewire.kernels.ShapeLogits`.
     """

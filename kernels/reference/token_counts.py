@@ -1,4 +1,4 @@
-"""What is known of device slots' tokens, in plain torch."""
+"""The records of device slots' tokens (which, how often, the last ones), in plain torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def enter_tokens(
     tokens: torch.Tensor,
     longest: int,
 ) -> None:
-    """Replace what is known of device slots' tokens.
+    """Replace the records of device slots' tokens.
 
-    Shapes and meaning are those of `pagewire.kernels.EnterTokens`.
+    Shapes and meaning are those of `pagewire.kernels.EnterTokens`; `longest` is not needed here.
     """
     vocab_size, start = tables.vocab_size, 0
     for slot, end, first in zip(slots.tolist(), ends.tolist(), output_starts.tolist(), strict=True):
@@ -31,7 +31,7 @@ def enter_tokens(
 def note_tokens(
     tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Add an output to what is known of each device slot.
+    """Add an output token to the records of each device slot.
 
     Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
     """

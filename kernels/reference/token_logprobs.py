@@ -10,7 +10,7 @@ _LARGEST = torch.finfo(torch.float32).max
 def token_logprobs(
     logits: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, log probabilities and ranks.
+    """Return token ids, their log probabilities, and the ranks of the sampled tokens.
 
     Shapes and meaning are those of `pagewire.kernels.TokenLogprobs`.
     """
@@ -30,6 +30,6 @@ def _most_likely(scores: torch.Tensor, top: int) -> torch.Tensor:
     """Return the ids of the highest scores [N, top], of equal ones the lowest ids first."""
     bits = (scores + 0.0).view(torch.int32).long()  # -0 equals 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    # `topk` leaves the order of equal keys open, so no two are equal.
+    # `topk` leaves the order of equal keys open, so the ids make all keys different.
     ids = torch.arange(scores.shape[1], device=scores.device)
     return ((ordered << 32) | (0x7FFFFFFF - ids)).topk(top, dim=-1).indices

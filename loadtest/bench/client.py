@@ -1,4 +1,4 @@
-"""Clients that ask for completions of random prompts and note when each token comes.
+"""A client that asks for completions of random prompts and records when each token arrives.
 
 It extends the client of `pagewire bench` for these benches: several endpoints in turn, random
 prompts that are encoded before the timing starts, vLLM's prefill on another server, and gaps of 0
@@ -41,12 +41,12 @@ class Answer:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
+        """Time to the first token in seconds."""
         return self.times[0]
 
     @property
     def gaps(self) -> list[float]:
-        """Times between tokens; tokens that came together have gaps of 0."""
+        """Times between tokens in seconds; tokens that came together have gaps of 0."""
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
 
@@ -56,7 +56,7 @@ class Request:
 
     Attributes:
         prompt: token ids of the prompt, as JSON.
-        options: the other fields.
+        options: the other fields of the body.
     """
 
     prompt: msgspec.Raw
@@ -101,7 +101,9 @@ class Client:
             await each.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
-        """Return sum and count so far of the KV times after first tokens; zeros if not measured.
+        """Return sum and count so far of the times from a first token until its KV has arrived.
+
+        They are 0 if the endpoint does not measure them.
 
         Raises:
             BenchError: the server does not answer.
@@ -152,11 +154,11 @@ class Client:
         return Answer([prefill_s + at for at in reply.token_times()], reply.token_ids)
 
     async def _prefill_first(self, url: str, request: Request) -> Any:
-        """Have a prompt computed and its KV held for another server; return where it is held."""
-        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        """Have vLLM compute a prompt and keep its KV for another server; return where it is."""
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-        ticket = {"max_tokens": 1, "kv_transfer_params": wish | dict.fromkeys(names)}
-        body = msgspec.json.encode(request.fields(**ticket))
+        fields = {"max_tokens": 1, "kv_transfer_params": wanted | dict.fromkeys(names)}
+        body = msgspec.json.encode(request.fields(**fields))
         headers = {"Content-Type": "application/json"}
         response = await self._http.post(f"{url}/v1/completions", content=body, headers=headers)
         if response.status_code != httpx.codes.OK:

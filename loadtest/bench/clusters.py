@@ -33,8 +33,9 @@ class Topology:
     """A cluster of Pagewire.
 
     Attributes:
-        prefill, decode: numbers of workers; without prefill workers, decode workers also prefill.
-        budget: tokens per step.
+        prefill: number of prefill workers; without any, decode workers also prefill ("aggregated").
+        decode: number of decode workers.
+        budget: largest number of tokens per step.
     """
 
     prefill: int
@@ -43,7 +44,12 @@ class Topology:
 
     @classmethod
     def parse(cls, text: str, budget: int) -> Topology:
-        """Parse PREFILL:DECODE or PREFILL:DECODE:BUDGET."""
+        """Parse PREFILL:DECODE or PREFILL:DECODE:BUDGET; `budget` is the default of the latter.
+
+        Raises:
+            ValueError: the text has another form.
+            TypeError: the text has more than three numbers.
+        """
         prefill, decode, *rest = map(int, text.split(":"))
         return cls(prefill, decode, *(rest or [budget]))
 
@@ -117,6 +123,9 @@ def running_vllm_pair(
         environment: see `vllm_environment`.
         logs: folder for their output.
         linked: whether they can send KV to each other.
+
+    Raises:
+        BenchError: a server did not start or stop.
     """
     with contextlib.ExitStack() as stack:
         started = []
@@ -147,9 +156,9 @@ def running_vllm_pair(
 
 
 def late_port() -> int:
-    """Return a port that stays free until a server binds it, perhaps a minute later.
+    """Return a free port for a server that binds it later, perhaps in a minute.
 
-    It is outside the range from which the kernel takes ports of outgoing connections.
+    The port is outside the range from which the kernel takes ports of outgoing connections.
     """
     while True:
         port = random.randrange(*LATE_PORTS)
@@ -159,7 +168,10 @@ def late_port() -> int:
 
 
 def stop_servers_on_sigterm() -> None:
-    """Let SIGTERM end the bench as Ctrl-C does: its servers are in sessions of their own."""
+    """Make SIGTERM end the bench as Ctrl-C does, so that it stops its servers.
+
+    These have sessions of their own, and get no signal that is sent to the bench.
+    """
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

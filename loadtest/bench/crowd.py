@@ -34,12 +34,15 @@ class Job:
     """The work of one process.
 
     Attributes:
-        start: start of its clients, by the monotonic clock.
-        seconds: duration of the measurement after the warm-up.
+        urls: URLs of endpoints, used in turn.
+        clients: number of clients.
+        start: start of the clients, by the monotonic clock.
+        warm_up_s: duration of the warm-up.
+        seconds: duration of the measurement after it.
+        vocab: upper bound (exclusive) of token ids in prompts.
     """
 
     urls: Sequence[str]
-    number: int
     clients: int
     start: float
     warm_up_s: float
@@ -62,7 +65,13 @@ class Seen:
     tokens: int = 0
 
     def add(self, answer: Answer, began: float, span: tuple[float, float]) -> None:
-        """Count the parts of an answer that arrived in a time span."""
+        """Count the parts of an answer that arrived in a time span.
+
+        Args:
+            answer: the answer.
+            began: time of its request, by the monotonic clock.
+            span: start and end, by the same clock.
+        """
         times = [began + each for each in answer.times]
         if span[0] <= times[0] < span[1]:
             self.ttft.append(answer.ttft * 1e3)
@@ -80,7 +89,7 @@ def crowd(
     warm_up_s: float = WARM_UP_S,
     vocab: int = VOCAB_USED,
 ) -> Row:
-    """Return the throughput and the gaps of a number of clients.
+    """Return the throughput, TTFT, token gaps and step time under some clients; times in ms.
 
     Args:
         urls: URLs of endpoints, used in turn.
@@ -95,7 +104,7 @@ def crowd(
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
     start = time.monotonic() + START_S
     jobs = [
-        Job(urls, number, len(range(number, clients, processes)), start, warm_up_s, seconds, vocab)
+        Job(urls, len(range(number, clients, processes)), start, warm_up_s, seconds, vocab)
         for number in range(processes)
     ]
     context = multiprocessing.get_context("spawn")
@@ -117,7 +126,7 @@ def crowd(
 
 
 def _step_ms(url: str, start: float, seconds: float) -> float | None:
-    """Return the mean time of a worker's step in a time span; None if steps are not counted."""
+    """Return the workers' mean time per step in ms, in a time span; None if none counts steps."""
     time.sleep(max(0.0, start - time.monotonic()))
     before = _steps(url)
     time.sleep(seconds)
@@ -127,7 +136,7 @@ def _step_ms(url: str, start: float, seconds: float) -> float | None:
 
 
 def _steps(url: str) -> dict[str, float]:
-    """Return the steps of each worker so far."""
+    """Return the number of steps of each worker so far."""
     values = parse_metrics(metrics_near(url))
     return {key: value for key, value in values.items() if key.startswith(STEPS)}
 

@@ -2,8 +2,9 @@
 
     python -P -m pagewire.loadtest.bench.engine --parts ttft decode throughput
 
-Prints one JSON line per result, medians of several runs with the spread. The ceiling next to a
-decode step is (bytes of weights + KV read) / device copy bandwidth, measured in the same run.
+Prints one JSON line per result: medians of several runs, with lowest and highest. `of_ceiling` of a
+decode step is the ratio of (bytes of weights and KV read) / (device copy bandwidth, measured in the
+same run) to the step's time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ LONG_PROMPTS = (1024, 8192, 60000)  # of the models other than the default one
 BATCHES = (1, 8, 32, 128, 256)
 MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> requests
 PARTS = ("ttft", "decode", "throughput")
-SEGMENT = 32
-BUDGET = 8192  # tokens of a step
+SEGMENT = 32  # steps
+BUDGET = 8192  # largest number of tokens of a step
 
 
 def emit(**fields: Any) -> None:
@@ -51,7 +52,7 @@ def emit(**fields: Any) -> None:
 
 
 def repeat(run: Callable[[], float], times: int) -> tuple[float, float, float]:
-    """Return median, minimum and maximum of several runs, after one that is not counted."""
+    """Return median, minimum and maximum of the times of several runs, after one warm-up run."""
     run()
     seconds = [run() for _ in range(times)]
     return statistics.median(seconds), min(seconds), max(seconds)
@@ -70,12 +71,12 @@ def copy_bandwidth() -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    median, _low, _high = repeat(once, 7)
+    median, *_ = repeat(once, 7)
     return 2 * source.numel() / median
 
 
 def throughput(generate: Callable[[int, int, int], float], mixes: list[str], times: int) -> None:
-    """Time some of the `MIXES`.
+    """Measure output tokens per second of some of the `MIXES`, whose requests all start at once.
 
     Args:
         generate: takes the number of prompts, their length and tokens per answer; returns seconds.
@@ -126,7 +127,7 @@ class Bench:
 
         Args:
             batches: numbers of sequences of a step.
-            bandwidth: bandwidth of the device in bytes/s.
+            bandwidth: the device's copy bandwidth in bytes/s.
         """
         for batch in batches:
             if not self._fits(batch):
@@ -154,7 +155,7 @@ class Bench:
         return batch * blocks <= self._llm.block_counts().total
 
     def _step_times(self, batch: int, segments: int) -> list[float]:
-        """Mean step time of each of some segments of steps, after a segment of warm-up."""
+        """Return the mean step time in seconds of each of some segments, after one of warm-up."""
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
@@ -177,23 +178,27 @@ class Bench:
         return times[1:]
 
     def throughput(self, mixes: list[str]) -> None:
-        """Return output tokens per second if all requests arrive at the start."""
+        """Measure output tokens per second; see `throughput`."""
         throughput(self._generate, mixes, self._times)
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return a parser's options, and options that this bench and that of vLLM have in common.
+    """Add the options that this bench and vLLM's have in common, and parse the command line.
 
-    Options of measurements default to values for the model.
+    The defaults of some options depend on the model.
     """
     parser.add_argument("--model", choices=SHAPES, default=DEFAULT_MODEL)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--prompts", nargs="+", type=int, help="tokens, for the first token")
+    parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths for ttft, in tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--mixes", nargs="+", choices=MIXES)
-    parser.add_argument("--times", type=int, default=5, help="that each is measured")
+    parser.add_argument("--times", type=int, default=5, help="measurements of each")
     parser.add_argument("--max-num-seqs", type=int, default=512)
-    parser.add_argument("--budget", type=int, help=f"tokens of a step; {BUDGET}, vLLM's its own")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        help=f"tokens of a step; default: {BUDGET}, for vLLM its own",
+    )
     args = parser.parse_args()
     is_default = args.model == DEFAULT_MODEL
     args.prompts = args.prompts or list(PROMPTS if is_default else LONG_PROMPTS)

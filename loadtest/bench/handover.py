@@ -18,9 +18,9 @@ from pagewire.loadtest.bench.clusters import Topology, running_cluster
 from pagewire.loadtest.bench.phases import Row
 
 PROMPTS = (1024, 4096, 8192)
-PAIRS = 31
+PAIRS = 31  # requests of each length to each cluster
 WARM_UP_PAIRS = 3
-TOKENS = 8
+TOKENS = 8  # of an answer
 MEMORY = ("--gpu-memory-utilization", "0.4")  # a worker of each cluster shares the first GPU
 
 
@@ -77,7 +77,11 @@ async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
 def ratios(apart: list[Answer], aggregated: list[Answer]) -> Row:
     """Return medians and quartiles of the times to first and second token, in ms.
 
-    `ratio` is the ratio of the medians.
+    `ttft_ratio` and `second_ratio` are medians of `apart` / medians of `aggregated`.
+
+    Args:
+        apart: answers of the disaggregated cluster.
+        aggregated: answers of the aggregated one.
     """
     row: Row = {}
     for number, token in enumerate(("ttft", "second")):

@@ -1,12 +1,12 @@
-"""Measures the host's work for a step, with a device that takes no time.
+"""Measures the host's work for a step, with a simulated device that takes no time.
 
     python -P -m pagewire.loadtest.bench.host --rows 256
 
 Prints one JSON line for decoding and one for prefill, each with and without prefix cache, in
 microseconds per step: the medians of several windows of steps, and the fastest window's total. In
-decoding, all rows continue; in prefill, each step has one new prompt, which ends with its first
-token. The thread's CPU time is counted, so that other processes on the machine matter little. It
-covers what the engine's thread does between two launches: scheduling (`schedule`), the runner's
+decoding, each step has all rows; in prefill, each has one new prompt, whose answer is one token.
+Times are CPU time of the thread, so that other processes on the machine matter little. They cover
+what the engine's thread does between two launches: scheduling (`schedule`), the runner's
 inputs (`prepare`), and accepting tokens and passing outputs on (`postprocess`). CUDA's own calls
 are not included.
 """
@@ -40,18 +40,24 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.sampling import RequestSpec
 
 BLOCK_SIZE = 16
-PROMPT = 1000  # tokens of the first sequence; each has one more, so that blocks fill up in turn
+PROMPT = 1000  # tokens of the first sequence; each next one has one more, so blocks fill up in turn
 MAX_MODEL_LEN = 16384
 WINDOW = 64  # steps
+MAX_WINDOWS = 64
+MAX_STEPS = (MAX_WINDOWS + 16) * WINDOW  # of a sequence, also while others' prompts are computed
 
 
 class TimedScheduler(Scheduler):
-    """Records the time of each scheduling decision."""
+    """Measures the time of scheduling.
+
+    Attributes:
+        seconds: CPU time so far.
+    """
 
     seconds = 0.0
 
     def schedule(self) -> Schedule:
-        """Decide."""
+        """Return the next schedule, and measure the time that it takes."""
         start = time.thread_time()
         schedule = super().schedule()
         self.seconds += time.thread_time() - start
@@ -60,14 +66,18 @@ class TimedScheduler(Scheduler):
 
 @dataclass(slots=True)
 class InstantRunner(ModelRunner):
-    """Does the work of a runner before the launch, and samples the same token everywhere."""
+    """Does a runner's work before the launch, and returns the same token for each row.
+
+    Attributes:
+        seconds: CPU time so far.
+    """
 
     seconds: float = 0.0
     _tokens: torch.Tensor = field(default_factory=lambda: torch.full((4096,), 7))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingTokens:
-        """Prepare a step."""
+        """Prepare a step, and measure the time that this takes."""
         start = time.thread_time()
         self.state.apply(plan)
         if plan.chunks:
@@ -99,8 +109,8 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
 
 
 def make_decoding_core(rows: int, caching: bool) -> Engine:
-    """Return an engine in whose batch all rows decode."""
-    core, scheduler, runner = make_core(rows, caching, PROMPT + rows + 4 * WINDOW * 20)
+    """Return an engine with `rows` sequences, all past their prompts."""
+    core, scheduler, runner = make_core(rows, caching, PROMPT + rows + MAX_STEPS)
     rng = random.Random(0)
     spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
     for number in range(rows):
@@ -144,12 +154,12 @@ def measure(engine: Engine, windows: int, before: Callable[[], None]) -> dict[st
 
 
 def measure_decode(rows: int, caching: bool, windows: int) -> dict[str, float]:
-    """Return microseconds of a step in which all rows decode."""
+    """Return microseconds per step in which all rows decode."""
     return measure(make_decoding_core(rows, caching), windows, lambda: None)
 
 
 def measure_prefill(length: int, caching: bool, windows: int) -> dict[str, float]:
-    """Return microseconds of a step that runs one new prompt and samples its only token."""
+    """Return microseconds per step that runs one new prompt and samples its only token."""
     engine = make_core(8, caching, MAX_MODEL_LEN)
     spec = RequestSpec(max_tokens=1, temperature=1.0, seed=1)
     rng = random.Random(0)
@@ -168,8 +178,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt in prefill")
-    parser.add_argument("--windows", type=int, default=15, help="of 64 steps each")
+    parser.add_argument(
+        "--windows", type=int, default=15, help=f"of {WINDOW} steps each, at most {MAX_WINDOWS}"
+    )
     args = parser.parse_args()
+    if args.windows > MAX_WINDOWS:
+        parser.error(f"--windows must be at most {MAX_WINDOWS}")
     torch.set_num_threads(1)
     for caching in (False, True):
         _print(

@@ -15,7 +15,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def idle(up_pid: int, seconds: float = SECONDS) -> list[Row]:
-    """Return each worker's time on a processor, in percent of one core.
+    """Return each worker's CPU time, in percent of one core.
 
     Args:
         up_pid: process id of `pagewire up`.
@@ -38,7 +38,7 @@ def idle(up_pid: int, seconds: float = SECONDS) -> list[Row]:
 
 
 def _workers(up_pid: int) -> dict[int, str]:
-    """Return the names of the workers that a supervisor has started, by process id."""
+    """Return the names of the workers that `pagewire up` has started, by process id."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -62,5 +62,5 @@ def _used_s(pid: int) -> float:
 
 
 def _fields(pid: int) -> list[str]:
-    """Return what /proc/PID/stat says from the state on; see proc(5)."""
+    """Return the fields of /proc/PID/stat from the state on; see proc(5)."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

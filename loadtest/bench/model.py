@@ -1,4 +1,4 @@
-"""A model directory of a shape without weights, for servers that use random weights."""
+"""Writes a model directory without weights, for servers that use random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from pagewire.loadtest.bench.shapes import LLAMA_8B
 
 
 def write_model(directory: Path, shape: dict[str, Any] = LLAMA_8B) -> None:
-    """Write the configuration of a shape, and a tokenizer of one word per token id."""
+    """Write a configuration, and a tokenizer with one word per token id.
+
+    Args:
+        directory: where the files are written.
+        shape: content of config.json.
+    """
     (directory / "config.json").write_text(json.dumps(shape))
     words = {f"t{i}": i for i in range(shape["vocab_size"])}
     words_model = models.WordLevel(words, unk_token="t0")  # noqa: S106 - a token of text

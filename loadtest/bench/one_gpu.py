@@ -1,9 +1,9 @@
 """Kernels and engine on one GPU: `python -P -m pagewire.loadtest.bench.one_gpu`.
 
 Every kernel is compared with its reference before it is timed, next to FlashAttention 3 where vLLM
-can be imported; a wrong one ends the bench. Then the engine on the shape of `--model`, Llama-3.1-8B
-if there is none, with random weights: time to the first token, decode step, throughput, start; and
-vLLM's, the same way, in the same run. Ends with the tables of docs/benchmarks.md.
+can be imported; a wrong one ends the bench. Then the engine is timed on the shape of `--model`, by
+default Llama-3.1-8B, with random weights: time to the first token, decode step, throughput, start;
+and vLLM's in the same way, in the same run. The output ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ def results(
 
 
 def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
-    """Return a table of one kind of result, with the peer's figures if there are any."""
+    """Return a table of one kind of result, with vLLM's figures if there are any.
+
+    `ratio` is ours / vLLM's: higher is better for tokens per second, lower for times.
+    """
     key, value = VALUES[what]
     by_key = {(row[key], row.get("out")): row for row in theirs if row["what"] == what}
     rows = []
     for row in (row for row in ours if row["what"] == what):
         peer = by_key.get((row[key], row.get("out")))
-        # Higher is better for tokens per second, lower for times.
         if peer is not None:
             spread = {f"vllm_{end}": peer[end] for end in ("low", "high") if end in peer}
             row = row | spread | {"vllm": peer[value], "ratio": row[value] / peer[value]}
@@ -74,7 +76,7 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--no-kernels", dest="kernels", action="store_false")
-    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
+    parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
     args = read_options(parser)
     stop_servers_on_sigterm()
     with_peer = vllm_environment(args.vllm, pair=False)

@@ -31,7 +31,13 @@ Row = dict[str, Any]
 
 
 async def unloaded(client: Client) -> list[Row]:
-    """One request at a time: TTFT, the gap after the first token, the usual gap, in ms."""
+    """Measure requests one at a time: TTFT, the gap after the first token, the usual gap, in ms.
+
+    `exposed` is the mean time from the first token until the prompt's KV has arrived.
+
+    Raises:
+        BenchError: a request failed, or the server does not answer.
+    """
     rows = []
     for length in UNLOADED_PROMPTS:
         for _ in range(2):
@@ -59,7 +65,7 @@ async def isolation(client: Client) -> list[Row]:
     """Measure gaps of some streams in ms, alternately alone and while long prompts arrive.
 
     Raises:
-        BenchError: the streams last longer than the prepared prompts.
+        BenchError: a request failed, or the streams last longer than the prepared prompts.
     """
     runs: dict[bool, list[list[float]]] = {False: [], True: []}
     long: list[float] = []
@@ -74,7 +80,7 @@ async def isolation(client: Client) -> list[Row]:
 
 
 async def _streams(client: Client, loaded: bool) -> tuple[list[float], list[float]]:
-    """Return the gaps of streams that start at once, and TTFT of the long prompts, all in ms."""
+    """Return the gaps of streams that start together, and TTFT of the long prompts, all in ms."""
     long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS * loaded)]
     streams = [
         asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS)) for _ in range(STREAMS)
@@ -104,7 +110,12 @@ def _isolation_row(runs: list[list[float]]) -> Row:
 
 
 def poisson_waits(rate: float, seconds: float) -> list[float]:
-    """Return the times between arrivals at a rate, in seconds, for `seconds` in total."""
+    """Return random times between arrivals in seconds, until their sum reaches `seconds`.
+
+    Args:
+        rate: mean arrivals per second.
+        seconds: duration of all arrivals.
+    """
     rng = random.Random(int(rate * 10))
     waits: list[float] = []
     while sum(waits) < seconds:
@@ -113,7 +124,16 @@ def poisson_waits(rate: float, seconds: float) -> list[float]:
 
 
 async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
-    """Measure goodput with Poisson arrivals of long prompts; times in ms."""
+    """Measure TTFT, gaps (in ms) and completed requests/s with Poisson arrivals of long prompts.
+
+    Args:
+        client: sends the requests.
+        rates: arrivals per second, one after the other.
+        seconds: duration of the arrivals at each rate.
+
+    Raises:
+        BenchError: a request failed.
+    """
     rows = []
     for rate in rates:
         waits = poisson_waits(rate, seconds)
@@ -143,7 +163,7 @@ async def goodput(client: Client, rates: list[float], seconds: float) -> list[Ro
 
 
 async def run(client: Client, names: list[str], rates: list[float], seconds: float) -> list[Row]:
-    """Run the phases of these names, one after the other."""
+    """Run the phases of these names, one after the other, and close the client."""
     rows: list[Row] = []
     try:
         if "unloaded" in names:

@@ -1,16 +1,17 @@
 """`python -P -m pagewire.loadtest.bench.placement`: how much routers gain by knowing the load.
 
 A simulation in virtual time with the routers' own policy and accounting of load; workers, Redis and
-tokens are models. Requests come at random moments, prompt lengths are log-normal, answer lengths
-exponential. A prefill worker computes one prompt after another. One line a case:
+tokens are simulated. Requests arrive at random times, prompt lengths are log-normal, answer lengths
+exponential. A prefill worker computes one prompt after another. The output has one line per case:
 
     RESULT {"what": "placement", "routers": ..., "load": ..., "known": ..., "wait_mean_ms": ...,
             "wait_p99_ms": ..., "decode_excess": ...}
 
-`wait` is a prompt's time in a prefill worker's queue; `decode_excess` is by how much the fullest
-decode worker is above the mean. `known` is what a router knows: "record" (workers' records in Redis
-and its own placements), "shared" (also other routers' reserved load), "reports" (also the load
-reports that come with tokens).
+`load` is the share of the prefill workers' capacity that the requests need. `wait` is a prompt's
+time in a prefill worker's queue; `decode_excess` is (blocks used on the fullest decode worker) /
+(mean of the decode workers) - 1. `known` is what a router knows: "record" (workers' records in
+Redis and its own placements), "shared" (also other routers' reserved load), "reports" (also the
+load reports that come with tokens).
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from pagewire.shared.control.protocol import LoadReport
 
 WORKERS = 8  # of each role
 PREFILL_RATE = 30_000.0  # tokens/s
-PROMPT_TOKENS, MAX_PROMPT, ANSWER_TOKENS = 2000, 16_000, 256  # means, and a bound
-STEP_S, HOP_S = 0.015, 0.002
+PROMPT_TOKENS, ANSWER_TOKENS = 2000, 256  # means
+MAX_PROMPT = 16_000  # tokens
+STEP_S = 0.015  # of a decode worker
+HOP_S = 0.002  # a message's way between two services
 HEARTBEAT_S = 1.0  # of records; they are read twice as often
-BLOCK = 16
+BLOCK = 16  # tokens
 WARM_UP_S = 10.0
 KNOWN = ("record", "shared", "reports")
 _NOTHING = LoadReport(1, 0, 0)
@@ -43,7 +46,15 @@ _NOTHING = LoadReport(1, 0, 0)
 
 @dataclass
 class Worker:
-    """A prefill or decode worker: its load, and the load in its record."""
+    """A prefill or decode worker.
+
+    Attributes:
+        amount: returns its load now: queued prompt tokens, or used blocks.
+        published: load in its record.
+        iterations: number of its last load report.
+        busy_until: time at which a prefill worker's queue is empty.
+        used_blocks: KV blocks in use on a decode worker.
+    """
 
     name: str
     amount: Callable[[], int]
@@ -53,23 +64,37 @@ class Worker:
     used_blocks: int = 0
 
     def report(self) -> LoadReport:
-        """Return its load now."""
+        """Return a load report with its load now."""
         self.iterations += 1
         return LoadReport(1, self.iterations, self.amount())
 
 
 @dataclass
 class Router:
-    """A router's view of the workers."""
+    """A router's view of the workers.
+
+    Attributes:
+        in_flight: load of its own placements, and load reports.
+        policy: chooses workers.
+        records: last read load of each worker's record.
+        streams: number of its running answers, by decode worker.
+    """
 
     in_flight: InFlightLoad
     policy: PrefixPolicy
     records: dict[str, LoadReport] = field(default_factory=dict)
-    streams: dict[str, int] = field(default_factory=dict)  # by decode worker
+    streams: dict[str, int] = field(default_factory=dict)
 
 
 class Simulation:
-    """One case. `run` returns its figures."""
+    """One case; `run` returns its figures.
+
+    Args:
+        routers: number of routers.
+        load: share of the prefill workers' capacity that the requests need.
+        known: one of `KNOWN`.
+        seed: seed of all random numbers.
+    """
 
     def __init__(self, routers: int, load: float, known: str, seed: int) -> None:
         self.now, self._known = 0.0, known
@@ -107,7 +132,7 @@ class Simulation:
         self._at(self.now + self._rng.random() * seconds, again)
 
     def run(self, seconds: float) -> Mapping[str, float]:
-        """Simulate some time."""
+        """Simulate `seconds` of virtual time, and return the figures."""
         for worker in self.workers.values():
             self._every(HEARTBEAT_S, lambda each=worker: self._publish(each))  # type: ignore[misc]
         for router in self.routers:
@@ -207,7 +232,9 @@ def main() -> None:
     """Run the cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 4], help="router processes")
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.8], help="of prefill")
+    parser.add_argument(
+        "--loads", type=float, nargs="+", default=[0.5, 0.8], help="shares of the prefill capacity"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="simulated in each run")
     parser.add_argument("--runs", type=int, default=3, help="with different seeds; means are shown")
     options = parser.parse_args()

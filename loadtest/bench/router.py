@@ -6,8 +6,9 @@ Prints a line for each number of streams and of tokens per event. At full speed,
 its next step when the client has received all events of the last one: the router is fully loaded,
 and tokens are not joined. Events are counted per second of the router's CPU time. At half of that
 rate, "added" is the time from a worker's message to the client's socket. A bare asyncio relay and
-nginx, if it is installed, pass the same bytes at full speed and at the router's half rate. Another
-line has short answers, of one token. Medians of `--repeats`, with lowest and highest.
+nginx, if it is installed, pass the same bytes on at full speed and at the router's half rate. The
+last line is for short answers of one token. Figures are medians of `--repeats` repetitions; `low`
+and `high` are the lowest and highest rate.
 
 Every token of every stream is checked: a wrong or missing one ends the bench.
 """
@@ -51,12 +52,12 @@ def case_row(cases: dict[str, list[Case]]) -> Row:
         **target_row("", ours),
         "low": min(rates),
         "high": max(rates),
-        "tokens_per_cpu_s": of(ours, lambda case: case.full[1].tokens / case.full[0].cpu_s),
-        "events_per_s": of(ours, lambda case: case.full[1].events / case.full[0].seconds),
-        "cores": of(ours, lambda case: case.full[0].cpu_s / case.full[0].seconds),
-        "loop_cores": of(ours, lambda case: case.full[0].loop_s / case.full[0].seconds),
-        "half_load_events_per_s": of(ours, lambda case: case.rate),
-        "half_load_joined": of(ours, lambda case: case.half[1].joined / case.half[1].events),
+        "tokens_per_cpu_s": median_of(ours, lambda case: case.full[1].tokens / case.full[0].cpu_s),
+        "events_per_s": median_of(ours, lambda case: case.full[1].events / case.full[0].seconds),
+        "cores": median_of(ours, lambda case: case.full[0].cpu_s / case.full[0].seconds),
+        "loop_cores": median_of(ours, lambda case: case.full[0].loop_s / case.full[0].seconds),
+        "half_load_events_per_s": median_of(ours, lambda case: case.rate),
+        "half_load_joined": median_of(ours, lambda case: case.half[1].joined / case.half[1].events),
     }
     for name in ("relay", "nginx"):
         theirs = target_row(f"{name}_", cases.get(name, ()))
@@ -69,21 +70,21 @@ def case_row(cases: dict[str, list[Case]]) -> Row:
 
 
 def target_row(prefix: str, cases: Sequence[Case]) -> Row:
-    """Return the figures that all targets have; without cases there are none.
+    """Return the figures that all targets have; without cases each is None.
 
     "added" is of all events at the router's half load.
     """
 
     def added(percent: float) -> float:
-        return of(cases, lambda case: percentile(case.half[1].added, percent) * 1e3)
+        return median_of(cases, lambda case: percentile(case.half[1].added, percent) * 1e3)
 
     row: Row = dict.fromkeys(
         ("events_per_cpu_s", "half_load_events_per_cpu_s", "added_p50_ms", "added_p99_ms")
     )
     if cases:
         row = {
-            "events_per_cpu_s": of(cases, lambda case: case.events_per_cpu_s),
-            "half_load_events_per_cpu_s": of(
+            "events_per_cpu_s": median_of(cases, lambda case: case.events_per_cpu_s),
+            "half_load_events_per_cpu_s": median_of(
                 cases, lambda case: case.half[1].events / case.half[0].cpu_s
             ),
             "added_p50_ms": added(50),
@@ -92,8 +93,8 @@ def target_row(prefix: str, cases: Sequence[Case]) -> Row:
     return {prefix + name: value for name, value in row.items()}
 
 
-def of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
-    """Return the median of a value of the cases."""
+def median_of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
+    """Return the median of the cases' values."""
     return median([value(case) for case in cases])
 
 
@@ -107,7 +108,7 @@ def print_row(what: str, options: argparse.Namespace, row: Row) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Return a float with four digits at least; other values as they are."""
+    """Return a float with four significant digits, or whole from 1000 on; others unchanged."""
     if not isinstance(value, float):
         return value
     return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
@@ -141,7 +142,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
 
 
 def number_up_to(most: int) -> Callable[[str], int]:
-    """Return the type of an option that is a number from 1 on."""
+    """Return the type of an option whose value is a whole number from 1 to `most`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or not 1 <= int(text) <= most:

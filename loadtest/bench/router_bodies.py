@@ -3,8 +3,9 @@
     python -P -m pagewire.loadtest.bench.router_bodies --streams 64 --seconds 5
 
 A stub worker sends each stream a token every 14 ms. Meanwhile one client posts the same large body
-again and again, and another one asks for `/v1/models` every 5 ms: the longest time to an answer
-shows how long the event loop was busy. Prints a line for each kind of body, the first one for none.
+again and again, and another one asks for `/v1/models`, 5 ms after each answer: the longest time to
+an answer shows how long the event loop was busy. Prints a line for each kind of body; the first one
+is without a body.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STEP_S = 0.014
 ASK_S = 0.005
 ANSWER_TIMEOUT_S = 120.0
 TOKEN = 300
-FIRST_TOKENS = 50
+FIRST_TOKENS = 50  # of each stream, before anything is measured
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:
@@ -87,7 +88,12 @@ def run_worker(until: Connection, redis_url: str, secret: str) -> None:
 
 
 class Stream(asyncio.Protocol):
-    """A client of one stream, which records arrival times of tokens."""
+    """A client of one stream, which records arrival times of tokens.
+
+    Attributes:
+        times: arrival times of data, by the monotonic clock.
+        runs: set when the first tokens have arrived.
+    """
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -106,7 +112,7 @@ class Stream(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Note the time."""
+        """Record the arrival time."""
         self.times.append(time.monotonic())
         if len(self.times) == FIRST_TOKENS:
             self.runs.set()
@@ -116,8 +122,8 @@ class Poster(threading.Thread):
     """Posts one body again and again.
 
     Attributes:
-        seconds: time to each answer.
-        status: status of the last answer.
+        seconds: time to each answer, in seconds.
+        status: HTTP status of the last answer.
     """
 
     def __init__(self, port: int, path: str, body: bytes) -> None:
@@ -194,7 +200,7 @@ async def measure(port: int, options: argparse.Namespace) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Return a float with four digits; other values as they are."""
+    """Return a float with four significant digits; other values unchanged."""
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 

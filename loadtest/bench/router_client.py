@@ -1,7 +1,7 @@
 """The client of the router bench: one process that reads many streams and checks them afterwards.
 
-While streams run it keeps what arrives and when, counts events, and reports to the stub workers
-which streams had one. It parses nothing until the streams have ended.
+While streams run, it keeps the data with their arrival times, counts events, and reports to the
+stub workers which streams had an event. It parses the data only after the streams have ended.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pagewire.loadtest.cluster import BenchError
 TOKEN_CHARS = 4  # of each token's text
 MODEL = "m"
 ENDLESS = 1 << 19  # tokens: the bench ends the stream long before
-MAX_STREAMS = 1 << 16  # credits are two bytes
+MAX_STREAMS = 1 << 16  # a credit is a stream's number in two bytes
 RECEIVE_BYTES = 1 << 18
-MOST_READY = 128  # sockets read between two looks at the clock
+MOST_READY = 128  # sockets read between two readings of the clock
 END_OF_RESPONSE = b"0\r\n\r\n"
 PROMPT = "Which of these words belong together, and why do they? Answer at length."
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What streams say: token i of stream s is number s + i of a cycle.
+    """The tokens of streams: token i of stream s is number s + i of a cycle.
 
     Attributes:
         ids: the cycle.
@@ -44,13 +44,13 @@ class Script:
     text: str
 
     def token_ids(self, stream: int, position: int, count: int) -> list[int]:
-        """Return tokens of a stream from a position on, at most a cycle."""
+        """Return `count` tokens of a stream from a position on, at most a cycle."""
         start = (stream + position) % len(self.ids)
         ids = self.ids[start : start + count]
         return ids if len(ids) == count else ids + self.ids[: count - len(ids)]
 
     def content(self, stream: int, position: int, count: int) -> str:
-        """Return the text of a stream's tokens from a position on."""
+        """Return the text of `count` tokens of a stream from a position on."""
         start = (stream + position) % len(self.ids)
         text = self.text * ((start + count) // len(self.ids) + 1)
         return text[start * TOKEN_CHARS : (start + count) * TOKEN_CHARS]
@@ -62,7 +62,7 @@ class Sent:
 
     Attributes:
         worker_of: stream -> its worker.
-        steps: of each worker: when a message was sent, and how many tokens a stream got in it.
+        steps: of each worker, by message: the time, and the number of tokens of each stream.
     """
 
     worker_of: dict[int, int]
@@ -74,9 +74,10 @@ class Arrivals:
     """What arrived in a span of time.
 
     Attributes:
-        events: with text.
-        joined: of these, those with more tokens than the stream's worker sent in one message.
-        added: of each event, seconds since the worker sent its first token.
+        events: number of events with text.
+        tokens: number of their tokens.
+        joined: number of events with more tokens than the stream's worker sent in one message.
+        added: for each event, seconds since the worker sent the event's first token.
     """
 
     events: int = 0
@@ -105,9 +106,11 @@ class Stream:
     """One response.
 
     Attributes:
-        times, data: of what arrived.
-        line: the last line so far, if its end is missing.
-        has_begun: an event has arrived.
+        number: number of the stream, which the request has as its seed.
+        times: arrival times, by the monotonic clock.
+        data: what arrived at each of these times.
+        line: beginning of a line whose end has not arrived.
+        has_begun: whether an event has arrived.
     """
 
     number: int
@@ -119,7 +122,7 @@ class Stream:
 
     def ask(self, port: int, max_tokens: int) -> None:
         """Send the request: a chat whose seed is the stream's number."""
-        # No two prompts begin alike, so that workers get their share.
+        # Prompts begin differently, so that the router spreads them over the workers.
         content = f"{random.randrange(1 << 40)}: {PROMPT}"
         message = {"role": "user", "content": content}
         fields = {"model": MODEL, "messages": [message], "stream": True}
@@ -131,12 +134,14 @@ class Stream:
         self.socket.sendall(head.encode() + body)
 
     def take(self, at: float, data: bytes) -> int:
-        """Keep what has arrived; returns how many events begin in the lines that now are complete.
+        """Keep data; returns the number of events in the lines that are complete now.
 
-        Nothing has arrived if the server has closed the connection.
+        Args:
+            at: arrival time.
+            data: what has arrived; empty if the server has closed the connection.
 
         Raises:
-            BenchError: it has.
+            BenchError: the server has closed the connection.
         """
         if not data:
             raise BenchError(f"stream {self.number}: the server closed the connection early")
@@ -152,10 +157,10 @@ class Stream:
         return data.count(b"data: ")
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """Yield time and data of each event, in the end of which the response ends.
+        """Yield arrival time and data of each event except [DONE].
 
         Raises:
-            BenchError: it is not a response in chunks, or lacks its end.
+            BenchError: the data are not a chunked response with status 200, or [DONE] is not last.
         """
         line, last = b"", b""
         for at, body in self._bodies():
@@ -169,7 +174,7 @@ class Stream:
             raise BenchError(f"stream {self.number} does not end with [DONE]")
 
     def _bodies(self) -> Iterator[tuple[float, bytes]]:
-        """Yield what the chunks carry that are complete, each time that something arrived."""
+        """Yield each arrival time with the content of the chunks that it completed."""
         rest, is_head = b"", True
         for at, data in zip(self.times, self.data, strict=True):
             rest += data
@@ -194,10 +199,15 @@ class Stream:
 
 
 def read(stream: Stream, script: Script, tokens: int) -> Iterator[tuple[float, int, int]]:
-    """Yield the time, the first token's position and the number of tokens of each event.
+    """Yield the arrival time, the first token's position and the number of tokens of each event.
+
+    Args:
+        stream: the stream, with all of its data.
+        script: the right tokens.
+        tokens: number of tokens that the stream must have.
 
     Raises:
-        BenchError: one of these many tokens is wrong or missing.
+        BenchError: a token is wrong or missing.
     """
     position, number = 0, stream.number
     for at, data in stream.events():
@@ -220,11 +230,13 @@ def read(stream: Stream, script: Script, tokens: int) -> Iterator[tuple[float, i
 
 
 class Client:
-    """Reads streams and does what the bench says.
+    """Reads streams and carries out the bench's commands.
 
     Args:
-        commands: from the bench: the name of a method without "do", and its arguments.
-        credits: file descriptor that gets the number of a stream for each of its events.
+        commands: connection to the bench; a command is the name of a method without "do_", and its
+            arguments.
+        credits: file descriptor to which the number of a stream is written for each of its events.
+        script: the streams' tokens.
     """
 
     def __init__(self, commands: Connection, credits: int, script: Script) -> None:
@@ -233,7 +245,7 @@ class Client:
         self._open: dict[int, Stream] = {}
         self._streams: list[Stream] = []
         self._events = self._begun = self._port = 0
-        self._next: int | None = None  # number of the next short answer, while they are asked for
+        self._next: int | None = None  # number of the next short answer; None if none is wanted
 
     def run(self) -> None:
         """Serve until the bench closes the connection."""
@@ -255,7 +267,7 @@ class Client:
             self._poll()
 
     def do_count(self) -> int:
-        """Return how many events have arrived."""
+        """Return the number of events that have arrived."""
         return self._events
 
     def do_report(self, spans: list[tuple[float, float]], sent: Sent) -> list[Arrivals]:
@@ -282,13 +294,13 @@ class Client:
         return b"data: " + head, tail + b"\n\n"
 
     def do_ask(self, port: int, connections: int) -> None:
-        """Ask for answers of one token by each connection, again and again until `answers`."""
+        """Ask for answers of one token on each connection, again and again until `do_answers`."""
         self._streams, self._port, self._next = [], port, random.randrange(1 << 40)
         for _ in range(connections):
             self._connect(self._take_number()).ask(port, 1)
 
     def do_answers(self, start: float, end: float) -> int:
-        """Let the last answers end, check all, and return how many ended in a span of time."""
+        """Wait for the last answers, check all, and return how many ended in a span of time."""
         self._next = None
         self._drain()
         times = [at for stream in self._streams for at, _, _ in read(stream, self._script, 1)]
@@ -348,10 +360,10 @@ class Client:
 
 
 def run_client(commands: Connection, credits: Connection, script: Script) -> None:
-    """Be the client's process."""
+    """Run the client's process until the bench closes the connection."""
     try:
         Client(commands, credits.fileno(), script).run()
     except BenchError as exc:
         commands.send(exc)
     except OSError as exc:
-        commands.send(BenchError(f"the client cannot go on: {exc}"))
+        commands.send(BenchError(f"the client cannot continue: {exc}"))

@@ -29,7 +29,7 @@ RESPONSE = (
     b"Transfer-Encoding: chunked\r\n\r\n"
 )
 DONE = b"data: [DONE]\n\n"
-ENTRY = struct.Struct("<HI")  # of a message to the relay: stream, bytes that follow
+ENTRY = struct.Struct("<HI")  # in a message to the relay: stream, number of bytes that follow
 NGINX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NGINX_CONFIG = """
 daemon off;
@@ -59,7 +59,7 @@ http {{
 
 
 class HttpProtocol(asyncio.Protocol):
-    """Answers a request with the head of a stream, and passes on its number and transport."""
+    """Answers a request with a response's head, and reports the stream's number and transport."""
 
     def __init__(self, on_stream: Callable[[int, Any], None]) -> None:
         self._on_stream, self._request = on_stream, b""
@@ -69,7 +69,7 @@ class HttpProtocol(asyncio.Protocol):
         self._transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
-        """Wait for the whole request; of its body only the seed counts."""
+        """Wait for the whole request; only the seed of its body is used."""
         self._request += data
         if self._request.endswith(b"}"):
             number = int(self._request.partition(b'"seed":')[2].partition(b",")[0])
@@ -79,13 +79,13 @@ class HttpProtocol(asyncio.Protocol):
 
 
 class RelayProtocol(asyncio.Protocol):
-    """The relay's end of a source's connection: writes each event to its client, as it is."""
+    """The relay's end of a source's connection: writes each event unchanged to its client."""
 
     def __init__(self, clients: dict[int, Any], sources: list[Any]) -> None:
         self._clients, self._sources, self._rest = clients, sources, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Let the source have streams."""
+        """Add the source to those that get streams."""
         self._sources.append(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.loadtest.bench.router_client import (
-    Arrivals,
-    run_client,
-)
+from pagewire.loadtest.bench.router_client import Arrivals, run_client
 from pagewire.loadtest.bench.router_relay import run_relay, running_nginx
 from pagewire.loadtest.bench.router_start import start_redis, start_router, write_model
 from pagewire.loadtest.bench.router_stubs import run_stubs
@@ -23,7 +20,7 @@ from pagewire.loadtest.cluster import BenchError
 
 SETTLE_S = 0.3
 LEAST_STEPS = 4  # of each worker in a measurement at half load
-CEILING_SHARE = 0.5  # of the seconds that the router is measured
+CEILING_SHARE = 0.5  # time in which the baselines are measured / that of the router
 CONNECTIONS = 64  # of the client of short answers
 REPLY_TIMEOUT_S = 120.0
 _SPAWN = multiprocessing.get_context("spawn")
@@ -33,7 +30,7 @@ class Child:
     """A process of the bench that answers commands.
 
     Args:
-        run: its function; gets the other end of a connection first.
+        run: its function; the first argument is the other end of a connection.
         args: the other arguments.
     """
 
@@ -58,7 +55,7 @@ class Child:
         self._connection.send((name, *args))
 
     def result(self) -> Any:
-        """Return the result of the earliest command without one.
+        """Wait for the result of the oldest command that has none yet.
 
         Raises:
             BenchError: the process reports an error, has ended, or does not answer.
@@ -85,7 +82,7 @@ class Target:
     """A program that passes streams on.
 
     Attributes:
-        kind: kind of the sources of its streams.
+        kind: kind of the sources of its streams; see `Stubs`.
         ports: ports of its HTTP endpoints.
         pids: ids of its processes.
     """
@@ -130,10 +127,11 @@ class Span:
     """A span of time in which a target passed events on at one pace.
 
     Attributes:
-        start, end: by the monotonic clock.
-        cpu_s: CPU time of the target's processes in this time.
-        loop_s: CPU time of their main threads, which run the event loops.
-        count: events that the client has received, including ends of streams.
+        start: time by the monotonic clock.
+        end: the same.
+        cpu_s: CPU time of the target's processes, in seconds.
+        loop_s: CPU time of their main threads, which run the event loops, in seconds.
+        count: events that the clients have received, including ends of streams.
     """
 
     start: float
@@ -144,7 +142,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """Its duration in seconds."""
         return self.end - self.start
 
 
@@ -153,8 +151,9 @@ class Case:
     """The measurements of one set of streams with one number of tokens per event.
 
     Attributes:
-        full, half: the measurements at full speed, and at a rate.
-        rate: the requested rate in events per second.
+        full: the measurement at full speed.
+        half: the measurement at `rate`.
+        rate: requested rate in events per second.
     """
 
     full: tuple[Span, Arrivals]
@@ -163,16 +162,24 @@ class Case:
 
     @property
     def events_per_cpu_s(self) -> float:
-        """At full speed."""
+        """Events per second of CPU time, at full speed."""
         span, arrivals = self.full
         return arrivals.events / span.cpu_s
 
 
 class Bench:
-    """Everything that runs: until the stack is closed.
+    """All processes of the bench; they run until the stack is closed.
+
+    Attributes:
+        targets: the router, and the baselines, by name.
+
+    Args:
+        options: the command line's options.
+        folder: folder for models and logs.
+        stack: stops the processes.
 
     Raises:
-        BenchError: something does not start.
+        BenchError: a process does not start.
     """
 
     def __init__(self, options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
@@ -214,13 +221,13 @@ class Bench:
     def streams(
         self, target: Target, streams: int, rates: Mapping[int, float] | None = None
     ) -> dict[int, Case]:
-        """Open streams, measure each number of tokens an event at two speeds, check all tokens.
+        """Open streams, measure each number of tokens per event at two speeds, check all tokens.
 
         Args:
-            target: that passes the streams on.
-            streams: how many.
-            rates: tokens an event -> events a second, after full speed; None is half of what one
-                core for each of the target's processes would reach.
+            target: passes the streams on.
+            streams: number of streams.
+            rates: tokens per event -> events per second of the second measurement; None takes half
+                of what one core for each of the target's processes would reach.
 
         Raises:
             BenchError: a token is wrong or missing, or a stream ended.
@@ -254,7 +261,7 @@ class Bench:
         self._results()
 
     def _measure(self, target: Target, seconds: float) -> Span:
-        """Measure once the last change has settled."""
+        """Wait until the last change has settled, and measure."""
         time.sleep(SETTLE_S)
         before = self._count()
         start, (cpu_s, loop_s) = time.monotonic(), target.cpu_s()
@@ -281,7 +288,11 @@ class Bench:
         return [client.result() for client in self._clients]
 
     def short_answers(self) -> tuple[Span, int]:
-        """Ask for answers of one token; returns how many ended in a span of time."""
+        """Ask for answers of one token; returns a span of time and how many ended in it.
+
+        Raises:
+            BenchError: an answer is wrong, or a process ended.
+        """
         for client, port in zip(self._clients, self._routers.ports, strict=True):
             client.send("ask", port, CONNECTIONS)
         self._results()

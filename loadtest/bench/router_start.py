@@ -37,9 +37,10 @@ def is_up(url: str) -> bool:
 
 
 def write_model(folder: Path) -> Script:
-    """Write what a router reads of the demo model, with a long context; returns what streams say.
+    """Write the files of the demo model that a router reads; returns the tokens of streams.
 
-    Its tokens have texts of one length, a blank and letters, so that a text shows its tokens.
+    The context is long. The tokens of streams have texts of one length, a space and letters, so
+    that a text shows its tokens.
     """
     source = demo_model_path()
     folder.mkdir()
@@ -66,14 +67,14 @@ def start_router(
     workers: Sequence[str],
     program: str = cluster.PROGRAM,
 ) -> tuple[int, int]:
-    """Start a router of the model next to its log; returns its port and pid once it serves.
+    """Start a router and wait until it serves; returns its port and process id.
 
     Args:
-        stack: ends it.
-        log: of the router.
-        redis_url: of the cluster's Redis.
-        secret: of the cluster.
-        workers: ids of those that it waits for.
+        stack: stops it.
+        log: the router's log; the model is in the folder `model` next to it.
+        redis_url: URL of the cluster's Redis.
+        secret: the cluster's secret.
+        workers: ids of the workers for which it waits.
         program: the module that is `pagewire`.
 
     Raises:
@@ -98,7 +99,7 @@ def start_redis(folder: Path, stack: ExitStack) -> str:
     """Start a Redis server as `pagewire up` does; returns its URL.
 
     Raises:
-        BenchError: none is installed.
+        BenchError: none is installed, or it does not start.
     """
     program = find_server()
     if program is None:

@@ -1,7 +1,7 @@
 """The process of the router bench that sends the tokens.
 
 Stub decode workers speak the control protocol to the router: real records, sockets and messages, no
-engine. The relay and nginx get prepared events, from sources with the same streams and steps.
+engine. The relay and nginx get prepared events from sources with the same streams and steps.
 """
 
 from __future__ import annotations
@@ -54,12 +54,13 @@ class Source(ABC):
     """The streams of one stub worker.
 
     Attributes:
-        streams: stream -> destination of its tokens.
+        streams: number of a stream -> destination of its tokens.
         position: number of tokens sent to each stream.
-        steps: when each message was sent, and how many tokens a stream got in it.
+        steps: of each message: the time, and the number of tokens of each stream.
         unread: number of events that the client has not received yet.
 
     Args:
+        script: the streams' tokens.
         on_open: called with each stream that is opened.
     """
 
@@ -69,7 +70,7 @@ class Source(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Begin without streams."""
+        """Forget all streams."""
         self.streams: dict[int, Any] = {}
         self.position = self.unread = 0
         self.steps: list[tuple[float, int]] = []
@@ -95,7 +96,7 @@ class StubWorker(Source):
     """A decode worker as a router sees it: record, control channel, messages; no engine."""
 
     async def start(self, name: str, secret: str, redis_url: str, stack: AsyncExitStack) -> None:
-        """Listen, and be registered until the stack is closed."""
+        """Listen, and publish a worker record until the stack is closed."""
         server = self._server = ControlServer(
             HOST,
             0,
@@ -135,7 +136,7 @@ class StubWorker(Source):
         for number, (peer, request_id) in self.streams.items():
             ids = self.script.token_ids(number, self.position, tokens)
             if is_last or not self.position:
-                output = self._end_output(request_id, ids, "stop" if is_last else None)
+                output = self._first_or_last_output(request_id, ids, "stop" if is_last else None)
             else:
                 output = TokenOutput(request_id=request_id, token_ids=ids)
             batches.setdefault(peer, []).append(output)
@@ -144,10 +145,10 @@ class StubWorker(Source):
             self._server.post(peer, TokenBatch(outputs=outputs))
         return now
 
-    def _end_output(
+    def _first_or_last_output(
         self, request_id: str, ids: list[int], reason: Literal["stop", "length"] | None
     ) -> TokenOutput:
-        """Return a stream's first or last output."""
+        """Return a stream's first or last output, which has more fields than the others."""
         return TokenOutput(
             request_id=request_id,
             token_ids=ids,
@@ -164,7 +165,7 @@ class StubWorker(Source):
             self.open(number, (peer, message.request_id))
         else:  # a short answer, at once
             ids = self.script.token_ids(number, 0, 1)
-            output = self._end_output(message.request_id, ids, "length")
+            output = self._first_or_last_output(message.request_id, ids, "length")
             self._server.post(peer, TokenBatch(outputs=[output]))
 
 
@@ -172,7 +173,7 @@ class EventSource(Source):
     """Sends prepared events: the bytes that the router sends for such tokens."""
 
     def set_template(self, template: Template) -> None:
-        """Choose the events' bytes."""
+        """Set the events' bytes before and after their text."""
         self._template = template
         self._ready: dict[int, list[bytes]] = {}
 
@@ -186,14 +187,14 @@ class EventSource(Source):
 
 
 class RelaySource(EventSource, asyncio.Protocol):
-    """Sends the relay one message a step: of each stream a head and its event."""
+    """Sends the relay one message per step: for each stream an `ENTRY` and its event."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the connection to the relay."""
         self._transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
-        """Take streams: the relay sends their numbers, two bytes each."""
+        """Add streams: the relay sends their numbers, two bytes each."""
         for number in array("H", data):
             self.open(number, None)
 
@@ -227,12 +228,16 @@ class UpstreamSource(EventSource):
 class Stubs:
     """All sources, in one process, and how fast they send.
 
-    At full speed a source sends its next step when the client has seen all events of the last.
+    At full speed a source sends its next step when the client has received all events of the last.
+    Kinds of sources: "workers" for routers, "relay", "nginx".
 
     Args:
-        commands: from the bench: the name of a method without "do", and its arguments.
-        credits: file descriptor with the number of a stream for each event that the client has
-            seen; does not block.
+        commands: connection to the bench; a command is the name of a method without "do_", and its
+            arguments.
+        credits: non-blocking file descriptor from which the number of a stream is read for each
+            event that a client has received.
+        script: the streams' tokens.
+        workers: number of sources of each kind.
     """
 
     def __init__(self, commands: Connection, credits: int, script: Script, workers: int) -> None:
@@ -267,7 +272,7 @@ class Stubs:
         self._loop.remove_reader(self._credits)
 
     async def do_surround(self, relay_port: int) -> list[int]:
-        """Connect to the relay and be an upstream; returns the upstream's ports."""
+        """Connect to the relay, and listen as upstreams of nginx; returns their ports."""
         for source in self._relays:
             await self._connect(source, relay_port)
         ports = []
@@ -281,9 +286,15 @@ class Stubs:
         await self._loop.create_connection(lambda: source, HOST, port)
 
     async def do_expect(self, streams: int, kind: str, template: Template) -> None:
-        """Begin when streams are open at the sources of a kind."""
+        """Prepare for streams; their first step is sent when all are open.
+
+        Args:
+            streams: number of streams.
+            kind: kind of the sources that send them.
+            template: bytes of an event before and after its text.
+        """
         self._stop_timers()
-        with contextlib.suppress(BlockingIOError):  # what the ends of the last streams left
+        with contextlib.suppress(BlockingIOError):  # credits of the last streams' ends
             while os.read(self._credits, CREDIT_BYTES):
                 pass
         self._sources = self._kinds[kind]
@@ -294,11 +305,11 @@ class Stubs:
         self._owner, self._expected, self._tokens, self._period = {}, streams, 1, None
 
     async def do_pace(self, tokens: int, rate: float | None) -> None:
-        """Change the tokens a step, and the speed.
+        """Change the tokens per step, and the speed.
 
         Args:
-            tokens: of a stream in a step.
-            rate: events a second of all streams; None is full speed.
+            tokens: number of tokens of a stream in a step.
+            rate: events per second of all streams together; None is full speed.
         """
         self._stop_timers()
         self._tokens = tokens
@@ -327,7 +338,7 @@ class Stubs:
     def _on_credits(self) -> None:
         for number in array("H", os.read(self._credits, CREDIT_BYTES)):
             source = self._owner.get(number)
-            if source is not None:  # no short answer's
+            if source is not None:  # None: a short answer
                 source.unread -= 1
                 self._step_if_read(source)
 

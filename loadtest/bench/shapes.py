@@ -1,6 +1,6 @@
-"""The models that the engine is timed with, and what a decode step of one reads.
+"""Shapes of the models with which the engine is timed, and the bytes that a decode step reads.
 
-A model is the config.json of its shape; its weights are made up, its size follows from the shape.
+A shape is the content of a config.json; weights are random.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-# The published Qwen3 has 40,960 positions; more of them change no step of a shorter context.
+# The published model has 40,960 positions; more of them do not change a step of a shorter context.
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -111,7 +111,10 @@ SHAPES = {
 
 
 def vocab_used(vocab_size: int) -> int:
-    """Return the end of the token ids of prompts: in whole thousands, as special ones are last."""
+    """Return the upper bound (exclusive) of token ids in prompts: a multiple of 1,000.
+
+    So special tokens, which are the last ones, are not in prompts.
+    """
     return vocab_size // 1000 * 1000
 
 
@@ -119,7 +122,7 @@ VOCAB_USED = vocab_used(LLAMA_8B["vocab_size"])
 
 
 def distinct_experts(config: ModelConfig, batch: int) -> float | None:
-    """Return how many experts of a layer a batch is expected to have; None without a mixture."""
+    """Return the expected number of distinct experts of a layer in a step; None without experts."""
     if not isinstance(config, MoeConfig):
         return None
     count, chosen = config.experts.count, config.experts.routing.top_k
@@ -129,8 +132,8 @@ def distinct_experts(config: ModelConfig, batch: int) -> float | None:
 def weights_read(config: ModelConfig, batch: int) -> float:
     """Return the bytes of bf16 weights that a decode step reads.
 
-    These are all but the embedding table, of which a step reads a row for each sequence unless it
-    is the head as well, and but the experts that no sequence of the batch has.
+    These are all weights without two exceptions: the embedding table, unless it is also the output
+    head (a step reads one row for each sequence), and experts that no sequence of the batch has.
     """
     size = torch.bfloat16.itemsize
     read: float = weight_bytes(config, torch.bfloat16)

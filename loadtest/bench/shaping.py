@@ -1,12 +1,13 @@
-"""Times decode steps whose rows ask for more than a temperature: penalties, grammars.
+"""Times decode steps whose rows have more than a temperature: top-p, penalties, grammars.
 
     python -P -m pagewire.loadtest.bench.shaping [--batches 64 256]
 
-On Llama-3.1-8B's shape with random weights. Its vocabulary is made up: all bytes, then words of
-letters, digits and JSON's punctuation, so that grammars have as many tokens to check as usual. Each
-kind of row fills a batch of its own; the kinds take turns. The prompts of a batch size are the same
-each time, and after the first time in the prefix cache. Prints one JSON line a batch and kind:
-medians of step times in ms, and as a ratio to the first kind of that batch.
+The model has Llama-3.1-8B's shape and random weights. Its vocabulary is artificial: all bytes, then
+words of letters, digits and JSON's punctuation, so that grammars check a usual number of tokens.
+Each batch has rows of one kind; the kinds alternate. The prompts of a batch size are always the
+same, so that after the first time they are in the prefix cache. Prints one JSON line per batch and
+kind: the median step time in ms, with lowest and highest, and its ratio to that of the batch's
+first kind.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MAX_TOKENS = 2048
 # have 90 % of the probability.
 TEMPERATURE = 0.35
 SEGMENT = 16  # steps
-TURNS = 5
+REPETITIONS = 5
 SCHEMA = {
     "type": "array",
     "minItems": 200,
@@ -58,7 +59,7 @@ _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789{}[]":
 
 
 def kinds() -> dict[str, RequestSpec]:
-    """Return the rows of each kind; the first one is what the others are compared with."""
+    """Return the parameters of each kind of row; the others are compared with the first one."""
     nucleus = RequestSpec(
         temperature=TEMPERATURE, top_p=0.9, max_tokens=MAX_TOKENS, seed=1, ignore_eos=True
     )
@@ -74,7 +75,7 @@ def kinds() -> dict[str, RequestSpec]:
 
 
 def write_model(directory: Path) -> None:
-    """Write the configuration, and a tokenizer of bytes and made-up words."""
+    """Write the configuration, and a tokenizer of bytes and random words."""
     (directory / "config.json").write_text(json.dumps(LLAMA_8B))
     rng = random.Random(0)
     words = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
@@ -92,7 +93,7 @@ def write_model(directory: Path) -> None:
 
 
 def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
-    """Return the mean time of a step of a batch, once its prompts are computed.
+    """Return the mean time of a decode step of a batch, in ms.
 
     Raises:
         BenchError: an answer has ended.
@@ -126,15 +127,15 @@ def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
     """Print the step times of each batch and kind.
 
     Args:
-        step: answers (kind, batch); returns a step's time in ms.
-        batches: rows of a step.
+        step: takes a kind and a batch size; returns a step's time in ms.
+        batches: numbers of rows of a step.
     """
     for batch in batches:
         found: dict[str, list[float]] = {kind: [] for kind in kinds()}
-        for turn in range(TURNS + 1):
+        for repetition in range(REPETITIONS + 1):
             for kind in found:
                 took = step(kind, batch)
-                if turn:  # the first one compiles
+                if repetition:  # the first one compiles
                     found[kind].append(took)
         first = statistics.median(next(iter(found.values())))
         for kind, times in found.items():
@@ -151,7 +152,7 @@ def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
 
 
 def read_batches() -> list[int]:
-    """Return the batches that the command line asks for."""
+    """Return the batch sizes that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="rows")
     batches: list[int] = parser.parse_args().batches

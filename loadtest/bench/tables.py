@@ -7,7 +7,7 @@ from typing import Any
 
 
 def markdown(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Return a table of these columns, numbers to three or four digits."""
+    """Return a table of these columns; floats have three or four significant digits."""
     head = [
         f"| {' | '.join(name.replace('_', ' ') for name in columns)} |",
         "| --- " * len(columns) + "|",

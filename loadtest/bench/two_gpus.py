@@ -4,10 +4,10 @@
 
 First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
-`handover` has two clusters of its own, asked in turn; `idle` is of each cluster; `crowd` has many
-clients in a closed loop. Where vLLM can be imported, two vLLM servers are asked the same as two
-replicas, and with its NIXL connector as one for prefill and one for decode. Ends with the tables of
-docs/benchmarks.md.
+`handover` has two clusters of its own, asked in turn; `idle` measures the workers of each cluster
+without requests; `crowd` has many clients in a closed loop. Where vLLM can be imported, two vLLM
+servers get the same requests, as two replicas, and with the NIXL connector as one for prefill and
+one for decode. The output ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def check_and_time_the_wire() -> None:
 
 
 def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) -> None:
-    """Run the phases on each cluster; adds its results and prints one JSON line each.
+    """Run the phases on each cluster; adds the results to `rows`, and prints one JSON line each.
 
     Raises:
         BenchError: a server did not start, or an answer was wrong.
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
-    parser.add_argument("--vllm", type=Path, help="folder of an installation of its own")
+    parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()

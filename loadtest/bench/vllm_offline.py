@@ -1,4 +1,4 @@
-"""vLLM's engine on the shape and loads of `pagewire.loadtest.bench.engine`, same JSON lines."""
+"""Times vLLM's engine as `pagewire.loadtest.bench.engine` times ours, with the same JSON lines."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class VllmBench:
 
 
 def set_environment() -> None:
-    """Keep vLLM from asking the network, and from a sampler that its installation may lack."""
+    """Keep vLLM from using the network, and a sampler that its installation may lack."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def main() -> None:
-    """Run all of it."""
+    """Run the parts that were asked for."""
     args = read_options(argparse.ArgumentParser(description=__doc__))
     set_environment()
     with tempfile.TemporaryDirectory() as directory:

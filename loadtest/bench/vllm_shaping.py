@@ -1,9 +1,9 @@
-"""vLLM's decode steps with the rows of `pagewire.loadtest.bench.shaping`, same JSON lines.
+"""Times vLLM's decode steps as `pagewire.loadtest.bench.shaping` times ours; same JSON lines.
 
     PYTHONPATH=FOLDER python -P -m pagewire.loadtest.bench.vllm_shaping [--batches 64 256]
 
-Rows have no seed: vLLM samples seeded ones one by one. Prompts are the same each time, and found in
-vLLM's prefix cache after the first.
+Rows have no seed: vLLM samples seeded rows one by one. Prompts are always the same, so that after
+the first time they are in vLLM's prefix cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 64
 
 
 class VllmShaping:
-    """One engine of vLLM, and how it is asked for the rows of a kind."""
+    """One engine of vLLM, and its parameters for each kind of row."""
 
     def __init__(self, directory: str) -> None:
         self._vllm = importlib.import_module("vllm")
@@ -63,7 +63,7 @@ class VllmShaping:
         )
 
     def step_ms(self, kind: str, batch: int) -> float:
-        """Return the mean time of a step: that of long answers, less that of one token each."""
+        """Return the mean time of a step in ms: long answers' time minus that of one token each."""
         rng = random.Random(batch)
         prompts = [
             {"prompt_token_ids": [rng.randrange(10, VOCAB_USED) for _ in range(CONTEXT)]}

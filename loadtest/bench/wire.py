@@ -3,17 +3,17 @@
     python -P -m pagewire.loadtest.bench.wire --carrier ipc [--tokens 8192] [--stepping]
         [--senders 4]
 
-All processes run a real engine thread, scheduler, block pool and KV endpoint; instead of a model's,
-a step has a few matrix products. A child computes prompts and sends their blocks; this process
-reserves them, and a prompt has crossed when its sequence is activated. GB/s counts from the end on
-the device of the step that makes the first prompt's blocks final, until the last activation, next
-to one contiguous copy of as many bytes between the same devices in the same run: medians of
-`ROUNDS` rounds. With `--stepping` the
+All processes run a real engine thread, scheduler, block pool and KV endpoint; a step runs a few
+matrix products in place of a model. A child computes prompts and sends their blocks; this process
+reserves blocks for them, and a prompt has crossed when its sequence is activated. The time of GB/s
+is from the end, on the device, of the step that makes the first prompt's blocks final, until the
+last activation. It is compared with one contiguous copy of the same number of bytes between the
+same devices in the same run. Figures are medians of `ROUNDS` rounds. With `--stepping` the
 receiving engine decodes other sequences meanwhile.
 
-With `--senders` further senders open links after that, while all others are idle: "join" has the
-seconds from the opening of a link until its test, and then a first prompt, have come. At the end
-the first sender is measured again; the others have links and send nothing.
+With `--senders` further senders open links after that, while all others are idle: a "join" line has
+the seconds from the opening of a link until its test, and then a first prompt, have arrived. At the
+end the first sender is measured again; the others have links and send nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IN_A_ROW = (1, MOST_IN_A_ROW)  # prompts
 
 
 def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
-    """Return the GB/s of a plain copy, the median of several."""
+    """Return the GB/s of a plain copy of `nbytes` between two devices, the median of several."""
     a = torch.ones(nbytes, dtype=torch.uint8, device=source)
     b = torch.empty_like(a, device=target)
     speeds = []
@@ -64,9 +64,12 @@ class Bench:
     """One receiver and its senders.
 
     Attributes:
-        prompt_bytes: of a prompt's blocks.
+        options: the command line's options.
+        receiving: the receiver.
+        prompt_bytes: bytes of a prompt's blocks.
         ceiling: GB/s of a plain copy.
-        alone: GB/s of the first sender without others, by prompts in a row.
+        num_links: number of open links.
+        alone: GB/s of the first sender without others, by number of prompts in a row.
     """
 
     options: argparse.Namespace
@@ -92,7 +95,7 @@ class Bench:
         self.num_links += 1
 
     def send(self, process: Sending) -> None:
-        """Print a line for each number of prompts in a row."""
+        """Measure prompts from a sender; prints a line for each number of prompts in a row."""
         for prompts in IN_A_ROW:
             times = [self.receiving.round(process, prompts) for _ in range(ROUNDS + 2)][2:]
             nbytes = self.prompt_bytes * prompts
@@ -120,7 +123,7 @@ def measure(options: argparse.Namespace) -> None:
     """Open links one after the other; print what the first sender reaches alone and with all.
 
     Raises:
-        BenchError: a process does not do its part.
+        BenchError: a process ended, or something did not come in time.
     """
     engine = Engine(torch.device(options.target), options.tokens, options.stepping)
     engine.runner.mover.capture_unpacking(engine.staging.buffers)

@@ -1,4 +1,4 @@
-"""Both sides of the wire bench: an engine whose model takes no time, and its half of the endpoint.
+"""Both sides of the wire bench: an engine without a model, and its half of the endpoint.
 
 The receiving side is in the bench's own process, each sending side in a child's.
 """
@@ -70,12 +70,12 @@ class DeviceTimer:
         self._began_ns = time.monotonic_ns()
 
     def stop(self) -> None:
-        """The work has been launched."""
+        """Mark the end of the work that has been launched."""
         for event in self._events[1:]:
             event.record()
 
     def end_ns(self) -> int:
-        """Wait for the end and return when it was; on a CPU, when the work began: it takes none."""
+        """Wait for the end; returns its time in ns by the monotonic clock, on a CPU the start's."""
         if not self._events:
             return self._began_ns
         begin, end = self._events
@@ -88,8 +88,8 @@ class ProductsRunner(ModelRunner):
     """Runs no model: matrix products keep the device busy instead.
 
     Attributes:
-        operand: of these products; on a CPU there are none.
-        timers: of steps with chunks.
+        operand: operand of these products; None, as on a CPU, without products.
+        timers: a timer for each step with chunks.
     """
 
     operand: torch.Tensor | None = None
@@ -115,7 +115,13 @@ class ProductsRunner(ModelRunner):
 
 @dataclass
 class Engine:
-    """One process's engine, with a pool large enough for the prompts in a row."""
+    """One process's engine, with a pool large enough for the prompts in a row.
+
+    Attributes:
+        device: the engine's device.
+        num_tokens: length of each prompt.
+        stepping: whether it also decodes other sequences.
+    """
 
     device: torch.device
     num_tokens: int
@@ -166,7 +172,7 @@ class Engine:
         )
 
     def start_stepping(self) -> None:
-        """Add sequences that decode for as long as the bench lasts. In the engine's thread."""
+        """Add sequences that decode until the bench ends; only for the engine's thread."""
         spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
         for number in range(STEPPING_ROWS):
             self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
@@ -177,10 +183,10 @@ class Engine:
         self.open.close()
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Tokens of sequences that step, and first tokens."""
+        """Ignore all tokens."""
 
     def endpoint(self, carrier: str) -> dict[str, Any]:
-        """Return what both halves are made with."""
+        """Open sockets and carrier; returns the arguments that both halves of an endpoint take."""
         self.sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
         self.open.callback(self.sockets.close)
@@ -199,21 +205,25 @@ class Engine:
         }
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
-        """Add a sequence. In the engine's thread."""
+        """Add a sequence; only for the engine's thread."""
         spec = RequestSpec(max_tokens=2, ignore_eos=True, seed=1)
         sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
         self.core.add(sequence)
 
     def call(self, work: Callable[[], Any]) -> Any:
-        """Do something in the engine's thread."""
+        """Run `work` in the engine's thread and return its result."""
         done: queue.Queue[Any] = queue.Queue()
         self.thread.submit(lambda _core: done.put(work()))
         return done.get(timeout=TIMEOUT_S)
 
 
 def child(carrier: str, device: str, num_tokens: int) -> None:
-    """Be a sender: say "ready", read a `KvHello`, then again and again the jobs to send now."""
+    """Run a sender's process, which answers each line of its input.
+
+    It prints "ready". It answers a `KvHello` with "open", and then each list of jobs, which it
+    sends, with the time in ns at which the first prompt was computed.
+    """
     engine = Engine(torch.device(device), num_tokens)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
@@ -270,12 +280,12 @@ class Receiving(JobCallbacks):
         self._rounds = 0
 
     def on_reserved(self, expected: Expected) -> None:
-        """Note a job's name; its first token is not what is timed."""
+        """Record a job's name, and set any first token: it is not timed."""
         self._receiver.complete(expected, 7)
         self._events.put(expected.job)
 
     def on_activated(self, expected: Expected) -> None:
-        """Note when a prompt has crossed; its sequence is not to run on."""
+        """Record the time at which a prompt has crossed, and abort its sequence."""
         self._events.put(time.monotonic_ns())
         self._engine.core.abort(expected.request_id)
 
@@ -292,7 +302,11 @@ class Receiving(JobCallbacks):
         return event
 
     def open_link(self, process: Sending, name: str) -> float:
-        """Open a link; returns the seconds until its test has come."""
+        """Open a link; returns the seconds until its test has arrived.
+
+        Raises:
+            BenchError: the test does not arrive in time, or the link is lost.
+        """
         started_ns = time.monotonic_ns()
         link = self._engine.call(lambda: self._receiver.offer(name))
         hello = KvHello(
@@ -314,7 +328,11 @@ class Receiving(JobCallbacks):
             self._engine.sequence(name, remote=True)
 
     def round(self, process: Sending, prompts: int) -> float:
-        """Return the seconds that `prompts` prompts take."""
+        """Send `prompts` prompts; returns the seconds that this takes.
+
+        Raises:
+            BenchError: a prompt does not arrive in time, or the link is lost.
+        """
         self._rounds += 1
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
         self._engine.call(lambda: self._reserve(names))
@@ -325,7 +343,7 @@ class Receiving(JobCallbacks):
 
 
 class Sending:
-    """A sending process."""
+    """The handle of a sending process."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         if process.stdin is None or process.stdout is None:
@@ -353,7 +371,7 @@ class Sending:
 
 @contextmanager
 def sending_process(carrier: str, source: str, num_tokens: int) -> Iterator[Sending]:
-    """Run a sender; its first line says that it is ready to open a link."""
+    """Run a sender's process; its first line reports that it is ready to open a link."""
     command = [sys.executable, "-P", "-m", "pagewire.loadtest.bench.wire", "--child"]
     command += ["--carrier", carrier, "--source", source, "--tokens", str(num_tokens)]
     with subprocess.Popen(

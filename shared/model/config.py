@@ -23,7 +23,7 @@ from pagewire.shared.setting_types import ModelImpl
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
-# Of each end of every tensor: a fine-tune changes a tensor everywhere, if it changes it.
+# Bytes that are read at each end of a tensor: a fine-tune that changes a tensor changes all of it.
 _SAMPLE_BYTES = 4096
 
 
@@ -75,7 +75,7 @@ def model_fingerprint(
             the model's own.
 
     Raises:
-        ModelLoadError: a file cannot be read.
+        ModelLoadError: a file is missing, corrupt, or cannot be read; one line.
     """
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
@@ -88,7 +88,7 @@ def model_fingerprint(
     try:
         state.update(hashlib.blake2b((path / CONFIG_FILE).read_bytes()).digest())
         for file in find_weights(path):
-            state.update(_sample(file))
+            state.update(_digest(file))
     except OSError as exc:
         raise ModelLoadError(f"model {path} cannot be read: {exc}") from exc
     return state.hexdigest()
@@ -163,14 +163,14 @@ def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
 
 
 def _condition(fields: Fields) -> str:
-    """Return the condition for that, to append; only workers can ask transformers itself."""
+    """Return on what that depends, to append to the advice; only workers can ask transformers."""
     if not fields.raw.get("auto_map"):
         return ""
     return ", if that has this architecture: code that a model brings along is not run"
 
 
 def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
-    """Whether config.json has no reason against it; a worker checks the rest when it loads."""
+    """Whether config.json does not rule it out; a worker checks the rest when it loads."""
     try:
         parse_config(architecture, fields)
     except ModelLoadError:
@@ -188,8 +188,8 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     return config.eos_token_ids
 
 
-def _sample(file: WeightsFile) -> bytes:
-    """Digest one file: its size, its header, and both ends of each tensor."""
+def _digest(file: WeightsFile) -> bytes:
+    """Return the digest of one file: of its size, its header, and both ends of each tensor."""
     state = hashlib.blake2b(file.size.to_bytes(8, "little") + file.header)
     with file.path.open("rb") as stream:
         for entry in sorted(file.tensors.values(), key=lambda entry: entry.start):

@@ -14,10 +14,10 @@ class ExpertsConfig:
     """The mixture of experts of each layer that has one.
 
     Attributes:
-        count: of the experts that tokens are routed to.
-        intermediate_size: of one of them.
-        routing: how they are chosen.
-        shared_size: intermediate size of the expert that all tokens have; 0: there is none.
+        count: number of experts that tokens are routed to.
+        intermediate_size: intermediate size of one of them.
+        routing: the rule by which a token's experts are chosen.
+        shared_size: intermediate size of the expert that all tokens share; 0: there is none.
     """
 
     count: int
@@ -31,7 +31,7 @@ class MoeConfig(ModelConfig):
     """A decoder with mixtures of experts.
 
     Attributes:
-        experts: of each layer that has a mixture.
+        experts: the mixture of each layer that has one.
         sparse: whether each layer has one; the others have a dense feed-forward layer.
     """
 
@@ -46,10 +46,10 @@ def read_experts(
 
     Args:
         fields: of config.json.
-        count: experts by default.
-        top_k: experts of a token, by default.
+        count: number of experts, by default.
+        top_k: number of experts of a token, by default.
         size: intermediate size of an expert.
-        shared_size: of the one that all tokens have.
+        shared_size: intermediate size of the shared expert; 0: there is none.
 
     Raises:
         ModelLoadError: a field is wrong; one line.
@@ -63,7 +63,7 @@ def read_experts(
 
 
 def expert_count(fields: Fields, names: tuple[str, str], default: int) -> int:
-    """Return the number of experts, which a file has under either name.
+    """Return the number of experts, by the first of `names` that the file has.
 
     Raises:
         ModelLoadError: it is not a positive integer; one line.
@@ -76,8 +76,8 @@ def chosen_count(fields: Fields, experts: int, default: int | None) -> int:
     """Return how many of `experts` a token has.
 
     Raises:
-        ModelLoadError: it is missing without a default, or is not a positive integer, or there are
-            not as many experts; one line.
+        ModelLoadError: it is missing without a default, not a positive integer, or more than
+            `experts`; one line.
     """
     top_k = fields.positive_int("num_experts_per_tok", default)
     if top_k > experts:
@@ -86,7 +86,7 @@ def chosen_count(fields: Fields, experts: int, default: int | None) -> int:
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have a mixture, by `decoder_sparse_step` and `mlp_only_layers`.
+    """Return whether each layer has a mixture, by `decoder_sparse_step` and `mlp_only_layers`.
 
     Raises:
         ModelLoadError: a field is wrong; one line.

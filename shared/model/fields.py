@@ -8,8 +8,8 @@ from typing import Any
 
 from pagewire.shared.errors import ModelLoadError
 
-# More than any model has. The products of sizes stay countable, and what is allocated to read a
-# file and to estimate its model stays small.
+# Bounds above what any model has. With them, products of sizes do not overflow, and reading a file
+# and estimating its model takes little memory.
 MAX_WIDTH = 1 << 20  # of a vector
 MAX_COUNT = 1 << 14  # of heads, and of experts
 MAX_TOKENS = 1 << 24  # of a vocabulary, and of a context
@@ -36,7 +36,7 @@ class Fields:
         return ModelLoadError(f"{self.source}: {what}")
 
     def positive_int(self, name: str, default: int | None = None, most: int = _MOST) -> int:
-        """Return an integer above 0, and of at most `most`.
+        """Return an integer from 1 to `most`.
 
         Raises:
             ModelLoadError: it is something else, or missing without a default.

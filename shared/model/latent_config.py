@@ -21,7 +21,7 @@ from pagewire.shared.model.model_config import (
 )
 from pagewire.shared.model.rope_config import raw_rope
 
-# Whatever `rms_norm_eps` says: Hugging Face's code and DeepSeek's have it in these norms.
+# Hugging Face's code and DeepSeek's have this in norms of latent vectors, not `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -32,13 +32,14 @@ class LatentConfig(MoeConfig):
     The size of a head, `head_dim`, is that of its rotated part, as in Hugging Face's configuration.
 
     Attributes:
-        q_rank: size of the latent vector that queries are made of; None: of the hidden state.
-        kv_rank: size of the one that keys and values are made of.
-        nope_dim: numbers of a query's or key's head that are not rotated.
-        value_dim: numbers of a value's head.
-        score_scale: of the scores.
-        interleaved: whether a number is rotated with the next one; else with the one half a head
-            further.
+        q_rank: size of the latent vector from which queries are computed; None: they are computed
+            from the hidden state.
+        kv_rank: size of the latent vector from which keys and values are computed.
+        nope_dim: size of the part of a query's or key's head that is not rotated.
+        value_dim: size of a value's head.
+        score_scale: factor of the scores.
+        interleaved: whether each number is rotated with its neighbour; otherwise the first half of
+            the rotated part is rotated with the second.
     """
 
     q_rank: int | None
@@ -76,8 +77,8 @@ def read_latent(
         architecture: Hugging Face's class name.
         fields: of config.json.
         defaults: of the family.
-        experts: of each layer that has a mixture.
-        dense_layers: how many of the first layers have none, by default.
+        experts: the mixture of each layer that has one.
+        dense_layers: number of first layers without a mixture, by default.
         mlp_bias: whether the feed-forward projections have a bias.
         interleaved: see `LatentConfig`.
 
@@ -128,13 +129,14 @@ def read_latent_experts(
 
     Args:
         fields: of config.json.
-        routing: of a token to its experts.
-        count: of these.
+        routing: the rule by which a token's experts are chosen.
+        count: number of experts that tokens are routed to.
         size: intermediate size of one, by default.
-        shared: experts that all tokens have, by default; they are computed as one.
+        shared: number of shared experts, by default; they are computed as one.
 
     Raises:
-        ModelLoadError: a field is wrong, or each token would not have enough experts; one line.
+        ModelLoadError: a field is wrong, or the experts cannot be divided into groups that are
+            large enough for the routing; one line.
     """
     if fields.positive_int("moe_layer_freq", 1) != 1:
         raise fields.error("moe_layer_freq is not 1, which is not supported")
@@ -157,7 +159,7 @@ def read_latent_experts(
 
 
 def _score_scale(fields: Fields, head_dim: int) -> float:
-    """Return what scores are multiplied by: with YaRN more than the inverse root of a head."""
+    """Return the factor of the scores: the inverse root of the head size, and more with YaRN."""
     raw = raw_rope(fields)
     scale = float(head_dim**-0.5)
     rope = Fields(raw if isinstance(raw, dict) else {}, fields.source)

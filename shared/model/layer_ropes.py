@@ -19,11 +19,11 @@ from pagewire.shared.model.windows import FULL, SLIDING, read_window, sliding_la
 
 @dataclass(frozen=True, slots=True)
 class TwoRopesConfig(ModelConfig):
-    """A decoder with other angles in layers of a window; `rope` is that of the others.
+    """A decoder whose sliding layers have angles of their own; `rope` is for the other layers.
 
     Attributes:
-        local_rope: of sliding layers.
-        sliding: whether each layer is one of these, also where its window hides nothing.
+        local_rope: rotary parameters of sliding layers.
+        sliding: whether each layer is a sliding one, also where its window hides nothing.
     """
 
     local_rope: RopeConfig
@@ -34,10 +34,11 @@ TwoRopes = TypeVar("TwoRopes", bound=TwoRopesConfig)
 
 
 def full_fields(fields: Fields) -> Fields:
-    """Return the fields with rotary parameters of full attention alone, as `read_config` has them.
+    """Return the fields with only the rotary parameters of full attention, for `read_config`.
 
     Raises:
-        ModelLoadError: they are not given by kind of layer; one line.
+        ModelLoadError: `rope_parameters` is not given by kind of layer, or `rope_scaling` is not an
+            object; one line.
     """
     scaling = fields.raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
@@ -50,9 +51,9 @@ def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> Rope
     """Return the rotary parameters of sliding layers.
 
     Args:
-        fields: of config.json, as they are there.
-        default_theta: of the family.
-        older_field: what older files call the base of these layers.
+        fields: of config.json, unchanged.
+        default_theta: the family's base of the frequencies.
+        older_field: name of the field that has this base in older files.
 
     Raises:
         ModelLoadError: a value is wrong, or these layers scale their angles; one line.
@@ -69,10 +70,10 @@ def with_sliding(fields: Fields, config: TwoRopes, pattern: int, window: int) ->
     """Return the configuration with a window in all but each `pattern`-th layer.
 
     Args:
-        fields: of config.json, which may say which layers have it, and its length.
-        config: what else they say.
-        pattern: of the family.
-        window: its length by default.
+        fields: of config.json; they may name the layers with a window, and its length.
+        config: the configuration without windows.
+        pattern: by default, each `pattern`-th layer has full attention.
+        window: the window's length in tokens, by default.
 
     Raises:
         ModelLoadError: a field is wrong; one line.

@@ -42,9 +42,9 @@ class LoadProgress:
         """Begin at zero.
 
         Args:
-            what: see above.
+            what: name of the work.
             total: number of bytes to load.
-            say: called with a line if stderr is not a terminal.
+            say: called with a line every `LINE_S` if stderr is not a terminal.
             clock: returns the time in seconds.
         """
         self.what, self.total, self.seconds = what, total, 0.0

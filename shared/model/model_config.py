@@ -13,7 +13,7 @@ from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Field
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
-# What is said of each layer takes memory before any weight is looked at.
+# A configuration has entries for each layer, which take memory before any weight is read.
 MAX_LAYERS = 4096
 
 
@@ -23,8 +23,8 @@ class CachedToken:
 
     Attributes:
         components: two, keys and values; or one, if attention makes both of one latent vector.
-        heads: of each component.
-        size: of each head.
+        heads: number of heads of each component.
+        size: size of each head.
     """
 
     components: int
@@ -88,9 +88,9 @@ class Defaults:
     Attributes:
         num_kv_heads: None: as many as query heads.
         head_dim: None: hidden size / query heads.
-        special_tokens: begin and end.
-        activation: the field that names the feed-forward layers' activation, and the only one that
-            they have.
+        special_tokens: ids of the tokens that begin and end a text.
+        activation: the field that names the feed-forward layers' activation, and the only value
+            that is supported.
     """
 
     vocab_size: int
@@ -164,7 +164,7 @@ def read_config(
 
 
 def read_head_dim(fields: Fields, name: str, default: int) -> int:
-    """Return the size of a head, or of what is rotated of it.
+    """Return the size of a head, or of its rotated part.
 
     Raises:
         ModelLoadError: it is wrong or odd; one line.
@@ -176,7 +176,7 @@ def read_head_dim(fields: Fields, name: str, default: int) -> int:
 
 
 def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
-    """Refuse what the layers of every family would compute wrongly."""
+    """Refuse activations and quantised weights that no family's layers support."""
     name, activation = defaults.activation
     if fields.raw.get(name, activation) != activation:
         raise fields.error(f"{name} {fields.raw[name]!r} is not supported; only {activation!r}")
@@ -190,7 +190,7 @@ def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
 
 
 def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
-    """Return the KV heads; an explicit null means as many as query heads."""
+    """Return the number of KV heads; an explicit null means as many as query heads."""
     count = defaults.num_kv_heads
     if "num_key_value_heads" in fields.raw or count is None:
         count = fields.positive_int("num_key_value_heads", num_heads, MAX_COUNT)
@@ -199,10 +199,10 @@ def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:
 
 
 def check_groups(fields: Fields, num_heads: int, num_kv_heads: int) -> None:
-    """Check that each KV head has as many query heads.
+    """Check that all KV heads have the same number of query heads.
 
     Raises:
-        ModelLoadError: it has not; one line.
+        ModelLoadError: they do not; one line.
     """
     if num_heads % num_kv_heads:
         raise fields.error(
@@ -215,13 +215,14 @@ def read_num_layers(fields: Fields, default: int | None = None) -> int:
     """Return the number of layers.
 
     Raises:
-        ModelLoadError: it is missing, no number, or more than any model has; one line.
+        ModelLoadError: it is missing without a default, not a positive integer, or above
+            `MAX_LAYERS`; one line.
     """
     return fields.positive_int("num_hidden_layers", default, MAX_LAYERS)
 
 
 def read_dtype(fields: Fields) -> str:
-    """Return the checkpoint's dtype, under its name of today or the older one.
+    """Return the checkpoint's dtype, by `dtype` or the older `torch_dtype`; float32 by default.
 
     Raises:
         ModelLoadError: it is not one of `SUPPORTED_DTYPES`; one line.

@@ -28,8 +28,8 @@ def attend(
         k_cache: [NB, KH, BS, D], with the step's keys.
         v_cache: likewise.
         batch: the step, as the layer's cache group sees it.
-        scale: of the scores.
-        out: where the result goes.
+        scale: factor of the scores.
+        out: [T, H, D], where the result goes.
         options: `window`, `soft_cap` and `sinks` of the kernels.
     """
     decodes = batch.num_decodes
@@ -77,8 +77,8 @@ def attend_latent(
         q_rope: [T, H, R], rotated.
         cache: [NB, BS, C + R], with the step's rows.
         batch: the step, as the layer's cache group sees it.
-        scale: of the scores.
-        out: where the result goes.
+        scale: factor of the scores.
+        out: [T, H, C], where the result goes.
     """
     decodes = batch.num_decodes
     if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:

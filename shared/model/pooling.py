@@ -28,9 +28,9 @@ class PoolingRules(msgspec.Struct, frozen=True):
 
     Attributes:
         mode: how the tokens' hidden states become one vector.
-        normalize: whether it is scaled to the length 1.
-        is_matryoshka: whether an embedding's first numbers are an embedding, too.
-        sizes: how many first numbers may be used; None: any number.
+        normalize: whether this vector is scaled to the length 1.
+        is_matryoshka: whether an embedding can be shortened to its first numbers.
+        sizes: the lengths to which it may be shortened; None: any length.
     """
 
     mode: PoolingMode = "last"
@@ -79,7 +79,7 @@ def _refuse_later_tokens(model_path: Path) -> None:
 
 
 def _refuse_lower_case(model_path: Path) -> None:
-    """Refuse a model whose texts are to be in lower case, whatever its tokenizer does."""
+    """Refuse a model whose texts must be put in lower case before the tokenizer."""
     if (model_path / _TEXTS).exists() and _read(model_path, _TEXTS, dict).get("do_lower_case"):
         raise ConfigError(f"{_TEXTS}: do_lower_case true is not supported")
 

@@ -12,9 +12,15 @@ from pagewire.shared.model.rope_config import RopeConfig
 def cos_sin_table(rope: RopeConfig, head_dim: int, max_positions: int) -> torch.Tensor:
     """Return cosines and sines of every position, `[max_positions, R]` float32, on the CPU.
 
-    R numbers of each head are rotated. Cosines lie in `[:, :R/2]`, sines in `[:, R/2:]`. On the CPU
-    whatever the model's device: so all workers turn by the same angles. Of `longrope`'s two sets of
-    factors `max_positions` decides, the longest sequence; see `RopeConfig.is_long`.
+    R numbers of each head are rotated. Cosines lie in `[:, :R/2]`, sines in `[:, R/2:]`, both times
+    `RopeConfig.amplitude`. The table is computed on the CPU for any model device, so that all
+    workers rotate by the same angles.
+
+    Args:
+        rope: the rotary parameters.
+        head_dim: size of a head.
+        max_positions: longest sequence in tokens; it selects one of the two sets of factors of
+            `longrope`, see `RopeConfig.is_long`.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
     is_long = rope.is_long(max_positions)

@@ -23,20 +23,22 @@ class RopeConfig:
             `yarn` likewise, with a ramp; `longrope` each by its own of `short_factors`, or of
             `long_factors` (LongRoPE, arXiv 2402.13753).
         theta: base of the frequencies.
-        factor: 1.0 for `default`.
-        low_freq_factor: `llama3` alone, as is the next.
-        high_freq_factor: wavelengths below original length / this one stay as they are.
+        factor: divisor of frequencies; 1.0 for `default`.
+        low_freq_factor: only for `llama3`: wavelengths above original context / this are divided by
+            `factor`.
+        high_freq_factor: only for `llama3`: wavelengths below original context / this stay as they
+            are.
         original_max_position_embeddings: context that the model was first trained on; of `llama3`,
             `yarn` and `longrope`.
-        share: of each head, from its start, that is rotated.
-        amplitude: what cosines and sines are multiplied by.
-        beta_fast: `yarn` alone, as are the next two: rotations within the original context from
-            which on a frequency stays as it is.
-        beta_slow: with fewer rotations than this it is divided by `factor`.
-        truncate: whether the ends of the ramp are rounded to whole dimensions.
-        short_factors: `longrope` alone, as is the next: a divisor of each frequency, for sequences
-            within the original context. Both are empty if transformers' code has them.
-        long_factors: for longer ones.
+        share: share of each head, from its start, that is rotated.
+        amplitude: factor of cosines and sines.
+        beta_fast: only for `yarn`: a frequency stays as it is if it has at least this many turns
+            within the original context.
+        beta_slow: only for `yarn`: one with fewer turns than this is divided by `factor`.
+        truncate: only for `yarn`: whether the ends of the ramp are rounded to whole dimensions.
+        short_factors: only for `longrope`: divisor of each frequency, for sequences within the
+            original context. Empty if transformers' code computes the angles.
+        long_factors: the same for longer sequences.
     """
 
     rope_type: RopeType = "default"
@@ -60,11 +62,11 @@ class RopeConfig:
     def context(self, max_positions: int) -> int:
         """Return the longest sequence that can be served.
 
-        Past `max_positions`, `dynamic` has other frequencies for all positions with each token, and
-        the keys that are cached by then would be wrong. `longrope` has two sets of them, of which
-        `is_long` takes one for all sequences; code that changes between them, as transformers'
-        does, ends at the original context. For `yarn` published files leave
-        `max_position_embeddings` as it was before.
+        Past `max_positions`, `dynamic` changes all frequencies with each token, so that cached keys
+        would be wrong. `longrope` has two sets of factors, of which `is_long` selects one for all
+        sequences; for code that changes between them, as transformers' does, sequences end at the
+        original context. With `yarn`, `max_position_embeddings` of published files may still be the
+        original context.
 
         Args:
             max_positions: `max_position_embeddings` of the file.
@@ -77,22 +79,23 @@ class RopeConfig:
         return max_positions
 
     def is_long(self, longest: int) -> bool:
-        """Return whether the long factors are taken, for all positions of all sequences.
+        """Return whether the long factors are used, for all positions of all sequences.
 
-        Hugging Face takes them for sequences past the original context, and turns all positions
-        again. Keys that are cached cannot turn, so it goes by the longest sequence that is served,
-        as in vLLM: then longer ones are as with Hugging Face, shorter ones are not.
+        Hugging Face uses them for a sequence once it is longer than the original context, and
+        rotates all its keys again. Cached keys cannot be rotated again. So the longest sequence
+        that is served decides, as in vLLM: with the long factors, sequences past the original
+        context have Hugging Face's angles, and shorter ones do not.
 
         Args:
-            longest: of the sequences that are served, in tokens.
+            longest: length of the longest sequence that is served, in tokens.
         """
         return bool(self.long_factors) and longest > self.original_max_position_embeddings
 
     @property
     def why_no_longer(self) -> str:
-        """The reason why sequences end where `context` says, to append to a message; or nothing."""
+        """Why sequences end where `context` says, to append to a message; "" without a reason."""
         if self.rope_type == "dynamic" or (self.rope_type == "longrope" and not self.long_factors):
-            return f"; past them rope type {self.rope_type} turns keys otherwise that are cached"
+            return f"; past them rope type {self.rope_type} would rotate cached keys differently"
         return ""
 
 
@@ -112,9 +115,9 @@ def read_rope(
 
     Args:
         fields: of config.json.
-        max_positions: the original context where the file names none.
-        head_dim: numbers of a head.
-        default_theta: of the family.
+        max_positions: `max_position_embeddings`, in tokens.
+        head_dim: size of a head.
+        default_theta: the family's base of the frequencies.
         partial: whether the family can rotate a part of each head.
 
     Raises:
@@ -135,9 +138,7 @@ def read_rope(
     if rope_type in ("default", "linear", "dynamic"):
         factor = 1.0 if rope_type == "default" else rope.positive_float("factor")
         return RopeConfig(rope_type, theta, factor, share=share)
-    # Hugging Face lets a value at the top level win over the one among the rotary parameters.
-    original = rope.positive_int("original_max_position_embeddings", max_positions, MAX_TOKENS)
-    original = fields.positive_int("original_max_position_embeddings", original, MAX_TOKENS)
+    original = original_context(fields, rope, max_positions)
     if original < 2 or theta <= 1.0:
         raise fields.error(
             "rope_theta and original_max_position_embeddings must be above 1 for rope type "
@@ -148,6 +149,23 @@ def read_rope(
     if rope_type == "yarn":
         return _yarn(rope, theta, original, share, max_positions)
     return _longrope(rope, theta, original, share, max_positions, head_dim)
+
+
+def original_context(fields: Fields, rope: Fields, max_positions: int) -> int:
+    """Return the length of sequences that the model was first trained on, in tokens.
+
+    As with Hugging Face, a value at the top level wins over one among the rotary parameters.
+
+    Args:
+        fields: of config.json.
+        rope: its rotary parameters.
+        max_positions: the result if the file has neither.
+
+    Raises:
+        ModelLoadError: a value is wrong; one line.
+    """
+    original = rope.positive_int("original_max_position_embeddings", max_positions, MAX_TOKENS)
+    return fields.positive_int("original_max_position_embeddings", original, MAX_TOKENS)
 
 
 def _rotated_share(fields: Fields, rope: Fields, head_dim: int, partial: bool) -> float:

@@ -21,7 +21,7 @@ from pagewire.shared.errors import ModelLoadError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Of the dtypes that whole bytes hold; a tensor of another one is refused by name later.
+# Bytes of a number, of dtypes with whole bytes; tensors of other dtypes are refused by name later.
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -29,13 +29,13 @@ ITEM_BYTES = {
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
 
-# How config.json calls those that models have.
+# Names in config.json of the dtypes that models have.
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LENGTH_BYTES = 8
-# What a system can open in the directory itself.
+# Names of files in the directory itself that a system can open.
 _FILE_NAME = re.compile(r"(?!\.{1,2}\Z)[^/\0\ud800-\udfff]+")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-# What reading JSON of another form raises; the last is for one that is nested too deeply.
+# Exceptions from reading JSON of another form; the last one if it is nested too deeply.
 _MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _CONVERT = (
     'python -c "from transformers import AutoModelForCausalLM as M; '
@@ -111,7 +111,9 @@ def find_weights(path: Path) -> list[WeightsFile]:
 
 
 def weights_dtype(path: Path) -> str | None:
-    """Return the dtype that most bytes of a model's first file have; None if it is not there.
+    """Return the dtype that most bytes of a model's first file have, as config.json names it.
+
+    None if the file is not there, or has no dtype that models have.
 
     Raises:
         ModelLoadError: the file is truncated or corrupt; one line.
@@ -148,11 +150,11 @@ def read_header(file: Path) -> WeightsFile:
 
 
 def rename_tensors(file: WeightsFile, prefixes: Mapping[str, str]) -> WeightsFile:
-    """Return a file whose tensors have other names; two that would have the same keep theirs.
+    """Return a file whose tensors have other names; a tensor whose new name is taken keeps its own.
 
     Args:
-        file: with the names that it has.
-        prefixes: how names begin there, and how they begin after this.
+        file: the file with its own names.
+        prefixes: prefix of names in the file -> prefix of the new names.
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in file.tensors.items():

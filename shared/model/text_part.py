@@ -6,7 +6,8 @@ from typing import Any
 
 from pagewire.shared.model.fields import Fields
 
-# What a checkpoint calls the parts that are served, in the order of releases, and the others.
+# Prefixes of the served tensors in checkpoints of older and newer releases, and those of the model
+# here; then prefixes of tensors that are not loaded.
 RENAMED_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -18,7 +19,7 @@ VISION_PREFIXES = (
     "model.vision_tower.",
     "model.multi_modal_projector.",
 )
-# What such a model's file says outside of the text model's part, where it wins.
+# Fields that such a config.json has outside of `text_config`, and that win over those inside.
 _OUTER = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 
 
@@ -27,8 +28,8 @@ def text_fields(fields: Fields, default: dict[str, Any], **changes: Any) -> Fiel
 
     Args:
         fields: of config.json.
-        default: what a file without a `text_config` means.
-        changes: fields that are other than in `text_config`.
+        default: the fields if the file has no `text_config`.
+        changes: fields that replace those in `text_config`.
 
     Raises:
         ModelLoadError: `text_config` is not an object; one line.

@@ -24,7 +24,7 @@ _ROWS = 4096  # compared at a time: the tables of a large vocabulary take gigaby
 
 
 def without_head(checkpoint: list[WeightsFile]) -> bool:
-    """Whether a checkpoint is of a model alone, as embedding models are saved."""
+    """Whether a checkpoint has the names of a model without an output head, as embedding models."""
     return any(_BARE_EMBEDDING in file.tensors for file in checkpoint)
 
 
@@ -39,7 +39,7 @@ def settle_tie(
         dtype: of the parameters; tensors that differ only in what it cannot hold are equal.
 
     Raises:
-        ModelLoadError: a file cannot be read.
+        ModelLoadError: a file cannot be read; one line.
     """
     tied = config.tie_word_embeddings and _is_one_tensor(checkpoint, dtype)
     return dataclasses.replace(config, tie_word_embeddings=tied)

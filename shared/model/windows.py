@@ -1,4 +1,4 @@
-"""Which layers attend to a sliding window, and how long it is, as families' files say it."""
+"""Which layers attend to a sliding window, and how long it is, by the fields of config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_window(fields: Fields, default: int | None) -> int | None:
-    """Return `sliding_window`; None, also by an explicit null, for none.
+    """Return `sliding_window` in tokens; None (also by an explicit null) if there is none.
 
     Raises:
         ModelLoadError: it is neither null nor a positive integer; one line.
@@ -23,7 +23,11 @@ def read_window(fields: Fields, default: int | None) -> int | None:
 
 
 def switched_window(fields: Fields, default: int | None) -> int | None:
-    """Return the window of a family that has a switch for it; None if it is off."""
+    """Return the window of a family that has a switch for it; None if it is off.
+
+    Raises:
+        ModelLoadError: `use_sliding_window` or `sliding_window` is wrong; one line.
+    """
     return read_window(fields, default) if fields.flag("use_sliding_window", False) else None
 
 
@@ -33,9 +37,9 @@ def sliding_layers(
     """Return whether each layer has the window.
 
     Args:
-        fields: of config.json; `layer_types` says it.
-        num_layers: of the model.
-        default: whether a layer, by its number from 0, has it if the file does not say.
+        fields: of config.json; `layer_types` may list the layers' kinds.
+        num_layers: number of layers of the model.
+        default: whether a layer, by its number from 0, has the window without `layer_types`.
 
     Raises:
         ModelLoadError: `layer_types` is not a list of a known kind for each layer; one line.
@@ -60,12 +64,12 @@ def with_windows(
 
     Args:
         fields: of config.json, for messages.
-        config: what else they say.
-        window: its length; None if there is none.
-        sliding: whether each layer has it.
+        config: the configuration without windows.
+        window: the window's length in tokens; None if there is none.
+        sliding: whether each layer has the window.
 
     Raises:
-        ModelLoadError: a layer has a window, which has no length; one line.
+        ModelLoadError: a layer has the window, but it has no length; one line.
     """
     if any(sliding) and window is None:
         raise fields.error(f"layer_types has {SLIDING}, but no sliding_window is in use")

@@ -12,14 +12,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from pagewire.tests.support.library_client import (
-    CALLS,
-    QUESTION,
-    Ask,
-    calls_text,
-    scripted_router,
-)
+from pagewire.tests.support.library_client import Ask, calls_text, scripted_router
 from pagewire.tests.support.live_router import MODEL
+from pagewire.tests.support.weather_chats import CALLS, QUESTION_TEXT
 
 # The library's own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,7 +38,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
 
 
 def asked(**more: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": QUESTION}]
+    messages = [{"role": "user", "content": QUESTION_TEXT}]
     return {"model": MODEL, "messages": messages, "max_retries": 0, **more}
 
 

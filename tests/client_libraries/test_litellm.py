@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from pagewire.tests.support.library_client import (
-    CALLS,
-    QUESTION,
-    Ask,
-    calls_text,
-    scripted_router,
-)
+from pagewire.tests.support.library_client import Ask, calls_text, scripted_router
 from pagewire.tests.support.live_router import MODEL
 from pagewire.tests.support.tool_answers import TOOLS
+from pagewire.tests.support.weather_chats import CALLS, QUESTION_TEXT
 
 # The library's own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-MESSAGES = [{"role": "user", "content": QUESTION}]
+MESSAGES = [{"role": "user", "content": QUESTION_TEXT}]
 PROVIDERS = ["openai", "hosted_vllm", "anthropic"]
 
 
@@ -96,7 +91,7 @@ def test_objects(ask: Ask, litellm: Any, provider: str) -> None:
 
 def test_the_responses_api(ask: Ask, litellm: Any) -> None:
     def scenario(url: str) -> tuple[Any, list[Any]]:
-        asked = {**target("openai", url), "input": QUESTION}
+        asked = {**target("openai", url), "input": QUESTION_TEXT}
         return litellm.responses(**asked), list(litellm.responses(**asked, stream=True))
 
     whole, events = ask("It is noon.", scenario)

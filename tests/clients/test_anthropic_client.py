@@ -10,14 +10,14 @@ import pytest
 from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from pagewire.tests.support.library_client import CALLS, calls_text, scripted_router
+from pagewire.tests.support.library_client import calls_text, scripted_router
 from pagewire.tests.support.live_router import MODEL
 from pagewire.tests.support.tool_answers import TOOLS
+from pagewire.tests.support.weather_chats import CALLS, QUESTION
 
 # The library's own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
 ANSWER = "<think>\nTwo calls.\n</think>\n\nLet me see.\n" + calls_text(CALLS)
 OWN_TOOLS = [
     {

@@ -15,15 +15,10 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-from pagewire.tests.support.library_client import (
-    CALLS,
-    QUESTION,
-    Ask,
-    calls_text,
-    scripted_router,
-)
+from pagewire.tests.support.library_client import Ask, calls_text, scripted_router
 from pagewire.tests.support.live_router import MODEL
 from pagewire.tests.support.tool_answers import TOOLS as FUNCTIONS
+from pagewire.tests.support.weather_chats import CALLS, QUESTION_TEXT
 
 # These libraries' own warnings are not ours to mend.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,7 +71,7 @@ def calls_of(message: AIMessage) -> list[tuple[str, dict[str, Any]]]:
 def test_tools_are_called_and_their_results_read(ask: Ask, kind: str, streams: bool) -> None:
     def scenario(url: str) -> list[AIMessage]:
         bound = chat_of(kind, url).bind_tools(TOOLS)
-        said = [SystemMessage("Be brief."), HumanMessage(QUESTION)]
+        said = [SystemMessage("Be brief."), HumanMessage(QUESTION_TEXT)]
         first = answered(bound, said, streams)
         results = [ToolMessage("7", tool_call_id=call["id"]) for call in first.tool_calls]
         return [first, answered(bound, [*said, first, *results, HumanMessage("So?")], streams)]
@@ -98,7 +93,7 @@ def test_a_call_is_forced_or_only_one(ask: Ask, kind: str) -> None:
             {"tool_choice": "any"},
             {"parallel_tool_calls": False},
         ]
-        return [chat.bind_tools(TOOLS, **each).invoke(QUESTION) for each in options]
+        return [chat.bind_tools(TOOLS, **each).invoke(QUESTION_TEXT) for each in options]
 
     named, every, one = ask(calls_text(CALLS), scenario)
     assert (calls_of(named), calls_of(every)) == (CALLS[:1], CALLS)
@@ -110,8 +105,8 @@ def test_objects(ask: Ask, kind: str) -> None:
     def scenario(url: str) -> list[Any]:
         chat, asked = chat_of(kind, url), {"method": "json_schema"}
         typed = chat.with_structured_output(Weather, **asked)
-        raw = chat.with_structured_output(Weather, include_raw=True, **asked).invoke(QUESTION)
-        return [typed.invoke(QUESTION), list(typed.stream(QUESTION))[-1], raw["parsed"]]
+        raw = chat.with_structured_output(Weather, include_raw=True, **asked).invoke(QUESTION_TEXT)
+        return [typed.invoke(QUESTION_TEXT), list(typed.stream(QUESTION_TEXT))[-1], raw["parsed"]]
 
     assert ask(json.dumps(CALLS[0][1]), scenario) == [Weather(city="Łódź", days=2)] * 3
 
@@ -120,7 +115,7 @@ def test_objects(ask: Ask, kind: str) -> None:
 def test_objects_from_calls(ask: Ask, kind: str) -> None:
     def scenario(url: str) -> Any:
         typed = chat_of(kind, url).with_structured_output(Weather, method="function_calling")
-        return typed.invoke(QUESTION)
+        return typed.invoke(QUESTION_TEXT)
 
     assert ask(calls_text([("Weather", CALLS[0][1])]), scenario) == Weather(city="Łódź", days=2)
 
@@ -131,7 +126,7 @@ def test_an_agent_calls_tools_or_answers_in_its_form(ask: Ask, text: str) -> Non
 
     def scenario(url: str) -> AIMessage:
         bound = chat_of("chat", url).bind_tools(STRICT, response_format=Weather)
-        return bound.invoke(QUESTION)
+        return bound.invoke(QUESTION_TEXT)
 
     message = ask(text, scenario)
     if message.tool_calls:
@@ -155,7 +150,7 @@ def test_a_conversation_goes_on_by_its_response(ask: Ask) -> None:
 def test_log_probabilities_and_usage_of_a_stream(ask: Ask) -> None:
     def scenario(url: str) -> AIMessage:
         chat = chat_of("chat", url).bind(logprobs=True, top_logprobs=2)
-        return answered(chat, QUESTION, streams=True)
+        return answered(chat, QUESTION_TEXT, streams=True)
 
     message = ask("It is noon.", scenario)
     tokens = [each["token"] for each in message.response_metadata["logprobs"]["content"]]

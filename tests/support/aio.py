@@ -14,9 +14,10 @@ def run_async(
     timeout: float = 30.0,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> T:
-    """Run a coroutine in a loop of its own.
+    """Run a coroutine in an event loop of its own, and return its result.
 
-    Fails if it takes too long, leaves tasks, or if a callback of the loop raised.
+    Fails if it takes longer than `timeout` seconds, leaves tasks, or if a callback of the loop
+    raised.
     """
     problems: list[dict[str, Any]] = []
 
@@ -25,7 +26,7 @@ def run_async(
         async with asyncio.timeout(timeout):
             result = await coro
         leftover = asyncio.all_tasks() - {asyncio.current_task()}
-        # Generators of a library that the garbage collector has found end in tasks of the loop's.
+        # The loop closes asynchronous generators that the garbage collector has found in tasks.
         ending = {task for task in leftover if not isinstance(task.get_coro(), CoroutineType)}
         if ending:
             leftover -= (await asyncio.wait(ending, timeout=1))[0]
@@ -49,16 +50,16 @@ async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Non
 async def until_returns(
     read: Callable[[], Coroutine[Any, Any, T]], expected: T, timeout: float = 20.0
 ) -> None:
-    """Wait until what is read, again and again, is this, or fail."""
+    """Call `read` until it returns `expected`, or fail."""
     deadline = time.monotonic() + timeout
     while (found := await read()) != expected:
         assert time.monotonic() < deadline, f"{found!r} instead of {expected!r}"
         await asyncio.sleep(0.005)
 
 
-async def until_one_ends(*copies: Coroutine[Any, Any, None]) -> None:
-    """Run these at the same time until one has ended, and cancel the others."""
-    tasks = [asyncio.create_task(copy) for copy in copies]
+async def until_one_ends(*coros: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines at the same time until one has ended, and cancel the others."""
+    tasks = [asyncio.create_task(coro) for coro in coros]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:

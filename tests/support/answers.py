@@ -1,4 +1,4 @@
-"""Asks a cluster for several answers to one prompt, and for each of them alone."""
+"""Asks a cluster for several answers to one prompt, or for each of these answers alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def complete(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion."""
+    """Return the choices of a completion."""
     url = f"{cluster.url}/v1/completions"
     response = httpx.post(url, json=body_of(prompt, **fields), timeout=60)
     assert response.is_success, response.text
@@ -36,6 +36,6 @@ def complete(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[di
 
 
 def each_alone(cluster: LocalCluster, prompt: list[int], **fields: Any) -> list[list[int]]:
-    """The tokens of four requests with the seeds of four answers to one."""
+    """Return the tokens of four requests that have the seeds of one request's four answers."""
     choices = [complete(cluster, prompt, seed=seed, **fields)[0] for seed in SEEDS]
     return [choice["token_ids"] for choice in choices]

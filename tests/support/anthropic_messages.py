@@ -9,9 +9,8 @@ import httpx
 
 from pagewire.tests.support.live_router import MODEL, LiveRouter
 from pagewire.tests.support.tool_answers import TOOLS as OPENAI_TOOLS
+from pagewire.tests.support.weather_chats import QUESTION
 
-QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
-CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
 TOOLS = [
     {
         "name": tool["function"]["name"],
@@ -19,7 +18,7 @@ TOOLS = [
     }
     for tool in OPENAI_TOOLS
 ]
-# As the template is given them: with the fields of a message's tools.
+# How the chat template gets these tools.
 SHOWN_TOOLS = [
     {
         "type": "function",
@@ -27,18 +26,17 @@ SHOWN_TOOLS = [
     }
     for tool in TOOLS
 ]
-THINKS = "<think>\nTwo calls.\n</think>\n\n"
 ON = {"type": "enabled", "budget_tokens": 20}
 
 
 async def post(router: LiveRouter, path: str = "", **body: Any) -> httpx.Response:
-    """Ask for a message, or for something else at a path below it."""
+    """Post a request for a message, or to a path below /v1/messages."""
     fields = {"model": MODEL, "messages": QUESTION, **body}
     return await router.http.post(f"/v1/messages{path}", json=fields)
 
 
 async def created(router: LiveRouter, **body: Any) -> dict[str, Any]:
-    """Return the message that comes at once."""
+    """Return the message that answers a request without a stream."""
     response = await post(router, **{"max_tokens": 100, **body})
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
@@ -46,7 +44,7 @@ async def created(router: LiveRouter, **body: Any) -> dict[str, Any]:
 
 
 async def streamed(router: LiveRouter, **body: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, whose names are their types."""
+    """Return the events of a stream; each one's name must be its type."""
     response = await post(router, **{"max_tokens": 100, "stream": True, **body})
     assert response.headers["content-type"].startswith("text/event-stream")
     *events, rest = response.text.split("\n\n")
@@ -60,7 +58,7 @@ async def streamed(router: LiveRouter, **body: Any) -> list[dict[str, Any]]:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message that events make, each block begun and ended in its turn."""
+    """Return the message that events make; each block must end before the next one begins."""
     assert [each["type"] for each in events[:2]] == ["message_start", "ping"]
     assert [each["type"] for each in events[-2:]] == ["message_delta", "message_stop"]
     message: dict[str, Any] = events[0]["message"]

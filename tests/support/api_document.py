@@ -14,7 +14,7 @@ from pagewire.services.router.http.openapi.document import openapi_document
 
 JSON = "application/json"
 STREAM = "text/event-stream"
-# Which fields an event has depends on its type.
+# Schemas that do not name all fields: an event's fields depend on its type.
 OPEN_SCHEMAS = {"ResponseEvent", "MessageEvent"}
 
 
@@ -47,12 +47,12 @@ class Document:
         self.validator(schema).validate(value)
 
     def response(self, method: str, path: str, status: int) -> dict[str, Any]:
-        """The content of a response, by media type."""
+        """Return the schemas of a response by media type."""
         found: dict[str, Any] = self.api["paths"][path][method]["responses"][str(status)]["content"]
         return found
 
     def body(self, path: str) -> dict[str, Any]:
-        """The schema of what a route is posted, with its properties."""
+        """Return the schema of a route's request body."""
         schema = self.api["paths"][path]["post"]["requestBody"]["content"][JSON]["schema"]
         found: dict[str, Any] = self.api["components"]["schemas"][schema["$ref"].split("/")[-1]]
         return found

@@ -35,13 +35,13 @@ def body_processes(parent: int, program: bytes = b"body_process") -> list[int]:
 async def stopped_body_processes(
     router: LiveRouter, count: int
 ) -> AsyncIterator[Callable[[], Awaitable[list[httpx.Response]]]]:
-    """Keep all body processes of this process busy: each has a body, and is stopped.
+    """Give each body process of this process a body, and stop it (SIGSTOP) until the block ends.
 
     Yields:
-        what waits for the answers to these bodies; call it after the block, when they run again.
+        A function that waits for the answers to these bodies; call it after the block.
     """
     tasks: list[asyncio.Task[httpx.Response]] = []
-    reading = router.service.dispatcher.admission
+    admission = router.service.dispatcher.admission
     for _ in range(count):
         tasks.append(asyncio.create_task(router.complete(prompt=LONG, n=17)))
     await eventually(lambda: len(body_processes(os.getpid())) == count)
@@ -49,7 +49,7 @@ async def stopped_body_processes(
     try:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        assert reading.num_reading == count
+        assert admission.num_reading == count
         yield lambda: asyncio.gather(*tasks)
     finally:
         for pid in stopped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import os
@@ -13,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -45,7 +43,7 @@ class Browser:
         self.complaints: list[str] = []
 
     def open_page(self) -> None:
-        """Make the page, which is blank."""
+        """Open a blank page."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -53,7 +51,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def show(self, url: str, width: int = 1400, height: int = 900, scheme: str = "light") -> None:
-        """Load a page in a window of this size; complaints are of this page from now on."""
+        """Load a page in a window of this size; earlier complaints are forgotten."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
@@ -82,13 +80,9 @@ class Browser:
         return value
 
     def text(self, selector: str = "body") -> str:
-        """Return what a part of the page shows."""
+        """Return the text that a part of the page shows."""
         found: str = self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
         return found
-
-    def screenshot(self, file: Path) -> None:
-        """Write what is to be seen as a PNG."""
-        file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command; returns its result."""
@@ -117,7 +111,7 @@ class Browser:
         return found
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Keep what a console shows in red or yellow."""
+        """Keep an event that a console shows as an error or warning."""
         params = event.get("params", {})
         match event.get("method"):
             case "Runtime.exceptionThrown":
@@ -138,7 +132,7 @@ def browser() -> Iterator[Browser]:
         reads, its_output = os.pipe()
         for fd in (writes, reads):
             stack.callback(os.close, fd)
-        # The protocol has it that the pipe's ends are 3 and 4.
+        # The browser reads from file descriptor 3, and writes to 4.
         script = f'exec "$@" 3<&{its_input} 4>&{its_output}'
         command = [PROGRAM, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(

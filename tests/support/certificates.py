@@ -1,4 +1,4 @@
-"""Certificates for tests, signed by nobody else."""
+"""Self-signed certificates for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_certificate(folder: Path) -> Path:
-    """Write one for 127.0.0.1 as the gateway reads it; returns the file of its chain."""
+    """Write a certificate for 127.0.0.1; returns its file NAME, next to which is NAME.key."""
     chain, key = folder / "server.pem", folder / "server.pem.key"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
     command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]

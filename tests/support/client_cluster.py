@@ -15,13 +15,13 @@ from typer.testing import CliRunner, Result
 from pagewire.services.cli.main import app
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker, link
 from pagewire.tests.support.live_router import SECRET, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
 CLI = [sys.executable, "-P", "-m", "pagewire.services.cli.main"]
-ANSWER = Tokenizer.from_dir(demo_model_path()).encode(" a list of names", add_special_tokens=False)
 TEXT = " a list of names"
+ANSWER = Tokenizer.from_dir(demo_model_path()).encode(TEXT, add_special_tokens=False)
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -41,7 +41,7 @@ class Cluster:
         decode = FakeDecodeWorker(
             redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
         )
-        prefill = prefill_record(redis_url, SECRET, "prefill-0")
+        prefill = fake_prefill_worker(redis_url, SECRET, "prefill-0")
         async with live_router(redis_url, **settings) as router, prefill, decode:
             decode.cached_tokens = 3
             await router.ready()

@@ -32,14 +32,12 @@ from pagewire.tests.support.tcp_relay import (
 
 WORKERS = 2
 ROUTERS = 2
-# HTTP; for operators; metrics of each router; control and metrics of each worker; the decode
-# worker's for KV
+# HTTP; operators; metrics of each router; control and metrics of each worker; KV of decode workers
 PORTS = 2 + ROUTERS + 2 * WORKERS + 1
 SEED = 20
 IN_FLIGHT = 4
 MIN_VISITS = 10  # of each stranger
-# What a process may have open, and take of memory, more than before
-SPARE_FILES, SPARE_MIB = 10, 128
+SPARE_FILES, SPARE_MIB = 10, 128  # by which open files and memory of a process may grow
 
 
 class Marker:
@@ -73,7 +71,7 @@ def recorded_cluster(
 
 
 def usage(cluster: LocalCluster) -> dict[int, tuple[int, int]]:
-    """Open files and resident MiB of each process of the cluster."""
+    """Return open files and resident MiB of each process of the cluster."""
     found = {}
     for pid in cluster.processes():
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -82,7 +80,7 @@ def usage(cluster: LocalCluster) -> dict[int, tuple[int, int]]:
 
 
 def check_ports(cluster: LocalCluster) -> None:
-    """Fail unless the cluster listens on the known ports, of loopback alone."""
+    """Fail unless the cluster listens on the known ports, and only on loopback."""
     sockets = listening(cluster)
     assert cluster.port in [port for _, port in sockets]
     assert [address for address, _ in sockets] == [REAL_HOST] * PORTS
@@ -95,14 +93,14 @@ def let_strangers_in(
     seconds: float,
     directory: Path,
 ) -> None:
-    """Send strangers' bytes to each port, while requests go on; fails if they do anything.
+    """Send strangers' bytes to each port while requests run; fails if they have any effect.
 
     Args:
-        cluster: of `recorded_cluster`.
-        recorder: likewise.
-        expected: what the cluster must answer.
-        seconds: of visits.
-        directory: where a stranger would leave a file.
+        cluster: the cluster of `recorded_cluster`.
+        recorder: its recorder.
+        expected: the prompts, and the right answers.
+        seconds: duration of the visits.
+        directory: folder in which a file appears if a process unpickles a stranger's bytes.
     """
     run_async(expected.ask(cluster.url.replace(REAL_HOST, RELAY_HOST), timeout=60), 90)
     run_async(expected.ask(cluster.url, IN_FLIGHT, timeout=60), 90)
@@ -130,7 +128,7 @@ def let_strangers_in(
 
 
 def make_strangers(cluster: LocalCluster, recorder: Recorder, exploit: bytes) -> list[Stranger]:
-    """Return three strangers for each port, two of which know what passes there."""
+    """Return three strangers for each port; two have its recorded bytes, one has all ports'."""
     sockets, streams = listening(cluster), recorder.recorded()
     assert {port for _, port in sockets} == set(streams)
     strangers = []

@@ -107,7 +107,7 @@ def lone_client(endpoint: str, keys: ClusterKeys = KEYS) -> ControlClient:
 
 @asynccontextmanager
 async def raw_peer(endpoint: str, *, keys: ClusterKeys | None = KEYS, receive_queue: int = 100):
-    """A bare DEALER, to say what `ControlClient` never would."""
+    """Connect a bare DEALER, which can send what `ControlClient` never sends."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         if keys is not None:
             keys.secure_client(dealer)
@@ -119,7 +119,7 @@ async def raw_peer(endpoint: str, *, keys: ClusterKeys | None = KEYS, receive_qu
 
 
 async def check_service(server: Server) -> None:
-    """A normal client still gets its answers."""
+    """Check that a normal client can still connect, and that its message arrives."""
     count = len(server.received)
     async with connected(server.endpoint, "normal") as client:
         client.control.post(Cancel(request_id="still-alive"))

@@ -3,8 +3,8 @@
     python -P -m pagewire.tests.support.control_peer server SECRET EPOCH
     python -P -m pagewire.tests.support.control_peer client SECRET ENDPOINT
 
-Prints one line when it is ready (the server's is its endpoint), one for each loss, and ends when
-its standard input does.
+It prints one line when it is ready (the server prints its endpoint), and one for each lost peer. A
+server sends each message back. The process ends when its standard input does.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class RemotePeer:
 def remote_peer(*arguments: str) -> Iterator[RemotePeer]:
     """Run this module with the arguments; kill the process at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "pagewire.tests.support.control_peer", *arguments],
+        [sys.executable, "-P", "-m", "pagewire.tests.support.control_peer", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

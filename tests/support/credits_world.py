@@ -14,11 +14,11 @@ from pagewire.shared.kv.endpoint.credits import (
 )
 from pagewire.shared.kv.messages import Grant, Reclaim, Return
 
-NUM_CREDITS = 8  # the largest number
+NUM_CREDITS = 8  # at least the staging slots of any test's receiver
 
 
 class Use(int):
-    """A number of a use that is printed like all others.
+    """The number of a use of a credit; all numbers have the same text.
 
     Only the order of one credit's uses matters. Without their numbers, which grow forever, the
     number of states is finite.
@@ -47,7 +47,7 @@ class Acknowledged(NamedTuple):
 
 
 class Event(NamedTuple):
-    """An event: a method of `World`, and its link, credit or staging slots."""
+    """An event: a method of `World`, and the numbers of its link, credit or staging slot."""
 
     name: str
     of: int = 0
@@ -241,7 +241,7 @@ class World:
 
     @property
     def lacking(self) -> int:
-        """Number of staging slots that links lack to their share."""
+        """Number of staging slots that links are missing from their shares."""
         return sum(max(0, self.share - self.kept(number)) for number in self.links)
 
     def kept(self, number: int) -> int:

@@ -1,7 +1,7 @@
 """Blocks of commands in the documents, and how each is run.
 
-A comment before each says it: `alone`, against a `cluster`, with `docker` (by the compose tests),
-or `by hand` with the reason.
+A comment before each block says how: `alone`, against a `cluster`, with `docker` (by the compose
+tests), or `by hand` with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """Return all of them, in order."""
+    """Return the blocks of all documents, in order."""
     found = []
     for path in DOCUMENTS:
         text = path.read_text()

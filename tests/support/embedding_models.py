@@ -26,14 +26,14 @@ def model_with(
     """Copy the demo model, and say how it makes embeddings.
 
     Args:
-        folder: for the copy.
-        mode: of pooling; None names none.
+        folder: the copy.
+        mode: mode of pooling; None writes none.
         kinds: modules after the pooling.
-        newer: in the form of release 6.
+        newer: whether the files have the form of release 6.
         config: further fields of config.json.
     """
     shutil.copytree(demo_model_path(), folder, dirs_exist_ok=True)
-    # Release 6 turns a text into a chat where there is a template.
+    # Release 6 makes a chat of a text if there is a template.
     (folder / "chat_template.jinja").unlink()
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     _write(folder / "tokenizer_config.json", tokenizer | {"pad_token": tokenizer["eos_token"]})

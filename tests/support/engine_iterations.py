@@ -1,4 +1,4 @@
-"""Iterations of an engine over a fake device, and what came of them."""
+"""Iterations of an engine over a fake device, and their results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def assert_idle(core: EngineCore) -> None:
 def reserve(
     core: EngineCore, length: int = 9, max_tokens: int = 4, stop: frozenset[int] = frozenset()
 ) -> Sequence:
-    """A sequence whose blocks wait for another worker's KV."""
+    """Add a sequence whose blocks wait for another worker's KV."""
     sequence = make_sequence(
         "remote", [1] * length, remote_prefill=True, max_tokens=max_tokens, stop=stop
     )

@@ -1,4 +1,4 @@
-"""Engine threads and what comes out of them."""
+"""Engine threads and their outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagewire.shared.engine.thread import EngineThread
 
 @dataclass
 class Outputs:
-    """Collects what the engine says, and in which thread."""
+    """Collects an engine's outputs, and the names of the threads that delivered them."""
 
     said: list[StepOutput] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ class Outputs:
 
 
 def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    """Wait, in this thread."""
+    """Block this thread until a condition holds, or fail."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout} s"

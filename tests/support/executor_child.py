@@ -1,4 +1,4 @@
-"""The other side of `executor_pipe`: runs what comes over its standard input."""
+"""The other side of `executor_pipe`: carries out the commands on its standard input."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _model(settings: dict[str, Any]) -> Executor:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what anybody prints is not a reply
+    os.dup2(2, 1)  # so that printed text is not mistaken for a reply
     child = Child(replies)
     while data := read_frame(sys.stdin.buffer):
         child.on_command(msgspec.msgpack.decode(data, type=Command))

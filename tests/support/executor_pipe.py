@@ -63,7 +63,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Seen(msgspec.Struct, tag=True):
-    """The fake device's fields of these names."""
+    """The values of the fake device's fields with these names."""
 
     cells: list[list[int | None]]
     batches: list[tuple[int, int]]
@@ -107,7 +107,7 @@ def _read(stream: IO[bytes], size: int) -> bytes:
 
 
 class Pending:
-    """A command without a reply so far."""
+    """A command, and its reply once that has come."""
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
@@ -126,7 +126,7 @@ class Pending:
 
 
 class Pipe:
-    """Each command gets one reply, in order; a plan that awaits a supply gets it after that."""
+    """The pipe: each command gets one reply, in order; a plan that awaits a supply, after that."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None and process.stdout is not None

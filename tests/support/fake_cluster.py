@@ -4,10 +4,10 @@
     python fake_cluster.py router STATE_DIR NAME FD FD      answers /health and /cluster
     python fake_cluster.py worker STATE_DIR NAME            a file says that it is alive
 
-Workers write their pid to `NAME.alive` in the state directory, routers to `NAME.pid`. They do
-what `NAME.orders` says when they start: "exit CODE", or, a worker, "late" (waits for `NAME.go`) or
-"stubborn" (ignores SIGTERM and has a child of its own). With "drain", a router waits
-after SIGTERM until there is `NAME.go`, or for a second one.
+Workers write their pid to `NAME.alive` in the state directory, routers to `NAME.pid`. When they
+start, they read `NAME.orders`: "exit CODE"; for a worker, "late" (it waits for `NAME.go`) or
+"stubborn" (it ignores SIGTERM and has a child process); for a router, "drain" (after SIGTERM it
+waits until `NAME.go` exists, or for a second SIGTERM).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
 
 
 def router(state: Path, name: str, *fds: int) -> None:
-    """Answer any path on each socket with the workers and routers that have said they are alive."""
+    """Answer any path on each socket with the workers and routers that have written their pid."""
     expected = set(filter(None, os.environ.get("PAGEWIRE_EXPECTED_WORKERS", "").split(",")))
 
     class Handler(BaseHTTPRequestHandler):
@@ -97,7 +97,7 @@ def router(state: Path, name: str, *fds: int) -> None:
 
 
 def _drain(state: Path, name: str) -> None:
-    """Wait as a router does whose streams go on; a second signal ends that with a line."""
+    """Wait like a router with running streams; a second signal ends the process at once."""
 
     def cut(*_: object) -> None:
         (state / f"{name}.cut").touch()

@@ -61,7 +61,7 @@ def _record(**fields: Any) -> WorkerRecord:
 
 
 def fake_embedding(token_ids: list[int]) -> bytes:
-    """What it says is a prompt's embedding: three numbers."""
+    """Return the fake worker's embedding of a prompt: three numbers."""
     return struct.pack("<3f", token_ids[0] / 3, len(token_ids), token_ids[-1] / 7)
 
 
@@ -69,20 +69,23 @@ class FakeDecodeWorker:
     """Answers every request with the same tokens, a step apart.
 
     Attributes:
-        answer: the tokens of every answer; a moved request goes on where it was.
-        step_s: pause before each token.
-        hold: while cleared, no tokens are sent.
-        most_parts: of a prompt's log probabilities, four tokens each; no more are sent.
-        load: reported with tokens, if any.
-        prefilled_by: a prefill worker that is said to have sampled first tokens, and its load.
-        refuse: reason to refuse every request with, if any.
-        generated: requests that came, in order, each by itself.
-        groups: how many requests each message had.
-        embedded: prompts that came for an embedding, in order.
-        embedding_repeats: how often the numbers of an embedding are repeated in it.
-        most_active: requests that ran at once.
-        cancelled: ids of those that were cancelled.
-        record: published with the next heartbeat if replaced.
+        answer: the tokens of every answer; a migrated request continues after its tokens.
+        step_s: pause before each token, in seconds.
+        hold: while it is cleared, no tokens are sent.
+        most_parts: largest number of messages with a prompt's log probabilities, four tokens each.
+        load: load that is reported with tokens, if any.
+        prefilled_by: a prefill worker that is reported to have sampled first tokens, and its load.
+        refuse: reason with which every request is refused, if any.
+        error: error with which every answer ends, if any.
+        error_param: name of the request's field in that error, if any.
+        cached_tokens: number of cached prompt tokens that is reported.
+        generated: requests for tokens that came, in order, each by itself.
+        groups: number of requests of each message.
+        embedded: requests for an embedding that came, in order.
+        embedding_repeats: how often an embedding has its numbers.
+        most_active: largest number of requests that ran at the same time.
+        cancelled: ids of cancelled requests.
+        record: the worker record; a new one is published with the next heartbeat.
     """
 
     def __init__(
@@ -158,15 +161,15 @@ class FakeDecodeWorker:
         await self._stack.aclose()
 
     async def die(self) -> None:
-        """Stop serving at once; the record stays, as it would for a lease after a crash."""
+        """Stop serving at once; the record stays until its lease ends, as after a crash."""
         await self._stop_serving()
 
     async def stop_renewing(self) -> None:
-        """Withdraw the record but serve on, as a worker does whose engine stands still."""
+        """Withdraw the record, but continue to serve, as a worker whose engine is stuck does."""
         await self._publisher.close()
 
     def put_record(self, **changes: Any) -> None:
-        """Change what the worker says about itself."""
+        """Change fields of the worker record."""
         self.record = msgspec.structs.replace(self.record, **changes)
 
     async def _stop_serving(self) -> None:
@@ -187,7 +190,6 @@ class FakeDecodeWorker:
             self.groups.append(len(requests))
             for request in requests:
                 self._on_request(peer_id, request)
-
         elif isinstance(message, Embed):
             self.embedded.append(message)
             self._on_request(peer_id, message)
@@ -269,11 +271,13 @@ class FakeDecodeWorker:
             self._server.post(peer_id, TokenBatch(outputs=[output]))
 
 
-def prefill_record(redis_url: str, secret: str, worker_id: str, **record: Any) -> FakeDecodeWorker:
-    """A prefill worker as the router sees it: a record."""
+def fake_prefill_worker(
+    redis_url: str, secret: str, worker_id: str, **record: Any
+) -> FakeDecodeWorker:
+    """Return a prefill worker as a router sees it: it has a record, and gets no requests."""
     return FakeDecodeWorker(redis_url, secret, worker_id, role="prefill", **record)
 
 
 def link(peer: str, gbps: float = 0.0) -> LinkInfo:
-    """A KV link to a peer."""
+    """Return a KV link to a peer."""
     return LinkInfo(peer=peer, transport="zmq", gbps=gbps)

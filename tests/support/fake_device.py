@@ -39,7 +39,7 @@ NUM_GROUPS = 2  # layer groups of a block; here each is a part of its tokens, no
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
-    """Return the token that the fake model samples after these tokens."""
+    """Return the token that the fake model samples after these tokens; `seed` is below 256."""
     return zlib.crc32(bytes([seed, *tokens])) % VOCAB
 
 
@@ -75,7 +75,7 @@ class FakePending:
 
 
 class FakeMove(PendingMove):
-    """A move that is not done before the device says so."""
+    """A packing that is not done before the device says so."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(None)
@@ -86,7 +86,7 @@ class FakeMove(PendingMove):
 
 
 class FakeCheck(PendingCheck):
-    """The same, checked."""
+    """The check of an unpacking, which is not done before the device says so."""
 
     def __init__(self, device: FakeDevice, corrupt: torch.Tensor) -> None:
         super().__init__(corrupt, None)
@@ -125,8 +125,8 @@ class FakeDevice:
         longest_table: largest number of blocks of a device slot in any step.
         prepared: device slots that were loaded before they ran.
         new_slots: each device slot that was loaded, in order.
-        replays: steps are CUDA graph replays, of which only the end is visible.
-        moved: blocks, layer groups, and the plan that was waited for, of all that was packed.
+        replays: whether steps are CUDA graph replays, of which only the end is visible.
+        moved: for each packing: blocks, layer groups, and number of the plan that it waited for.
         has_run: whether the device has finished its steps.
         has_moved: whether the device has finished packing and unpacking.
         fail_execute, fail_wait: raised by the next step.
@@ -352,7 +352,7 @@ class FakeDevice:
         return pooled_prompt([cell or 0 for cell in self._content(table, chunk.end)])
 
     def _hold(self, number: int) -> int:
-        """Sample nothing: the last token runs again, and a plan brings it. Returns no token."""
+        """Sample nothing; a later plan sends the last token again. Returns a meaningless token."""
         slot = self._slots[number]
         assert slot.computed is not None
         slot.token, slot.computed = None, slot.computed - 1

@@ -16,7 +16,7 @@ from pagewire.tests.support.fake_device import FakeDevice, next_token
 
 
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
-    """All outputs that a sequence should end with, those that it replays included."""
+    """Return all outputs that a sequence should end with, including those that it replays."""
     tokens, prompt = list(sequence.token_ids), sequence.num_prompt_tokens
     limit = 1 if sequence.prefill_only else sequence.spec.max_tokens
     while len(tokens) - prompt < limit and len(tokens) < max_model_len:
@@ -37,7 +37,7 @@ def make_sequence(
     prefill_only: bool = False,
     seed: int = 0,
 ) -> Sequence:
-    """A sequence as `new_sequence` makes them."""
+    """Return a sequence as `new_sequence` makes them."""
     return Sequence(
         request_id=request_id,
         token_ids=[*prompt, *(replayed or [])],
@@ -50,7 +50,7 @@ def make_sequence(
     )
 
 
-# What engines run on; the fixture `each_executor` has one in another process here.
+# Makes the devices of engines; the fixture `each_executor` sets one in another process here.
 make_device: Callable[[SchedulerLimits, int, int, CacheGroups], FakeDevice] = FakeDevice
 
 
@@ -69,7 +69,7 @@ def make_core(
     listener: CacheListener | None = None,
     windows: tuple[int | None, ...] = (None,),
 ) -> tuple[EngineCore, FakeDevice]:
-    """An engine over a fake device; no sequence is longer than the pool."""
+    """Return an engine and its fake device; sequences are bounded by the pool's size."""
     groups = CacheGroups.of(windows, block_size)
     fits = groups.longest_sequence(num_blocks, max_num_batched_tokens)
     limits = SchedulerLimits(

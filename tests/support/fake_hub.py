@@ -13,7 +13,12 @@ COMMIT = "a" * 40
 
 
 class FakeHub(ThreadingHTTPServer):
-    """Serves `files` of the repository `repo_id`; anything else is 404, `gated` ones 403."""
+    """Serves `files` of the repository `repo_id`; `acme/gated` is 403, anything else 404.
+
+    Attributes:
+        downloads: names of the files that were downloaded, in order.
+        paths: paths of all requests, in order.
+    """
 
     def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -72,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the test's output is for failures."""
+        """Log nothing: the test's output is for failures."""
 
 
 def _entry(name: str, data: bytes) -> dict[str, object]:

@@ -89,11 +89,11 @@ class FaultBoard:
         return None if found is None else Segment(**found)
 
     def release(self) -> None:
-        """Forget it."""
+        """Forget the segment that `hold` recorded."""
         self._held.unlink(missing_ok=True)
 
     def note(self, event: str, **fields: Any) -> None:
-        """Append an event."""
+        """Append an event, with this process's id and the monotonic time."""
         line = json.dumps({"event": event, "by": os.getpid(), "at": time.monotonic(), **fields})
         with self._events.open("ab", buffering=0) as file:
             file.write(line.encode() + b"\n")

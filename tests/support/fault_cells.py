@@ -1,4 +1,4 @@
-"""What is played: a point of a transfer, a signal, and whose process gets it."""
+"""The cells of the fault tests: a point of a transfer, a signal, and whose process gets it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def role(self) -> str:
-        """Of the worker that reaches the point."""
+        """Role of the worker that reaches the point."""
         return "prefill" if self.point in SENDER_POINTS else "decode"
 
     @property
@@ -55,19 +55,20 @@ CELLS = tuple(
 
 
 def few_cells() -> list[Cell]:
-    """Return a cell of each point; each signal and side come together twice."""
+    """Return a cell of each point, with each combination of signal and side twice."""
     return [CELLS[4 * index + index % 4] for index in range(8)]
 
 
 @dataclass
 class CellResult:
-    """What came of a cell.
+    """The result of a cell.
 
     Attributes:
         targets: workers that got the signal.
-        num_reused: stopped senders that went on when another one had filled their staging slot.
-        counts: of `COUNTED`, without those of workers that were killed.
-        problem: why it failed.
+        num_reused: number of stopped senders that continued after another one had filled their
+            staging slot.
+        counts: increases of `COUNTED`; those of killed workers are lost.
+        problem: why the cell failed; empty if it did not.
     """
 
     cell: str

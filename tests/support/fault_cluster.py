@@ -35,6 +35,7 @@ class Clients:
     """Clients that send requests for completions and check the answers.
 
     Attributes:
+        num_asked: number of requests.
         num_answered: number of correct answers.
     """
 
@@ -44,7 +45,7 @@ class Clients:
 
     @asynccontextmanager
     async def asking(self, at_least: int) -> AsyncIterator[None]:
-        """Send at least this many requests during the context; raise for a failed or wrong one."""
+        """Send at least this number of requests during the context; fails if one fails."""
         self._missing = at_least
         self._goes_on = True
         limits = httpx.Limits(max_connections=IN_FLIGHT)
@@ -78,7 +79,7 @@ class FaultyCluster:
     ) -> None:
         self._cluster, self._board, self._prompts = cluster, board, prompts
         self._random, self._orders = random.Random(seed), itertools.count()
-        self._numbers, self._turns = itertools.count(seed), Counter[str]()
+        self._numbers, self._strikes = itertools.count(seed), Counter[str]()
 
     async def warm_up(self) -> None:
         """Ask for a few completions, for which the moves' kernels are compiled."""
@@ -123,8 +124,8 @@ class FaultyCluster:
         self, cell: Cell, result: CellResult, then: Callable[[dict[str, Any]], Any]
     ) -> None:
         """Have a worker carry out an order, then call `then`."""
-        worker = f"{cell.role}-{self._turns[cell.role] % 2}"
-        self._turns[cell.role] += 1
+        worker = f"{cell.role}-{self._strikes[cell.role] % 2}"
+        self._strikes[cell.role] += 1
         order = Order(
             number=next(self._orders),
             point=cell.point,
@@ -152,7 +153,10 @@ class FaultyCluster:
         return 0
 
     async def _stop_for_long(self, fired: dict[str, Any]) -> int:
-        """Continue it after its peer has given it up and its staging slot is used again."""
+        """Continue a stopped process after its peer has closed the link.
+
+        A sender with a staging slot continues after another sender has filled that slot.
+        """
         target = fired["target"]
         is_sender, has_slot = target == fired["sender"], fired["credit"] >= 0
         peer = fired["receiver"] if is_sender else fired["sender"]
@@ -222,7 +226,7 @@ class FaultyCluster:
 
 
 def _words(exc: BaseException) -> str:
-    """Return an exception's text; for a group, that of the first one."""
+    """Return an exception's type and text; for a group, those of its first one."""
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[0]
     return f"{type(exc).__name__}: {exc}"

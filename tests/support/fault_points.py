@@ -10,8 +10,8 @@
     acknowledged  the acknowledgement is posted, and the sequence runs if this was its last segment
 
 `python -P -m pagewire.tests.support.fault_points` is `pagewire` with workers that carry out the
-orders in the directory `KV_FAULTS`. `KV_FAULTS_CARRIER=memory` replaces their carriers by the
-one-sided `MemoryCarrier`.
+orders in the directory that the environment variable `KV_FAULTS` names. `KV_FAULTS_CARRIER=memory`
+replaces their carriers by the one-sided `MemoryCarrier`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares what a directory's config.json says to us and to transformers."""
+"""Compares what a directory's config.json means to us and to transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _CLASSES = {
     "Gemma3ForConditionalGeneration": "Gemma3Config",
     "Mistral3ForConditionalGeneration": "Mistral3Config",
 }
-# What a file must have for our defaults to be Hugging Face's. Most classes' defaults have a window
-# which no layer has.
+# Fields that a file needs so that our defaults are Hugging Face's. The defaults of most classes
+# have a window that no layer uses.
 _WITHOUT_WINDOW = {"sliding_window": None}
 _NEEDED: dict[str, dict[str, Any]] = {
     "Olmo3ForCausalLM": {},
@@ -28,7 +28,7 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": {},
     "Cohere2ForCausalLM": {},
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},  # without it nothing is computed
-    # By default tied, which the published models are not, whose files do not say so.
+    # Tied by default; the published models are not tied, although their files lack the field.
     "Mistral3ForConditionalGeneration": {"tie_word_embeddings": False},
     "GraniteMoeHybridForCausalLM": {
         "num_local_experts": 0,

@@ -12,7 +12,7 @@ from pagewire.tests.support.paged_model import PagedModel
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Return `count` tokens of Hugging Face's, each chosen clearly."""
+    """Return `count` tokens by Hugging Face's code; fails if two logits are too close."""
     tokens = list(prompt)
     for _ in range(count):
         best = model(torch.tensor([tokens])).logits[0, -1].topk(2)
@@ -34,13 +34,13 @@ def check_greedy_answers(
 
     Args:
         paged: the model.
-        prompts: to be answered.
-        count: tokens of an answer.
-        expected_logits: returns Hugging Face's [T, vocab] of a sequence.
-        tolerance: of the logits, relative to the largest.
+        prompts: the prompts.
+        count: number of tokens of an answer.
+        expected_logits: returns Hugging Face's logits [T, vocab] of a sequence.
+        tolerance: largest difference of a logit, relative to the largest logit.
 
     Returns:
-        How many tokens differ where two logits are as good as equal.
+        The number of tokens that differ where two logits are equal within the tolerance.
     """
     sequences = [paged.add(prompt + [0] * count) for prompt in prompts]
     for sequence, prompt in zip(sequences, prompts, strict=True):

@@ -1,4 +1,4 @@
-"""What a stranger may send to a port: a seeded, endless mixture."""
+"""What a stranger may send to a port: an endless random mixture, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ FIXED = (
 def hostile_bytes(
     rng: random.Random, recorded: Sequence[bytes], more: Sequence[bytes] = ()
 ) -> Iterator[bytes]:
-    """Yield what to send on one connection after another, without an end.
+    """Yield payloads for one connection after another, without an end: first all of `FIXED`.
 
     Args:
-        rng: everything follows from its state.
-        recorded: beginnings of real streams, to be replayed, mutated and joined.
-        more: further fixed ones.
+        rng: source of all random choices.
+        recorded: beginnings of real streams, which are replayed, mutated and joined.
+        more: payloads to send in addition to `FIXED`.
     """
     fixed = [*FIXED, *more]
     yield from fixed

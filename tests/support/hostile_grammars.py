@@ -77,7 +77,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 def hostile_fields() -> dict[str, dict[str, Any]]:
-    """Return the field of a request that asks for each of them, by name."""
+    """Return a request's field for each grammar, regex and schema, by name."""
     fields: dict[str, dict[str, Any]] = {}
     fields.update({name: {"guided_grammar": text} for name, text in GRAMMARS.items()})
     fields.update({name: {"guided_regex": text} for name, text in REGEXES.items()})

@@ -28,7 +28,7 @@ MAX_COPY_S = 30.0
 
 
 class Announced:
-    """The announcements of a link, instead of a socket."""
+    """Keeps the announcements of a link, in place of a socket."""
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
@@ -88,13 +88,13 @@ class IpcPeer:
         assert self.announced.segments.pop() == segment
 
     def holds(self, slot: int, seed: int, nbytes: int) -> bool:
-        """Whether a staging slot has this payload, and no byte after it."""
+        """Whether a staging slot has this payload, and only zeros after it."""
         wanted = pattern(seed, nbytes, self.device)
         rest = self.memory[slot, nbytes:]
         return torch.equal(self.memory[slot, :nbytes], wanted) and not rest.any().item()
 
     def queue_copies(self, count: int) -> None:
-        """Queue copies of whole staging slots, and wait for none."""
+        """Queue copies of whole staging slots without waiting for them."""
         for index in range(count):
             staged = self.outbound[-1].stage(
                 index % 2, index % 2, self.slot_bytes, PendingMove(None)
@@ -109,7 +109,7 @@ class IpcPeer:
         return torch.arange(1000, device=self.device).sum().item() == 499500
 
     def gb_per_s(self, count: int) -> float:
-        """Return how fast whole staging slots cross, after a few to warm up."""
+        """Return the speed of copies of whole staging slots, after a few as a warm-up."""
         self.queue_copies(4)
         self.finish_copies()
         start = time.perf_counter()
@@ -150,7 +150,7 @@ class RemoteIpcPeer:
 def remote_ipc_peer(
     device: int, slot_bytes: int, visible: str | None = None
 ) -> Iterator[RemoteIpcPeer]:
-    """Run such a process, which sees these GPUs; kill it at the end."""
+    """Run a peer's process, and kill it at the end; `visible` is its CUDA_VISIBLE_DEVICES."""
     environment = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, str(device), str(slot_bytes)],

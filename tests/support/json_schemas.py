@@ -1,6 +1,6 @@
-"""JSON schemas by a seed: nested, with references, enumerations, patterns, bounds and choices.
+"""Random JSON schemas: nested, with references, enumerations, patterns, bounds and choices.
 
-All are bounded: no answer that fits one is longer than a few hundred tokens.
+All are bounded: no answer that fits a schema is longer than a few hundred tokens.
 """
 
 from __future__ import annotations

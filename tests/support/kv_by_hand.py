@@ -1,4 +1,4 @@
-"""One side of a KV link, played by the test: what it says is up to the test alone."""
+"""One side of a KV link, played by the test, which sends each message itself."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class PrefillByHand:
     """A prefill worker's control server.
 
     Attributes:
-        hellos: with the connections that they came over.
+        hellos: the `KvHello`s, each with the id of its connection.
         received: all messages.
-        lost: connections.
+        lost: ids of lost connections.
     """
 
     def __init__(self, worker_id: str, epoch: int) -> None:
@@ -54,18 +54,18 @@ class PrefillByHand:
         self.server: ControlServer
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Keep it."""
+        """Keep a message."""
         self.received.append(message)
         if isinstance(message, KvHello):
             self.hellos.append((peer_id, message))
 
     def record(self, **changes: Any) -> WorkerRecord:
-        """The record of this worker."""
+        """Return this worker's record."""
         fields = {"role": "prefill", "endpoint": self.endpoint, "layout": LAYOUT}
         return record(self.worker_id, self.epoch, **(fields | changes))
 
     def post(self, message: ControlMessage) -> None:
-        """Answer the newest connection."""
+        """Send a message to the connection of the newest hello."""
         self.server.post(self.hellos[-1][0], message)
 
     def refuse(self, error: str) -> None:
@@ -77,7 +77,7 @@ class PrefillByHand:
 async def prefill_by_hand(
     worker_id: str = "prefill-0", epoch: int = 1, lease_s: float = 10.0
 ) -> AsyncIterator[PrefillByHand]:
-    """Listen; nothing is answered by itself but pings."""
+    """Run the control server; by itself it answers only pings."""
     worker = PrefillByHand(worker_id, epoch)
     worker.server = ControlServer(
         HOST,
@@ -98,7 +98,7 @@ async def prefill_by_hand(
 
 
 class KvLinkByHand:
-    """A sender's end of a link; its calls block the event loop, but `granted`."""
+    """A sender's end of a link; all calls except `granted` block the event loop."""
 
     def __init__(self, socket: zmq.Socket[bytes], carrier: str) -> None:
         self._socket, self._carrier = socket, carrier
@@ -117,7 +117,7 @@ class KvLinkByHand:
         return decode_for_sender(self._socket.recv())
 
     def break_rules(self) -> None:
-        """Say what ends the link on the other side."""
+        """Send a message after which the other side ends the link."""
         self.send(Open(self._carrier, b""))  # a second time
 
     async def granted(self) -> None:
@@ -125,7 +125,7 @@ class KvLinkByHand:
         await eventually(lambda: self._socket.poll(0))
 
     def pass_test(self) -> None:
-        """Send what a link is tested with, and wait for its acknowledgement."""
+        """Send the link's test, and wait for its acknowledgement."""
         grant = self.receive()
         assert isinstance(grant, Grant)
         self._in_use = grant.credits[0]
@@ -149,29 +149,32 @@ class KvLinkByHand:
         assert ack.outcome == "ok"
 
     def gives_credits_back(self) -> bool:
-        """Answer what has come: another link cannot begin without the credits that this one has."""
+        """Answer all messages: another link needs the credits that this one has. Always true."""
         while self._socket.poll(0):
             self._answer(self.receive())
         return True
 
     def tickets(self) -> list[Prefill]:
-        """The jobs that it was asked for."""
+        """Return the jobs that were requested so far."""
         while self._socket.poll(0):
             self._answer(self.receive())
         return self._tickets
 
     def fail(self, job_id: str, reason: str = "scripted") -> None:
-        """Report a job that failed."""
+        """Report that a job failed."""
         self.send(PrefillFailed(job_id=job_id, reason=reason))
 
     def done(self, job_id: str, first_token: int) -> None:
-        """Report a first token."""
+        """Report a job's first token."""
         load = LoadReport(1, 1, 0)
         done = PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0, load=load)
         self.send(done)
 
     def _answer(self, message: object) -> None:
-        """Return an idle credit; the Ack of one that is in use returns it."""
+        """Keep a requested job; return a reclaimed credit that is idle.
+
+        A credit in use is returned by its `Ack`.
+        """
         if isinstance(message, Prefill):
             self._tickets.append(message)
         if isinstance(message, Reclaim) and message.credit != self._in_use:
@@ -179,13 +182,13 @@ class KvLinkByHand:
 
 
 def payload_of_test(seed: int, nbytes: int) -> bytes:
-    """What a test of a link consists of, from shared/kv/endpoint/link_test.py."""
+    """Return the payload of a link's test; see shared/kv/endpoint/link_test.py."""
     return bytes((number * 2654435761 + seed >> 7) & 0xFF for number in range(nbytes))
 
 
 @contextmanager
 def kv_link_by_hand(hello: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHand]:
-    """Come by the link that a hello offers."""
+    """Open the link that a hello offers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.routing_id = hello.token
@@ -195,7 +198,7 @@ def kv_link_by_hand(hello: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHa
 
 
 class DecodeByHand:
-    """A decode worker's control connection to a prefill worker, and what came by it."""
+    """A decode worker's control connection to a prefill worker, and the messages that came."""
 
     def __init__(self, worker: PrefillWorker) -> None:
         self._worker = worker
@@ -204,7 +207,7 @@ class DecodeByHand:
         self.client: ControlClient
 
     def hello(self, **changes: Any) -> KvHello:
-        """A hello of a worker at whose endpoint nobody listens."""
+        """Return the hello of a worker at whose endpoint nobody listens."""
         fields: dict[str, Any] = {
             "worker_id": "decode-0",
             "epoch": 1,
@@ -218,11 +221,11 @@ class DecodeByHand:
         return KvHello(**(fields | changes))
 
     def refusals(self) -> list[KvRefusal]:
-        """Answers to hellos."""
+        """Return the refusals that came."""
         return [message for message in self.received if isinstance(message, KvRefusal)]
 
     async def say_hello(self, **changes: Any) -> str | None:
-        """Post a hello and wait for the link, or for its refusal; returns why it is refused."""
+        """Post a hello and wait for the link or its refusal; returns the reason of a refusal."""
         hello = self.hello(**changes)
         links, refused = list(self._worker.sender.links), len(self.refusals())
 

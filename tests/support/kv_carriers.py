@@ -1,4 +1,4 @@
-"""Carriers that do not bring what is sent, as long as a test wants it so."""
+"""Carriers that lose payloads while a test wants it, and one that only one side has."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class ShakyCarrier(LoopbackCarrier):
     """Loopback that loses segments, or announces payloads that do not come.
 
     Attributes:
-        trouble: of all senders in this process; None if it works.
-        num_tried: segments that were to be sent.
+        trouble: "lost": nothing is sent; "corrupt": segments are announced without a payload; None:
+            all works. For all senders in this process.
+        num_tried: number of segments that were to be sent.
     """
 
     name: ClassVar[str] = "shaky"
@@ -30,7 +31,7 @@ class ShakyCarrier(LoopbackCarrier):
 
 
 class AbsentCarrier(LoopbackCarrier):
-    """A carrier that only one side has."""
+    """Loopback under another name, for a carrier that only one side has."""
 
     name: ClassVar[str] = "absent"
 

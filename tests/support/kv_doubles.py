@@ -1,4 +1,4 @@
-"""A device and a carrier that do what a real one may do at the worst moment."""
+"""A device and a carrier that do at the worst moment what real ones may do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagewire.tests.support.fake_device import FakeDevice
 
 
 class LateMove(PendingCheck):
-    """A move that is made when it is found to be done, in the order of launching."""
+    """A move that runs when `is_done` is called, after all moves that were launched before it."""
 
     def __init__(self, device: LateDevice, work: Callable[[], object]) -> None:
         self.corrupt = torch.zeros((), dtype=torch.int64)
@@ -37,10 +37,10 @@ class LateMove(PendingCheck):
 
 @dataclass
 class LateDevice(FakeDevice):
-    """Reads and writes as late as it may: when somebody finds that it has.
+    """Runs moves as late as possible: when somebody asks whether they are done.
 
-    What was launched while `has_moved` is false reads and writes blocks and staging slots that may
-    have got other owners meanwhile.
+    Moves that are launched while `has_moved` is false run later, on blocks and staging slots that
+    may have other owners by then.
     """
 
     fails_to_move: Exception | None = None  # raised by the next packing or unpacking
@@ -89,7 +89,7 @@ class LateDevice(FakeDevice):
 
 
 class HeldBack:
-    """Something that does not end while it is held."""
+    """Something pending that does not end while it is held."""
 
     def __init__(self, inner: Pending, is_held: Callable[[], bool]) -> None:
         self.inner, self.is_held = inner, is_held
@@ -99,7 +99,7 @@ class HeldBack:
 
 
 class Failed:
-    """Something that has failed."""
+    """Something pending that has failed."""
 
     def is_done(self) -> bool:
         raise TransferError("the wire is cut")
@@ -107,15 +107,16 @@ class Failed:
 
 @dataclass
 class FaultyCarrier:
-    """Another carrier, of which a test decides what goes wrong.
+    """Wraps a carrier; a test decides what goes wrong.
 
     Attributes:
-        num_corrupt: payloads to come in which a bit is wrong.
-        fails: next of its doings to fail: "stage", "staged", "send", "sent" or "receive".
-        holds_writes: our staging slots are not free again after a payload has left.
-        holds_payloads: announced payloads do not come.
-        holds_slots: something may still write to the staging slots of links that have ended.
-        num_open: halves of links that have not been closed.
+        num_corrupt: number of next payloads in which a bit is flipped.
+        fails: operation that fails once: "offer", "outbound", "stage", "staged", "send", "sent" or
+            "receive"; empty for none.
+        holds_writes: whether sends do not end, so that their staging slots stay in use.
+        holds_payloads: whether announced payloads do not arrive.
+        holds_slots: whether something may still write to staging slots of links that have ended.
+        num_open: number of halves of links that have not been closed.
     """
 
     inner: Carrier

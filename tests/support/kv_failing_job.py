@@ -1,4 +1,4 @@
-"""A prefill job that a worker by hand is to fail, while another worker could do it."""
+"""A prefill job that a worker played by the test will fail, while another worker could do it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker
 
 @dataclass(frozen=True)
 class FailingJob:
-    """Attributes: the job's link, the workers, the router that has asked, and the job's name."""
+    """The job and its surroundings.
+
+    Attributes:
+        link: the link by which the job was requested, played by the test.
+        other: the other prefill worker.
+        decode: the decode worker.
+        router: the router that asked for the answer.
+        job: the job's name.
+    """
 
     link: KvLinkByHand
     other: PrefillWorker
@@ -27,7 +35,7 @@ class FailingJob:
 
 @asynccontextmanager
 async def failing_job(then: str, **asked: Any) -> AsyncIterator[FailingJob]:
-    """Ask for an answer; its prompt goes to the worker by hand.
+    """Ask for an answer; the job goes to the worker that the test plays.
 
     Args:
         then: "next": the decode worker knows the other prefill worker, too; "local": it does not.

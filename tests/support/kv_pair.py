@@ -70,13 +70,13 @@ class Request:
 
     @property
     def positions(self) -> range:
-        """Of the blocks that are expected."""
+        """Positions of the blocks that are expected."""
         assert self.blocks is not None
         return self.blocks.coverage.positions
 
 
 class _Reports(JobCallbacks):
-    """What a receiver reports to a pair."""
+    """Passes a receiver's reports on to a pair."""
 
     def __init__(self, pair: KvPair) -> None:
         self._pair = pair
@@ -93,8 +93,9 @@ class KvPair:
     """Workers, links and requests.
 
     Attributes:
-        starts_jobs: reservations are jobs of a prefill worker at once.
-        reports_losses: a link that one half has lost is closed on the other side.
+        starts_jobs: whether each reservation starts a job of a prefill worker at once.
+        reports_losses: whether a link that one half has lost is closed on the other side.
+        news: work for the services, which runs at the end of `step`.
     """
 
     prefills: list[PrefillSide]
@@ -189,7 +190,7 @@ class KvPair:
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
-        """Void a request's job on the prefill side."""
+        """Cancel a request's job on the prefill side."""
         for link in request.tried[-1:] if request.job else ():
             link.prefill.sender.cancel(request.job, link.sent)
             request.job = ""
@@ -292,7 +293,7 @@ class KvPair:
                 self.end(link)
 
     def until(self, condition: Callable[[], object], *sides: Side) -> None:
-        """Step until a condition holds; messages take a moment to arrive."""
+        """Step until a condition holds, or fail; messages take a moment to arrive."""
         until_s = time.monotonic() + _REAL_S
         while not condition():
             self.step(*sides)
@@ -347,7 +348,21 @@ def kv_pair(
     windows: tuple[int | None, ...] = (None,),
     linked: bool = True,
 ) -> Iterator[KvPair]:
-    """Workers with a tested link between each two if `linked`."""
+    """Run prefill and decode sides; if `linked`, with a tested link between each two.
+
+    Args:
+        kind: carriers of all sides, the first one preferred.
+        num_prefills: number of prefill sides.
+        num_decodes: number of decode sides.
+        prefill_slots: staging slots of a prefill side.
+        decode_slots: staging slots of a decode side.
+        blocks_per_slot: blocks that fit in a staging slot.
+        divided_bytes: see `KvSender`.
+        prefill: arguments of `make_core` for prefill sides.
+        decode: arguments of `make_core` for decode sides.
+        windows: window of each layer; see `CacheGroups`.
+        linked: whether links are opened.
+    """
     kinds = (kind,) if isinstance(kind, str) else kind
     clock = Clock()
     prefills = [

@@ -22,7 +22,7 @@ _context.set_forkserver_preload([__name__])  # so that only the first process ta
 
 
 class PrefillProcess:
-    """Handle of such a process."""
+    """Handle of a prefill worker's process."""
 
     def __init__(self, worker_id: str, epoch: int, pid: int, commands: Connection) -> None:
         self.worker_id, self.epoch = worker_id, epoch
@@ -31,7 +31,7 @@ class PrefillProcess:
         self._endpoint = commands.recv()
 
     def record(self) -> WorkerRecord:
-        """Its worker record."""
+        """Return the worker's record."""
         return record(
             self.worker_id, self.epoch, role="prefill", endpoint=self._endpoint, layout=LAYOUT
         )
@@ -43,7 +43,7 @@ class PrefillProcess:
         self._commands.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send the process a signal."""
         os.kill(self._pid, number)
 
 

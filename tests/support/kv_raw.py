@@ -1,4 +1,4 @@
-"""The far end of a link, played by a test that says what it likes."""
+"""The far end of a link, played by a test that sends any messages."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RawSender:
         return self.heard
 
     def send(self, body: bytes, **fields: object) -> str:
-        """Send a segment in a credit that was granted; returns its outcome."""
+        """Send a segment with credit 0, which was granted; returns its outcome."""
         self.uses += 1
         heard = len(self.heard)
         values = {"use": self.uses, "seed": 0, "nbytes": len(body), **fields}
@@ -75,7 +75,7 @@ class RawSender:
 def raw_sender(
     pair: KvPair, decode: DecodeSide, without: Collection[str] = ()
 ) -> Iterator[RawSender]:
-    """A link whose sender has not said anything yet."""
+    """Offer a link, and connect a sender that has not sent anything yet."""
     link = decode.receiver.offer("raw", without)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -114,7 +114,7 @@ class RawReceiver:
         return self.heard
 
     def pass_test(self, credits: list[int]) -> None:
-        """Let a link open and say that its test has come."""
+        """Wait for a link to open, grant credits, and acknowledge its test."""
         self.hear(1)
         self.say(Grant(credits))
         test = self.hear(2)[1]
@@ -126,7 +126,7 @@ class RawReceiver:
 def raw_receiver(
     pair: KvPair, prefill: PrefillSide, slot_bytes: int = 1000
 ) -> Iterator[tuple[RawReceiver, SenderLink]]:
-    """A link whose receiver has not said anything yet."""
+    """Connect a sender to a receiver that has not sent anything yet."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.router_mandatory = True
@@ -150,7 +150,7 @@ def raw_receiver(
 
 @contextmanager
 def reserved() -> Iterator[tuple[KvPair, RawSender, Request]]:
-    """A request that waits for three blocks, and a link to send something by."""
+    """Add a request that waits for three blocks, and open a link over which the test can send."""
     with kv_pair("zmq", linked=False, blocks_per_slot=8) as pair:
         pair.starts_jobs = False
         request = pair.ask(PROMPT)
@@ -166,15 +166,15 @@ def cells(pair: KvPair) -> list[list[int | None]]:
 
 
 def size(count: int, num_groups: int = NUM_GROUPS) -> int:
-    """Bytes of a payload."""
+    """Return the bytes of a payload of some blocks and layer groups."""
     return GROUPS.packed_bytes(count, num_groups)
 
 
 def payload(count: int, num_groups: int = NUM_GROUPS) -> bytes:
-    """What is intact: words and sums of zero, for seed 0."""
+    """Return an intact payload for seed 0: words and checksums are zero."""
     return bytes(size(count, num_groups))
 
 
 def segment_with(**fields: object) -> Segment:
-    """The usual segment, with other fields."""
+    """Return `SEGMENT` with other fields."""
     return msgspec.structs.replace(SEGMENT, **fields)

@@ -31,12 +31,12 @@ MAX_TOKENS = 4
 
 
 def prompt_of(length: int, first: int = 1) -> list[int]:
-    """Token ids that differ with the first."""
+    """Return `length` token ids; prompts with another first one differ."""
     return [(first + 3 * index + index // VOCAB) % VOCAB for index in range(length)]
 
 
 def expected_answer(prompt: list[int], max_tokens: int = MAX_TOKENS, seed: int = SEED) -> list[int]:
-    """What the fake model says, if all KV is where it belongs."""
+    """Return the fake model's answer if all KV is where it belongs."""
     tokens = list(prompt)
     for _ in range(max_tokens):
         tokens.append(next_token(seed, tokens))
@@ -44,7 +44,7 @@ def expected_answer(prompt: list[int], max_tokens: int = MAX_TOKENS, seed: int =
 
 
 class Router:
-    """Posts requests and keeps what comes."""
+    """Posts requests and keeps the messages that come."""
 
     def __init__(self) -> None:
         self.outputs: defaultdict[str, list[TokenOutput]] = defaultdict(list)
@@ -75,7 +75,7 @@ class Router:
         cache_salt: str | None = None,
         **fields: Any,
     ) -> None:
-        """Post a request, and with it others that differ in their seeds."""
+        """Post a request, and with it `forks`, which differ in their seeds."""
         prompt = prompt_of(9) if prompt is None else prompt
         for seed, name in enumerate((request_id, *forks), start=SEED):
             self._prompts[name] = prompt, max_tokens, seed
@@ -100,13 +100,13 @@ class Router:
         )
 
     def embed(self, request_id: str = "e", prompt: list[int] | None = None, **fields: Any) -> None:
-        """Post a prompt that is to have an embedding."""
+        """Post a request for a prompt's embedding."""
         prompt = prompt_of(9) if prompt is None else prompt
         fields = {"pooling": "mean", "normalize": False} | fields
         self.client.post(Embed(request_id=request_id, token_ids=prompt, **fields))
 
     async def embedding(self, request_id: str = "e") -> list[float]:
-        """Wait for one."""
+        """Wait for an embedding."""
         await eventually(lambda: self._has_ended(request_id))
         [output] = self.outputs[request_id]
         assert output.finish_reason == "stop"
@@ -119,11 +119,11 @@ class Router:
         self.client.post(Cancel(request_id=request_id))
 
     def tokens(self, request_id: str = "r") -> list[int]:
-        """All that came for a request so far."""
+        """Return the tokens that came for a request so far."""
         return [token for output in self.outputs[request_id] for token in output.token_ids]
 
     def scored(self, request_id: str = "r") -> list[int]:
-        """The prompt tokens whose log probabilities came so far, from position 1 on, each once."""
+        """Return the prompt tokens from position 1 on whose log probabilities came so far."""
         found: list[int] = []
         for output in self.outputs[request_id]:
             if output.prompt_logprobs is not None:
@@ -134,12 +134,12 @@ class Router:
         return found
 
     def prefilled_by(self, request_id: str = "r") -> str | None:
-        """The worker that sampled the first token; None if the decode worker did."""
+        """Return the prefill worker that sampled the first token; None: the decode worker did."""
         outputs = self.outputs[request_id]
         return next(output for output in outputs if output.token_ids).prefill_worker
 
     async def first_token(self, request_id: str = "r") -> None:
-        """Wait for it."""
+        """Wait for a request's first token."""
         await eventually(lambda: self.tokens(request_id))
 
     async def answer(self, request_id: str = "r", timeout: float = 20.0) -> None:
@@ -149,7 +149,7 @@ class Router:
         assert self.tokens(request_id) == self.expected(request_id)
 
     def expected(self, request_id: str = "r") -> list[int]:
-        """The whole answer."""
+        """Return the whole right answer."""
         return expected_answer(*self._prompts[request_id])
 
     def _has_ended(self, request_id: str) -> bool:
@@ -158,7 +158,7 @@ class Router:
 
 @asynccontextmanager
 async def router_of(worker: Worker) -> AsyncIterator[Router]:
-    """Connect to a worker."""
+    """Connect a router to a worker."""
     router = Router()
     router.client = ControlClient(
         worker.endpoint,

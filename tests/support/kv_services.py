@@ -1,7 +1,7 @@
-"""Prefill and decode workers that have everything but a model, Redis and a process of their own.
+"""Prefill and decode workers without a model, Redis and processes of their own.
 
-Real control channels, real KV sockets, engine threads over fake devices. What a worker owns must be
-free when it ends.
+They have real control channels, real KV sockets, and engine threads over fake devices. All that a
+worker owns must be free when it ends.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def _open(
 async def _serving(
     worker: PrefillWorker | DecodeWorker, half: KvSender | KvReceiver
 ) -> AsyncIterator[None]:
-    """Run the engine and the service; at the end all of the worker's must be free."""
+    """Run the engine and the service; at the end all that the worker owns must be free."""
     worker.core.hooks.append(half)
     worker.registry.register(KvCollector(half))
     worker.engine.thread.start()

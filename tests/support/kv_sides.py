@@ -45,7 +45,7 @@ LAYOUT = BlockLayout(
 
 
 def _ignore(_fd: int) -> None:
-    """Nobody is to wake up."""
+    """Do nothing: the test steps the engine itself."""
 
 
 @dataclass
@@ -63,9 +63,12 @@ class Side(ABC):
     """An engine with its half of an endpoint.
 
     Attributes:
-        windows: of each layer; see `CacheGroups`.
-        lost: links that have ended by themselves, and why.
-        worked: whether the next iteration may build on what the last one did.
+        kinds: names of its carriers.
+        engine: arguments of `make_core`.
+        windows: window of each layer; see `CacheGroups`.
+        lost: links that have ended by themselves, and the reasons.
+        is_dead: whether its process has ended.
+        worked: whether the last iteration did anything.
     """
 
     name: str
@@ -97,11 +100,11 @@ class Side(ABC):
 
     @property
     def carrier(self) -> FaultyCarrier:
-        """The first one."""
+        """The first carrier."""
         return next(iter(self.carriers.values()))
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
-        """Let the engine compute something of its own."""
+        """Add a sequence that has nothing to do with transfers."""
         sequence = make_sequence(request_id, prompt, max_tokens=max_tokens)
         self.core.add(sequence)
         return sequence
@@ -118,10 +121,10 @@ class Side(ABC):
     @property
     @abstractmethod
     def endpoint(self) -> KvSender | KvReceiver:
-        """Its half."""
+        """The side's half of the endpoint."""
 
     def held(self) -> list[str]:
-        """Return what is held of the engine, in words."""
+        """Describe what is held in the engine."""
         scheduler = self.core.scheduler
         scheduler.check_integrity()
         used = scheduler.pool.counts().used
@@ -180,7 +183,7 @@ class DecodeSide(Side):
     """A decode worker.
 
     Attributes:
-        tested: links by which payloads come.
+        tested: links whose test has arrived.
     """
 
     watch: Callable[[int], None] = _ignore
@@ -224,7 +227,7 @@ class DecodeSide(Side):
 
 
 def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
-    """The message by which a decode worker opens a link."""
+    """Return the message by which a decode worker opens a link."""
     return KvHello(
         worker_id=decode.name,
         epoch=1,

@@ -25,17 +25,17 @@ class Trace:
     """Functions as (file, name).
 
     Attributes:
-        passed: those that make the segment, take it as an argument, or return or yield it: itself
-            or its acknowledgement, in a tuple or list, or as an object's `segment`. Its properties
-            are none.
-        called: all that run while it crosses, but not those that run in polls that find nothing.
+        passed: functions that make the segment, take it as an argument, or return or yield it. Its
+            acknowledgement counts as well, and so does either in a tuple or list, or as an object's
+            `segment`. The segment's own properties do not count.
+        called: all functions that run while it crosses, without those of polls that find nothing.
     """
 
     passed: set[tuple[str, str]] = field(default_factory=set)
     called: set[tuple[str, str]] = field(default_factory=set)
 
     def profile(self, frame: FrameType, event: str, result: object) -> None:
-        """Note a call or return; see `sys.setprofile`."""
+        """Record a call or return; see `sys.setprofile`."""
         code = frame.f_code
         file = Path(code.co_filename)
         if event not in ("call", "return") or not file.is_relative_to(_ROOT):
@@ -52,7 +52,7 @@ class Trace:
 
 
 def trace_segment(kind: str = "zmq") -> Trace:
-    """Let one segment cross between two endpoints of this process."""
+    """Return the functions that run while one segment crosses between two endpoints here."""
     idle, trace = Trace(), Trace()
     with kv_pair(kind) as pair:
         with _profiled(idle):

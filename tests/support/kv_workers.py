@@ -1,4 +1,4 @@
-"""What workers with fake devices have; `kv_services` makes and runs them."""
+"""Workers with fake devices, which `kv_services` makes and runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds; long, where a test is not about them."""
+    """Times in seconds; they are long where a test is not about them."""
 
     heartbeat_s: float = 0.05
     lease_s: float = 10.0
@@ -74,11 +74,11 @@ class Worker(ABC):
     """What workers of both roles have.
 
     Attributes:
-        service: its messages and outputs go there.
-        is_draining: as after SIGTERM.
-        received: messages with the connections, or the peers, that they came from.
-        must_be_idle: at its end all that it owns is to be free, and all links closed.
-        handed_over: how often something was given to the engine's thread, and by it to the loop.
+        service: takes the worker's messages and outputs.
+        is_draining: whether it drains, as after SIGTERM.
+        received: messages, each with the connection or peer that it came from.
+        must_be_idle: whether all that it owns must be free at its end, and all links closed.
+        handed_over: number of calls given to the engine's thread, and by it to the event loop.
     """
 
     identity: WorkerIdentity
@@ -114,7 +114,7 @@ class Worker(ABC):
         )
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """As a worker's runtime does."""
+        """Return a function that calls `callback` in the event loop, as a worker's runtime does."""
 
         def call(*args: object) -> None:
             self.handed_over["to the loop"] += 1
@@ -132,21 +132,21 @@ class Worker(ABC):
         self.service.on_message(peer_id, message)
 
     def on_peer_lost(self, peer_id: str) -> None:
-        """Report a peer to the service that is gone."""
+        """Report to the service that a peer is gone."""
         self.service.on_peer_lost(peer_id)
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that sequences hold, as the engine last said."""
+        """Blocks that sequences hold, as the engine last reported."""
         return self.engine.thread.snapshot.blocks.used
 
     def taken(self, kind: type[T]) -> list[T]:
-        """Messages of one type that have come."""
+        """Return the messages of one type that have come."""
         return [message for _, message in self.received if isinstance(message, kind)]
 
     @contextlib.contextmanager
     def stuck(self) -> Iterator[None]:
-        """Have the engine's thread do nothing."""
+        """Block the engine's thread during the context."""
         entered, release = threading.Event(), threading.Event()
 
         def wait(_core: EngineCore) -> None:
@@ -161,11 +161,11 @@ class Worker(ABC):
             release.set()
 
     def metric(self, name: str, **labels: str) -> float | None:
-        """The value of a sample in `/metrics`; None if it is not there."""
+        """Return the value of a sample of the metrics; None if it is not there."""
         return self.registry.get_sample_value(f"pagewire_{name}", labels)
 
     async def stop_engine(self) -> None:
-        """End its thread."""
+        """End the engine's thread."""
         assert await asyncio.to_thread(self.engine.thread.stop, 5.0)
 
     async def become_idle(self) -> None:
@@ -178,7 +178,7 @@ class Worker(ABC):
         """Whether nothing is held, and no link is open."""
 
     def record(self, **changes: Any) -> WorkerRecord:
-        """A prefill worker's record."""
+        """Return a prefill worker's record with this worker's identity and endpoint."""
         fields: dict[str, Any] = {
             "worker_id": self.identity.worker_id,
             "epoch": self.identity.epoch,
@@ -189,12 +189,12 @@ class Worker(ABC):
         return record(**(fields | changes))
 
     def embeddings(self) -> EmbeddingJobs:
-        """The part that computes embeddings for routers."""
+        """Return the part that computes embeddings for routers."""
         return EmbeddingJobs(self.engine, self.server.post, lambda: self.is_draining)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Start what the service needs, and end all of it in the order of a worker's runtime."""
+        """Run the control server."""
         times, identity = self.times, self.identity
         self.server = ControlServer(
             HOST,
@@ -231,7 +231,7 @@ class DecodeWorker(Worker):
     """A decode worker.
 
     Attributes:
-        records: of the prefill workers, as the directory has them.
+        records: records of the prefill workers that it knows.
     """
 
     receiver: KvReceiver = field(init=False)
@@ -239,17 +239,17 @@ class DecodeWorker(Worker):
     records: list[WorkerRecord] = field(default_factory=list)
 
     def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
-        """Whether there is a usable link to this life of a worker."""
+        """Whether there is a usable link to this epoch of a worker."""
         return self.links.open_epochs.get(worker_id) == epoch
 
     async def link_to(self, *workers: PrefillWorker, timeout: float = 20.0) -> None:
-        """Have the directory know these prefill workers, and wait for the links."""
+        """Set these prefill workers as the known ones, and wait for the links."""
         self.records = [worker.record() for worker in workers]
         names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]
         await eventually(lambda: all(self.is_linked(*name) for name in names), timeout)
 
     def local_prefills(self, reason: str) -> float | None:
-        """How many prompts were computed here for a reason."""
+        """Return the number of prompts that were computed here for a reason."""
         return self.metric("local_prefills_total", reason=reason)
 
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""A vocabulary as large as today's models have, made of Python's own sources in a few seconds."""
+"""A vocabulary as large as those of current models, made from Python's sources in a few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Libraries against a router whose worker answers a given text, each in a thread, as they block."""
+"""A router whose worker answers a given text, for client libraries: they block, so in a thread."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.tool_answers import Call, written
 from pagewire.tests.support.tool_models import make_model
 
-QUESTION = "The weather in Łódź, and the time?"
-CALLS: list[Call] = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
-
-# Run a scenario, given the router's URL; every answer is the text.
+# Runs a scenario with the router's URL, and returns its result; every answer is the text.
 Ask = Callable[[str, Callable[[str], Any]], Any]
 
 
 @contextmanager
 def scripted_router(folder: Path) -> Iterator[Ask]:
-    """Serve a model that writes calls as Hermes does, and thinks."""
+    """Run routers of a model with reasoning that writes tool calls as Hermes does."""
     model = make_model(folder, "hermes")
     tokenizer = Tokenizer.from_dir(model)
     with RedisServer() as redis:

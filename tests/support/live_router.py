@@ -51,22 +51,22 @@ class LiveRouter:
         )
 
     async def metrics_page(self) -> str:
-        """All of its /metrics."""
+        """Return all of its /metrics."""
         return (await self.http.get(f"{self.service.pages.metrics_endpoint}/metrics")).text
 
     async def cluster(self) -> httpx.Response:
-        """What its operator port says of the cluster."""
+        """Ask its operator port for the cluster's state."""
         return await self.http.get(f"{self.service.pages.operator_endpoint}/cluster")
 
     async def targets(self) -> list[dict[str, Any]]:
-        """Where its operator port says that metrics are."""
+        """Return the metrics endpoints that its operator port lists."""
         found: list[dict[str, Any]] = (
             await self.http.get(f"{self.service.pages.operator_endpoint}/sd")
         ).json()
         return found
 
     async def metric(self, sample: str) -> float:
-        """The value of a sample in /metrics, named as there."""
+        """Return the value of a sample in /metrics, named as there."""
         text = await self.metrics_page()
         lines = [line for line in text.splitlines() if line.startswith(sample + " ")]
         assert len(lines) == 1, (sample, text)
@@ -77,7 +77,7 @@ class LiveRouter:
 async def live_router(
     redis_url: str, *, port: int = 0, **settings: Any
 ) -> AsyncIterator[LiveRouter]:
-    """Run a router, at any port for 0; at the end nothing of it is left."""
+    """Run a router until the context ends; port 0 is any free one. `settings` are the router's."""
     chosen = RouterSettings(
         **(
             {

@@ -31,7 +31,7 @@ from pagewire.loadtest.cluster import (
 )
 from pagewire.services.cli.up.machine import LOOPBACK, PortTakenError, require_free_port
 
-PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 MIN_PORT, PORTS = 10_000, 16_000
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
@@ -40,10 +40,12 @@ class LocalCluster:
     """A running `pagewire up`.
 
     Attributes:
-        url: of the routers.
-        operator_url: where they describe the cluster, once it is ready.
+        url: URL of the routers.
+        operator_url: URL at which they describe the cluster; empty until it is ready.
 
     Args:
+        options: options of `pagewire up`.
+        env: further environment variables.
         program: the module that is `pagewire`.
     """
 
@@ -70,7 +72,7 @@ class LocalCluster:
         return [TIME.sub("", line) for line in self.output.splitlines()]
 
     def log_of(self, name: str) -> str:
-        """Return what a service has written."""
+        """Return the log of a service."""
         [file] = self._path.glob(f"*/{name}.log")
         return file.read_text(encoding="utf-8")
 
@@ -83,7 +85,7 @@ class LocalCluster:
         self.operator_url = ready["operator_url"]
 
     def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
-        """Wait until a line that begins so was printed, and return it."""
+        """Wait until a line that begins with `start` was printed, and return it."""
         deadline = time.monotonic() + timeout
         while not (found := [line for line in self.lines if line.startswith(start)]):
             assert time.monotonic() < deadline, f"no line {start!r}: {self.output}"
@@ -106,7 +108,7 @@ class LocalCluster:
         return self._pid_by(f"--router-id\0{name}\0".encode())
 
     def busy_routers(self) -> list[str]:
-        """Return the names of the routers that have requests whose tokens come."""
+        """Return the names of the routers that have running requests."""
         pattern = r'vllm:num_requests_running\{.*router="(.*?)"'
         found = [(re.match(pattern, name), value) for name, value in self.metrics().items()]
         return [match[1] for match, value in found if match is not None and value]
@@ -121,7 +123,7 @@ class LocalCluster:
         return pids[0]
 
     def processes(self) -> dict[int, list[str]]:
-        """Return the processes of the cluster with their command lines, the supervisor's not."""
+        """Return the command lines of the cluster's processes by id, without the supervisor."""
         pids = map(int, filter(str.isdigit, os.listdir("/proc")))
         lines = {pid: _command_line(pid) for pid in pids if self.process.pid in _ancestors(pid)}
         return {pid: line.decode().split("\0") for pid, line in lines.items() if line}
@@ -215,10 +217,10 @@ def _ancestors(pid: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that is free, and if possible none that the system gives to who asks for any."""
-    first_given = int(PORTS_GIVEN.read_text().split()[0])
-    lowest = max(MIN_PORT, first_given - PORTS)
-    while lowest < first_given:
+    """Return a free port, if possible below the range from which the system assigns ports."""
+    first_assigned = int(ASSIGNED_PORTS.read_text().split()[0])
+    lowest = max(MIN_PORT, first_assigned - PORTS)
+    while lowest < first_assigned:
         with suppress(PortTakenError):
-            return require_free_port(LOOPBACK, lowest + secrets.randbelow(first_given - lowest))
+            return require_free_port(LOOPBACK, lowest + secrets.randbelow(first_assigned - lowest))
     return require_free_port(LOOPBACK, 0)

@@ -16,7 +16,7 @@ class LogprobTruth:
     """Asks a model for the log probabilities of whole texts.
 
     Args:
-        model: as Hugging Face has it, in float32; None: the demo model.
+        model: a model of Hugging Face's classes, in float32; None: the demo model.
     """
 
     def __init__(self, model: Any = None) -> None:
@@ -27,19 +27,21 @@ class LogprobTruth:
 
     @torch.inference_mode()
     def of(self, token_ids: list[int]) -> torch.Tensor:
-        """Return [n, vocab]: row i is of the token that comes after `token_ids[i]`."""
+        """Return log probabilities [n, vocab]; row i is for the token after `token_ids[i]`."""
         logits = self._model(torch.tensor([token_ids])).logits[0]
         return torch.log_softmax(logits.float(), -1)
 
     def check(
         self, prompt: list[int], answer: list[int], found: list[dict[int, float] | None], top: int
     ) -> None:
-        """Check the log probabilities of the last tokens of a text, as many as there are.
+        """Check the log probabilities of the last `len(found)` tokens of a text.
 
         Args:
-            prompt, answer: the text.
-            found: by token id, of each of the last tokens: its own and its alternatives'.
-            top: how many alternatives there are to be.
+            prompt: tokens of the prompt.
+            answer: tokens of the answer, after the prompt.
+            found: for each of the last tokens: log probabilities of itself and its alternatives, by
+                token id; None for the text's first token.
+            top: number of alternatives.
         """
         token_ids = [*prompt, *answer]
         truth = self.of(token_ids)

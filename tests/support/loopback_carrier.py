@@ -14,7 +14,7 @@ from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbo
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
-_stagings: dict[bytes, Staging] = {}  # that may be written to, by name
+_stagings: dict[bytes, Staging] = {}  # stagings to which senders may write, by name
 
 
 class LoopbackCarrier(Carrier):
@@ -51,7 +51,7 @@ class LoopbackCarrier(Carrier):
         return _LoopbackOutbound(self._staging, _stagings[offer], self._moves, socket)
 
     def close(self) -> None:
-        """Let nobody write here any more."""
+        """Keep further senders from writing to this worker's staging."""
         _stagings.pop(str(id(self._staging)).encode(), None)
 
 
@@ -67,7 +67,7 @@ class _LoopbackOutbound(Outbound):
         return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce what has crossed."""
+        """Announce a segment, whose payload has crossed."""
         return self._socket.post(segment)
 
 

@@ -1,6 +1,6 @@
 """A one-sided carrier without a GPU: senders map the receiver's staging, which lies in a file.
 
-Like CUDA IPC, it lets a sender that was stopped write to a staging slot that is another one's.
+As with CUDA IPC, a sender that was stopped may later write to a slot that another sender has.
 """
 
 from __future__ import annotations

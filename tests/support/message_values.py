@@ -1,4 +1,4 @@
-"""Values of messages, made up by hypothesis from what msgspec knows of their types."""
+"""Random values of messages: hypothesis strategies from msgspec's description of types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOGPROBS = logprobs_columns()
 
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type as msgspec describes it, its limits included."""
+    """Return a strategy for values of a type that msgspec describes, within its limits."""
     match kind:
         case msgspec.inspect.IntType():
             low = kind.ge if kind.ge is not None else -(2**63)

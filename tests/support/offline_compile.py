@@ -5,8 +5,9 @@
 
 Launchers run on tensors without memory; instead of a launch, Triton compiles the kernel with its
 own ptxas. The interpreter, which the tests use, accepts programs that the compiler refuses, and has
-no registers or shared memory. Exit code 1: a kernel spills registers, needs more shared memory than
-an SM has, or has a branch at which threads may diverge before a barrier, see `ptx_uniformity`.
+no registers or shared memory. Exit code 1: a kernel spills more bytes than `_SPILLS` allows, needs
+more shared memory than an SM has, or has a branch at which threads may diverge before a barrier,
+see `ptx_uniformity`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _hopper(compiled: _Compiled) -> Iterator[None]:
 
 
 def _emptied(value: Any, device: str) -> Any:
-    """Return a tensor without memory in place of one, or of those of tables; only in fake mode."""
+    """Return tensors without memory in place of a tensor or of tables; only in fake tensor mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, ShapingTables):
@@ -232,8 +233,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile the kernels for sm_90 without a GPU.")
     parser.add_argument("--ops", nargs="+", choices=OP_NAMES, default=OP_NAMES)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
-    parser.add_argument("--all-mixtures", action="store_true", help="those of all known models")
-    parser.add_argument("--batch-invariant", action="store_true", help="those of that mode")
+    parser.add_argument(
+        "--all-mixtures", action="store_true", help="all of `MIXTURES`, not only one"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="compile that mode's kernels"
+    )
     options = parser.parse_args(arguments)
     compiled, ops = _Compiled(), load_ops("triton", "cuda", options.batch_invariant)
     dtypes = [getattr(torch, name) for name in options.dtypes]

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint that is not Pagewire: it knows no newer fields, and can misbehave."""
+"""An OpenAI endpoint that is not Pagewire: it knows only old fields, and can misbehave."""
 
 import json
 import ssl
@@ -20,15 +20,15 @@ class OpenAIServer:
     """A running endpoint.
 
     Attributes:
-        mode: "old" streams text alone, "usage" a last chunk with the usage, too; "busy" refuses
-            with 429, "breaks" ends in mid-stream, "fails" sends an error in mid-stream, "html"
-            speaks something else; "cuts" closes the connection after [DONE], without the end of
-            the body, and "lingers" leaves it open.
-        delay_s: before each answer to a POST.
-        retry_after: the header of that name where it is busy.
-        bodies: of the requests, in order.
+        mode: "old" streams only text; "usage" also sends a last chunk with the usage; "busy"
+            refuses with 429; "breaks" ends in mid-stream; "fails" sends an error in mid-stream;
+            "html" sends something else; "cuts" closes the connection after [DONE], without the end
+            of the body, and "lingers" leaves it open.
+        delay_s: pause before each answer to a POST, in seconds.
+        retry_after: value of the Retry-After header of "busy".
+        bodies: bodies of the requests, in order.
         keys: their Authorization headers.
-        num_connections: that were opened.
+        num_connections: number of connections that were opened.
     """
 
     url: str = ""
@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def _chunk(text: str, end: str | None, chat: bool) -> dict[str, Any]:

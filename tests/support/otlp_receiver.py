@@ -19,10 +19,10 @@ class Received:
     """The spans that have come, with the service that sent each.
 
     Attributes:
-        url: of the collector.
+        url: URL of the collector.
         spans: pairs of a service's name and a span.
-        status: of its answers; spans that come with another than 200 are not kept.
-        num_requests: that have come.
+        status: HTTP status of its answers; unless it is 200, spans are not kept.
+        num_requests: number of requests that have come.
     """
 
     def __init__(self, url: str) -> None:

@@ -12,7 +12,7 @@ from pagewire.shared.engine.execution.model_runner import ModelRunner
 
 
 class Rerun:
-    """In place of a CUDA graph: runs its step again, and leaves the result in the same tensors."""
+    """Stands in for a CUDA graph: runs its step again, with the results in the same tensors."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
@@ -25,7 +25,7 @@ class Rerun:
 
 
 class Reruns(GraphPool):
-    """Captures steps as `Rerun`."""
+    """Captures each step as a `Rerun`."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cpu"

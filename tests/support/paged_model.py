@@ -10,7 +10,7 @@ import torch
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv
 from pagewire.shared.model.layers.decoder import DecoderModel
 
-GARBAGE = 1e4  # what unwritten KV slots hold: nobody may read it
+GARBAGE = 1e4  # content of unwritten KV slots, which nothing may read
 
 
 @dataclass
@@ -74,7 +74,7 @@ class PagedModel:
                 sequence.done += 1
 
     def decode_batch(self, sequences: list[PagedSequence], padding_rows: int = 0) -> ForwardBatch:
-        """The inputs of one decode step of these sequences."""
+        """Return the inputs of one decode step of these sequences."""
         tokens: list[Token] = [(sequence, sequence.done) for sequence in sequences]
         return self._batch(tokens + [(None, 0)] * padding_rows, sequences, [], padding_rows)
 
@@ -85,7 +85,7 @@ class PagedModel:
                 self.step([], [(sequence, min(chunk, sequence.remaining))])
 
     def run_mixed(self, sequences: list[PagedSequence], max_chunk: int) -> None:
-        """Run sequences side by side in random mixtures of decode rows and chunks."""
+        """Run sequences together, in random mixtures of decode rows and chunks."""
         while any(sequence.remaining for sequence in sequences):
             decodes: list[PagedSequence] = []
             prefills: list[tuple[PagedSequence, int]] = []
@@ -135,7 +135,7 @@ class PagedModel:
         return block * self.block_size + position % self.block_size
 
     def _tables(self, rows: list[PagedSequence | None], present: bool) -> torch.Tensor | None:
-        """Block tables, their ends filled with any blocks that exist."""
+        """Return block tables whose unused entries are random blocks; None without rows."""
         if not present:
             return None
         width = max(len(row.block_ids) if row else 0 for row in rows) + 2

@@ -17,7 +17,7 @@ EPOCH = 1_790_000_000_000_000_001  # greater than 2**53
 
 
 def blocks(count: int, start: int = 0) -> list[BlockHash]:
-    """The hashes of a prompt's blocks; another start is another prompt."""
+    """Return the hashes of a prompt's blocks; another start is another prompt."""
     return HASHER.hash_prompt(range(start, start + 4 * count))
 
 
@@ -57,7 +57,7 @@ async def publishing(
 async def until_found(
     index: PrefixIndex, hashes: list[BlockHash], expected: dict[str, int], **epochs: int
 ) -> None:
-    """Wait until a lookup answers so."""
+    """Wait until a lookup returns these hits."""
     deadline = time.monotonic() + 20
     while (found := (await index.lookup(hashes, epochs or {"w": EPOCH})).hits) != expected:
         assert time.monotonic() < deadline, f"{found} instead of {expected}"
@@ -67,7 +67,7 @@ async def until_found(
 async def until_reserved(
     index: PrefixIndex, epochs: dict[str, int], expected: dict[str, int]
 ) -> None:
-    """Wait until a lookup finds this load that other routers have reserved."""
+    """Wait until a lookup returns this reserved load of other routers."""
     deadline = time.monotonic() + 20
     while (found := (await index.lookup([], epochs)).reserved) != expected:
         assert time.monotonic() < deadline, found

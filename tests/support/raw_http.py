@@ -1,4 +1,4 @@
-"""An HTTP client that sends what it is told to, whole or not."""
+"""An HTTP client that sends any bytes, also incomplete requests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RawClient:
         return status, error
 
     async def ends(self) -> bool:
-        """Wait until the server closes; whether it sent nothing before."""
+        """Wait until the server closes the connection; return whether it sent nothing before."""
         async with asyncio.timeout(CALL_S):
             try:
                 return await self._reader.read() == b""

@@ -1,4 +1,4 @@
-"""A real redis-server of a test's own: can be frozen, killed and restarted."""
+"""A real redis-server of a test's own, which can be frozen, killed and restarted."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ class RedisServer:
         shutil.rmtree(self.directory)
 
     def client(self) -> redis.Redis:
-        """A blocking client, for a test's own looks into the data."""
+        """Return a blocking client, with which a test can read the data."""
         return redis.Redis.from_url(self.url)
 
     def __enter__(self) -> "RedisServer":

@@ -1,4 +1,4 @@
-"""Requests as the router reads them."""
+"""Request bodies, read as the router reads them."""
 
 import json
 from collections.abc import Callable

@@ -27,8 +27,11 @@ def router_process(
     """Start a router.
 
     Args:
-        open_files: its limit of them, soft and hard.
-        env: further settings.
+        redis_url: URL of the cluster's Redis.
+        port: its port.
+        options: further options of `pagewire router`.
+        open_files: soft and hard limit of open files.
+        env: further environment variables.
         fds: file descriptors that it inherits.
     """
     limit = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
@@ -66,7 +69,7 @@ async def ready(http: httpx.AsyncClient, status: int) -> None:
 
 
 async def drains(http: httpx.AsyncClient) -> None:
-    """Wait until a router that was ready has heard that it is to end."""
+    """Wait until a router that was ready drains, or accepts no connections any more."""
     for _ in range(1000):
         try:
             if (await http.get("/ready")).status_code != 200:

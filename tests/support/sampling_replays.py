@@ -32,8 +32,8 @@ class Growing:
     search for its threshold reads the row from memory.
 
     Attributes:
-        checks: numbers of the draws that are compared with the reference, including the last one.
-        highest: logits are cut off at this value, so that fewer draws are enough.
+        checks: number of draws that are compared with the reference; the last draw is one of them.
+        highest: upper bound of the logits, so that fewer draws are enough.
     """
 
     rows: int = 64

@@ -1,4 +1,4 @@
-"""What tests do with a router whose worker answers a given text."""
+"""Types of fixtures that run a test's scenario with a router whose worker answers a given text."""
 
 from __future__ import annotations
 

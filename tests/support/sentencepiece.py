@@ -9,7 +9,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """Llama 2's kind: spaces as U+2581, one stripped at the start, byte fallback."""
+    """Return one like Llama 2's: spaces as U+2581, one stripped at the start, byte fallback."""
     words = ["<unk>", "<s>", *(f"<0x{b:02X}>" for b in range(256))]
     words += ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁h", "▁w"]
     vocab = {word: i for i, word in enumerate(words)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# By the names that HTTP bodies and `SamplingParams` have.
+# The names are those of HTTP bodies and `SamplingParams`.
 SHAPES: list[dict[str, Any]] = [
     {"repetition_penalty": 2.5},
     {"frequency_penalty": 1.7, "presence_penalty": 1.4},
@@ -28,6 +28,6 @@ SHAPES: list[dict[str, Any]] = [
 
 
 def shaped_fields(index: int) -> dict[str, Any]:
-    """Fields of the request of an index: every second one is greedy."""
+    """Return the fields of request number `index`; every second one is greedy."""
     choice = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "seed": 500 + index}
     return SHAPES[index // 2 % len(SHAPES)] | choice

@@ -1,9 +1,9 @@
-"""Opens connections to a port and is silent; a process, since each takes an open file.
+"""Opens silent connections to a port, in a process of its own, as each takes an open file.
 
     silent_crowd.py PORT COUNT REQUESTS
 
-Each sends as many requests, one after another, before it falls silent. The process then prints
-"open", and at the end of its standard input how many the server had closed by then.
+Each of COUNT connections first sends REQUESTS requests, one after another. The process then prints
+"open", and at the end of its standard input the number of connections that the server had closed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class SilentCrowd:
         self._process = process
 
     def leave(self) -> int:
-        """Let it end; return how many of its connections the server had closed."""
+        """End the process; returns the number of connections that the server had closed."""
         closed, _ = self._process.communicate(timeout=30)
         return int(closed)
 
 
 @contextmanager
 def silent_crowd(port: int, count: int, requests: int = 0) -> Iterator[SilentCrowd]:
-    """Connect, and be silent after some requests."""
+    """Open `count` connections that are silent after `requests` requests each."""
     command = [sys.executable, "-P", "-m", __name__, str(port), str(count), str(requests)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -20,7 +20,16 @@ OUTCOMES: tuple[Outcome, ...] = ("arrives", "is recomputed", "is recomputed afte
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the simulation: its arrival, its parameters, and what happens to it."""
+    """A request of the simulation: its arrival, its parameters, and what happens to it.
+
+    Attributes:
+        at: iteration in which it arrives.
+        replayed: number of outputs that it already has.
+        outcome: what ends a reservation.
+        delay: iterations until that, and (up to 5) from its end until the engine forgets it.
+        abort_after: iterations from its arrival until it is aborted; None: it is not.
+        children: for each child, its `abort_after`.
+    """
 
     at: int
     prompt: list[int]
@@ -32,7 +41,7 @@ class Arrival:
     outcome: Outcome
     delay: int
     abort_after: int | None
-    children: list[int | None]  # when each one is aborted
+    children: list[int | None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,7 @@ FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Engines under pressure: running sequences need more blocks than there are."""
+    """Draw engines under pressure: running sequences need more blocks than there are."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     windows = draw(st.sampled_from(WINDOWS))
     groups = CacheGroups.of(windows, block_size)
@@ -109,7 +118,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
 
 @st.composite
 def prompts(draw: st.DrawFn, capacity: int) -> list[int]:
-    """Prompts with few different beginnings, so that they share blocks; some are too long."""
+    """Draw prompts with few different beginnings, so that they share blocks; some are too long."""
     percent = draw(st.sampled_from([1, 10, 25, 25, 40, 40, 60, 90, 110]))
     length = max(1, capacity * percent // 100 + draw(st.integers(-1, 1)))
     tail = draw(st.lists(st.integers(0, 2), max_size=4))[:length]
@@ -283,7 +292,7 @@ class Simulation:
             assert self.device.cells[block][: len(tokens)] == tokens
 
     def tend(self, life: Life) -> None:
-        """Simulate the client and the workers of a request."""
+        """Simulate the client and the other workers of a request."""
         arrival, sequence = life.arrival, life.sequence
         if life.is_over:
             if life.finished_at is None:

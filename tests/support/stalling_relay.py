@@ -1,4 +1,4 @@
-"""A relay for TCP connections that passes nothing on while it is stalled, as a broken network."""
+"""A relay for TCP connections that passes nothing on while it is stalled, like a broken network."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StallingRelay:
     """Passes bytes on, both ways.
 
     Attributes:
-        endpoint: to connect to.
-        flows: clear it, and nothing comes through; no connection ends by that.
+        endpoint: address to connect to.
+        flows: while it is cleared, nothing is passed on; connections stay open.
     """
 
     endpoint: str

@@ -1,4 +1,4 @@
-"""Strangers who connect to a port, say something and leave, in each way that a client can."""
+"""Strangers that connect to a port, send something and leave, in each way that a client can."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ CALL_S = 2.0
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing drops what was not sent, and resets
 Manner = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
 
-_REFUSALS = (OSError, TimeoutError)  # the port may end what we do as it likes
+_REFUSALS = (OSError, TimeoutError)  # the server may end a connection at any point
 
 
 class Stranger:
-    """Comes to one port again and again.
+    """Connects to one port again and again.
 
     Attributes:
-        visits: so far.
-        refused: of these, those that were not even connected.
+        visits: number of visits so far, also of those that the port did not accept.
     """
 
     def __init__(self, host: str, port: int, payloads: Iterator[bytes], rng: random.Random) -> None:
         self.host, self.port = host, port
-        self.visits = self.refused = 0
+        self.visits = 0
         self._payloads, self._rng = payloads, rng
 
     async def visit_until(self, deadline: float) -> None:
-        """Visit until `time.monotonic()` is there."""
+        """Visit until `time.monotonic()` reaches `deadline`."""
         manners = (self._say, self._say, self._hear, self._hesitate, self._hold, self._reset)
         while time.monotonic() < deadline:
             self.visits += 1
@@ -47,7 +46,6 @@ class Stranger:
             async with asyncio.timeout(CALL_S):
                 reader, writer = await asyncio.open_connection(self.host, self.port)
         except _REFUSALS:
-            self.refused += 1
             return
         try:
             with contextlib.suppress(*_REFUSALS):
@@ -68,7 +66,7 @@ class Stranger:
     async def _hear(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes
     ) -> None:
-        """Say all, promise to say no more, and read what comes."""
+        """Send all, half of the time also the end of the stream, and read the answer."""
         writer.write(payload)
         await writer.drain()
         if self._rng.random() < 0.5:
@@ -80,7 +78,7 @@ class Stranger:
     async def _hesitate(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes
     ) -> None:
-        """Say the beginning in a few bytes at a time."""
+        """Send the beginning, a few bytes at a time."""
         for at in range(0, min(len(payload), 200), 7):
             writer.write(payload[at : at + 7])
             await writer.drain()
@@ -89,7 +87,7 @@ class Stranger:
     async def _hold(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, payload: bytes
     ) -> None:
-        """Stop in the middle, and stay."""
+        """Send a part, and keep the connection open."""
         writer.write(payload[: self._rng.randint(0, len(payload))])
         await writer.drain()
         await asyncio.sleep(self._rng.uniform(0.1, CALL_S))
@@ -102,7 +100,7 @@ class Stranger:
         writer.write(payload)
 
     async def _flood(self) -> None:
-        """Open many connections at once, which say nothing."""
+        """Open many silent connections at once."""
 
         async def open_one() -> None:
             with contextlib.suppress(*_REFUSALS):

@@ -79,7 +79,7 @@ class Up:
         return list(Path(tempfile.gettempdir()).glob(f"pagewire-run-{self.process.pid}-*"))
 
     def left_over(self) -> list[str]:
-        """Command lines of processes that belong to this cluster."""
+        """Return the command lines of processes that belong to this cluster."""
         marks = (str(self.state), f"pagewire-run-{self.process.pid}-")
         return [line for line in command_lines().values() if any(mark in line for mark in marks)]
 
@@ -106,7 +106,7 @@ def command_lines() -> dict[int, str]:
 def wait_until(
     condition: Callable[[], bool], timeout: float, explain: Callable[[], str] = str
 ) -> None:
-    """Wait; if it takes too long, fail with an explanation."""
+    """Wait until a condition holds; after `timeout` seconds, fail with an explanation."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, explain()

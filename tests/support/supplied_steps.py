@@ -18,18 +18,18 @@ ALLOWED = {0: 5, 2: 77}  # index in the second step's tokens -> the only token t
 
 
 def mask_of(token: int, vocab_size: int) -> bytes:
-    """A mask that allows one token."""
+    """Return a mask that allows one token."""
     mask = bytearray(-(-vocab_size // 8))
     mask[token // 8] |= 1 << token % 8
     return bytes(mask)
 
 
 def run_supplied_steps(runner: ModelRunner, holds: bool = False) -> list[list[int]]:
-    """Return the tokens of three steps of two or three rows; the second one is supplied.
+    """Return the tokens of three steps of two or three rows; the second one gets masks.
 
     Args:
-        runner: without sequences.
-        holds: before the third one, run one in which both rows are held.
+        runner: a runner without sequences.
+        holds: whether a further step runs before the third one, in which both rows are held.
     """
     specs = [RequestSpec(temperature=0.7 if slot else 0.0, seed=slot) for slot in range(3)]
     chunks = [PrefillChunk(slot, 0, PROMPTS[slot], samples=True) for slot in range(3)]

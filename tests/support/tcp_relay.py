@@ -1,7 +1,7 @@
 """Records a cluster's own TCP traffic: its services reach each other through relays.
 
-They announce 127.0.0.2 (`RELAYED_ENV`) and listen on 127.0.0.1. As soon as one listens on a port,
-a relay listens on the same port of 127.0.0.2 and passes on what comes.
+The services announce 127.0.0.2 (`RELAYED_ENV`) and listen on 127.0.0.1. As soon as one listens on a
+port, a relay listens on the same port of 127.0.0.2 and passes all bytes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _STREAMS_KEPT = 40  # a port
 
 
 class Recorder:
-    """Relays connections and keeps how each began."""
+    """Relays connections and keeps the first bytes of each."""
 
     def __init__(self) -> None:
         self._streams: defaultdict[int, list[bytearray]] = defaultdict(list)
@@ -91,7 +91,7 @@ def recording(ports: Callable[[], Iterable[int]]) -> Iterator[Recorder]:
     """Relay and record in a thread of its own.
 
     Args:
-        ports: those on which the cluster listens now.
+        ports: returns the ports on which the cluster listens now.
     """
     recorder, loop, stop = Recorder(), asyncio.new_event_loop(), asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(recorder.run(ports, stop),))

@@ -1,7 +1,7 @@
 """Tiny models of every family, made by transformers' own classes, with random weights.
 
-A covering set of shapes for each: query heads per KV head 1, 2, 4 and 7, tied and untied heads,
-vocabularies of odd sizes, biases, and what the family alone has.
+Each family has shapes with 1, 2, 4 and 7 query heads per KV head, tied and untied output heads, and
+vocabularies of odd sizes, and shapes with biases and with what only the family has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagewire.tests.support.tiny_expert_models import EXPERT_FAMILIES
 from pagewire.tests.support.tiny_latent_models import LATENT_FAMILIES
 from pagewire.tests.support.tiny_shapes import BIASES, GRANITE, SWITCHED, YARN, Families, rope
 
-VOCAB = 96  # the smallest: prompts for all of them have smaller tokens
+VOCAB = 96  # of the smallest models: prompts for all models have tokens below it
 POSITIONS = 256
 
 _SIZES = {
@@ -308,7 +308,7 @@ CASES = {
 
 
 def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any:
-    """Save a model of a shape, and return it as Hugging Face has it."""
+    """Save a model of a shape, and return Hugging Face's model object."""
     _, always, own = _FAMILIES[family]
     fields = {**_SIZES, **always, **({**_COMMON, **own}[shape]), **changes}
     if family in LATENT_FAMILIES:
@@ -318,7 +318,7 @@ def write_tiny_model(path: Path, family: str, shape: str, **changes: Any) -> Any
         vision = {**_VISION, "model_type": _VISIONS[family]}
         fields = {"text_config": fields, "vision_config": vision, "tie_word_embeddings": tied}
     config = config_class(ARCHITECTURE_OF[family])(**fields)
-    # The one that has caps and sinks: some releases choose another, which ignores them.
+    # Eager attention has caps and sinks; some releases choose another one, which ignores them.
     config._attn_implementation = "eager"
     model = getattr(transformers, ARCHITECTURE_OF[family])(config).eval()
     set_gates(model)
@@ -341,7 +341,7 @@ class Pair:
 
 
 def set_gates(model: torch.nn.Module) -> None:
-    """Set what older releases of transformers do not read from gpt-oss's configuration."""
+    """Set gpt-oss's fields that older releases of transformers do not read from config.json."""
     for module in model.modules():
         if type(module).__name__ == "GptOssExperts":
             vars(module).update(

@@ -1,10 +1,10 @@
-"""What shapes of several families of tiny models have."""
+"""Parts of the shapes of several families of tiny models."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Family: Hugging Face's classes, what all its shapes have, and the shapes that only it has.
+# Family -> start of Hugging Face's class names, fields of all its shapes, and its own shapes.
 Families = dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]]
 
 YARN = {

@@ -24,7 +24,7 @@ _SIZES = {
 }
 _HEAD = {"head_dim": 16}
 _EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
-# By architecture: what its configuration has besides the sizes.
+# Architecture -> fields of its configuration in addition to the sizes.
 SERVED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"tie_word_embeddings": True},
     "StableLmForCausalLM": {"partial_rotary_factor": 0.25, "use_qkv_bias": True},
@@ -60,16 +60,16 @@ SERVED: dict[str, dict[str, Any]] = {
 
 
 def write_tiny(path: Path, architecture: str, **changes: Any) -> Any:
-    """Save a model of an architecture, and return it as Hugging Face has it.
+    """Save a model of an architecture, and return Hugging Face's model object.
 
     Args:
-        path: of the directory.
-        architecture: of `SERVED`, or any other of transformers'.
-        changes: of its configuration.
+        path: the model's directory.
+        architecture: a key of `SERVED`, or any other class of transformers.
+        changes: changed fields of its configuration.
     """
     kind = getattr(transformers, architecture.partition("-")[0])
     sizes = _SIZES
-    if architecture.startswith("GPT2"):  # has other names for them
+    if architecture.startswith("GPT2"):  # the sizes have other names
         sizes = {name: _SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}
     config = kind.config_class(**{**sizes, **SERVED.get(architecture, {}), **changes})
     model = kind._from_config(config, dtype=torch.float32).eval()

@@ -64,7 +64,7 @@ def written(form: ToolFormat, calls: Sequence[Call], show: Callable[[Any], str] 
 
 
 def as_grammars_have_it(form: ToolFormat) -> Callable[[Any], str]:
-    """Return what writes constants as the format has them, and all else as JSON."""
+    """Return a function that writes constants in the format's way, and other values as JSON."""
 
     def show(value: Any) -> str:
         is_constant = isinstance(value, bool | None) and form.python_constants
@@ -100,7 +100,7 @@ def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any)
 
 
 def parsed(reader: Any, parts: Iterable[str], is_cut: bool = False) -> list[AnswerEvent]:
-    """Return what is found in a text that comes in parts; texts next to each other are joined."""
+    """Return the events of a text that comes in parts; successive texts are joined."""
     return joined([event for part in parts for event in reader.push(part)] + reader.flush(is_cut))
 
 
@@ -137,13 +137,13 @@ def content_of(events: Iterable[AnswerEvent]) -> str:
 
 @st.composite
 def splits(draw: st.DrawFn, text: str) -> list[str]:
-    """A text in parts."""
+    """Draw a division of a text into parts."""
     cuts = sorted(draw(st.sets(st.integers(0, len(text)), max_size=len(text))))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 def kinds_of(calls: Sequence[Call]) -> ArgumentKinds | None:
-    """Return how the arguments of calls are written; None if of one name in more than one way."""
+    """Return how the arguments of calls are written; None if a name has more than one way."""
     found: dict[str, dict[str, Any]] = {}
     for name, arguments in calls:
         for key, value in arguments.items():

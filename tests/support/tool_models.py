@@ -10,7 +10,7 @@ from typing import Any
 from pagewire.shared.model.demo import demo_model_path
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
-# Special tokens of each template, and tokens that are text nevertheless, as in Qwen's.
+# Added tokens of each template: SPECIAL ones, and others that count as TEXT, as in Qwen's models.
 _IM = ["<|im_start|>", "<|im_end|>"]
 _DEEPSEEK = [
     *("<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),

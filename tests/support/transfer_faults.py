@@ -2,8 +2,8 @@
 
 A cell is a point of `fault_points`, a signal, and the side of the transfer whose process gets the
 signal from the worker that reaches the point. Meanwhile, clients ask for completions whose tokens
-are known. There are two cells with SIGSTOP: the process is stopped for a moment, or until the
-others have given it up. A stopped sender stays so until another one has filled its staging slot.
+are known. A cell with SIGSTOP stops a process twice: for a moment, and until its peer has closed
+the link. The second time, a sender stays stopped until another one has filled its staging slot.
 
     python -P -m pagewire.tests.support.transfer_faults --device cuda \\
         --transport ipc --transport ucx --clusters 2 --out FOLDER
@@ -56,9 +56,12 @@ class Options:
     """The options of a run.
 
     Attributes:
+        device: "cpu" or "cuda".
         transport: one of `CARRIERS`, or on the CPU "memory".
+        num_requests: least number of requests of a cell.
+        seed: seed of the random choices.
         out: folder for results, and for the logs of clusters in which a cell failed.
-        cuda_graphs: workers take longer to start.
+        cuda_graphs: whether workers capture CUDA graphs, with which they take longer to start.
     """
 
     device: str
@@ -172,9 +175,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--transport", action="append", choices=[*CARRIERS, MEMORY])
-    parser.add_argument("--requests", type=int, default=32, help="a cell, at least")
+    parser.add_argument("--requests", type=int, default=32, help="of a cell, at least")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--clusters", type=int, default=1, help="a carrier, at the same time")
+    parser.add_argument("--clusters", type=int, default=1, help="of a carrier, at the same time")
     parser.add_argument("--cells", type=int, default=len(CELLS), help="only the first of these")
     parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--out", type=Path, help="a folder for results and logs")

@@ -1,7 +1,7 @@
 """A process with one half of a KV link over UCX, which a test instructs and may stop or kill.
 
 Run as `python -P -m pagewire.tests.support.ucx_carrier_child SLOTS SLOT_BYTES`. Each line of its
-input is a command, each line of its output an event; numbers name link, credit, use and bytes.
+input is a command, each line of its output an event, the first one `ready`.
 
     offer LINK                        -> offer LINK HEX, or refused LINK REASON
     inbound LINK                      -> open LINK
@@ -9,11 +9,11 @@ input is a command, each line of its output an event; numbers name link, credit,
     send LINK CREDIT USE NBYTES       -> begun LINK USE, then sent LINK USE
     receive LINK CREDIT USE NBYTES    -> begun LINK USE, then intact or corrupt LINK USE
                                       either may end as failed LINK USE REASON instead
-    after MS COMMAND                  carries it out later, and polls meanwhile
-    rest MS                           polls nothing meanwhile
+    after MS COMMAND                  carries the command out later, and polls meanwhile
+    rest MS                           waits without polling
     close LINK                        -> closed LINK NUM_ABANDONED; a receiver then ended LINK
 
-At the end of its input it closes the carrier and ends.
+At the end of its input it closes all links and the carrier, and prints `end NUM_ABANDONED`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def payload(link: int, use: int, nbytes: int) -> torch.Tensor:
 
 
 class _Silent:
-    """The test brings announcements to the other process itself."""
+    """Ignores announcements: the test sends them to the other process."""
 
     def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
         return DONE
@@ -116,19 +116,19 @@ class _Half:
         _say("closed", link, self._carrier.library.num_abandoned)
 
     def poll(self) -> None:
-        """Let the carrier work and say what has ended."""
+        """Poll the carrier, and print what has ended."""
         self._carrier.poll()
         now = time.monotonic()
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)
             self.do(entry[1])
         for pending in list(self._pending):
-            self._look(*pending)
+            self._check(*pending)
         for link in [link for link, ending in self._quarantine.items() if ending.is_done()]:
             del self._quarantine[link]
             _say("ended", link)
 
-    def _look(self, verb: str, link: int, segment: Segment, pending: Pending) -> None:
+    def _check(self, verb: str, link: int, segment: Segment, pending: Pending) -> None:
         try:
             if not pending.is_done():
                 return

@@ -21,7 +21,7 @@ class Half:
     """A process with one half of links."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        command = (sys.executable, "-m", "pagewire.tests.support.ucx_carrier_child")
+        command = (sys.executable, "-P", "-m", "pagewire.tests.support.ucx_carrier_child")
         self.process = subprocess.Popen(
             [*command, str(num_slots), str(slot_bytes)],
             stdin=subprocess.PIPE,
@@ -46,7 +46,7 @@ class Half:
         self.process.stdin.flush()
 
     def wait(self, *words: object, timeout: float = _TIMEOUT_S) -> list[str]:
-        """Return the next event that begins with these words; others wait for their turn."""
+        """Return the next event that begins with these words; other events stay unread."""
         wanted, deadline = [str(word) for word in words], time.monotonic() + timeout
         while True:
             for event in self._unread:
@@ -64,7 +64,7 @@ class Half:
         self.process.send_signal(number)
 
     def end(self) -> int:
-        """Let it end by itself; returns its exit code."""
+        """Close the process's input and wait for its end; returns its exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(_TIMEOUT_S)
@@ -106,7 +106,7 @@ def connect(sender: Half, receiver: Half, link: int) -> None:
 
 
 def cross(sender: Half, receiver: Half, link: int, use: int, nbytes: int, credit: int = 0) -> None:
-    """Have a payload cross, and see that it arrives as it was sent."""
+    """Send a payload, and check that it arrives intact."""
     for half, verb in ((sender, "send"), (receiver, "receive")):
         half.do(verb, link, credit, use, nbytes)
     receiver.wait("intact", link, use)

@@ -1,4 +1,4 @@
-"""What `services/watch` has, and the programs of a real Prometheus."""
+"""The rules, alerts and dashboards of `services/watch`, and the programs of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pagewire.tests.support.documents import ROOT
 WATCH = ROOT / "services" / "watch"
 RULE_FILES = (WATCH / "rules.yml", WATCH / "alerts.yml")
 DASHBOARDS = sorted((WATCH / "grafana" / "dashboards").glob("*.json"))
-# Names of ours, of vLLM's and of a process, as they stand in queries.
+# Names of metrics in queries: ours, vLLM's, and those of a process.
 METRIC = re.compile(r"\b(?:pagewire_|vllm:|process_)\w+")
 
 

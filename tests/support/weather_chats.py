@@ -1,4 +1,4 @@
-"""A question, and parts of the answers to it that a worker gives in tests of the router."""
+"""A question, and parts of a worker's answers to it, for tests of the router."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from typing import Any
 
 from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.tests.support.tool_answers import written
+from pagewire.tests.support.tool_answers import Call, written
 
-QUESTION = [{"role": "user", "content": "The weather in Łódź, and the time?"}]
-CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
+QUESTION_TEXT = "The weather in Łódź, and the time?"
+QUESTION = [{"role": "user", "content": QUESTION_TEXT}]
+CALLS: list[Call] = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
 THINKS = "<think>\nTwo calls.\n</think>\n\n"
 SAYS = "<|start|>assistant"
 ANALYSIS = f"<|channel|>analysis<|message|>Two calls.<|end|>{SAYS}"

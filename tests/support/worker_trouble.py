@@ -1,8 +1,8 @@
 """Sends requests while each worker of a cluster is killed and frozen in turn.
 
-python -P -m pagewire.tests.support.worker_trouble --device cpu --seconds 60 --logs FOLDER
+    python -P -m pagewire.tests.support.worker_trouble --device cpu --seconds 60 --logs FOLDER
 
-runs it by hand, also without a GPU; its last line is the result as JSON.
+runs it by hand, also without a GPU; the last line of output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ FREEZES_S = (8.0, 0.5, 3.0)  # by round; a lease lasts 5 s
 BACK_S = 120.0  # timeout for a worker to come back
 INTEGRITY_S = 11.0  # time in which an idle worker checks its blocks
 SEED = 16
-FAILURES_KEPT, MOST_FAILURES = 10, 40  # more end the run
+FAILURES_KEPT = 10
+MOST_FAILURES = 40  # more end the run
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def check_nothing_is_left(cluster: LocalCluster) -> None:
         assert time.monotonic() < deadline, f"links: {links}\n{cluster.output}"
         time.sleep(0.2)
     time.sleep(INTEGRITY_S)
-    found = _sums(cluster, "pagewire_kv_integrity_errors_total{")
+    found = _values(cluster, "pagewire_kv_integrity_errors_total{")
     assert len(found) == len(WORKERS), found
     assert not any(found), found
     cluster.wait_idle(len(WORKERS))
@@ -219,7 +220,7 @@ def _links(cluster: LocalCluster) -> dict[str, list[str]]:
     }
 
 
-def _sums(cluster: LocalCluster, start: str) -> list[float]:
+def _values(cluster: LocalCluster, start: str) -> list[float]:
     return [value for name, value in cluster.metrics().items() if name.startswith(start)]
 
 
@@ -252,8 +253,8 @@ def make_trouble(device: str, seconds: float, logs: Path, *options: str) -> Toll
     ):
         try:
             run_async(ask_amid_trouble(cluster, serving, seconds, toll), seconds + 600)
-            toll.migrations = int(sum(_sums(cluster, "pagewire_request_migrations_total")))
-            toll.local_prefills = int(sum(_sums(cluster, "pagewire_local_prefills_total{")))
+            toll.migrations = int(sum(_values(cluster, "pagewire_request_migrations_total")))
+            toll.local_prefills = int(sum(_values(cluster, "pagewire_local_prefills_total{")))
         finally:
             print(json.dumps({"what": "trouble", "device": device, **asdict(toll)}), flush=True)
         check_nothing_is_left(cluster)
@@ -268,7 +269,7 @@ def all_logs(logs: Path) -> str:
 
 
 def main() -> None:
-    """Run it by hand."""
+    """Run the test by hand."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seconds", type=float, default=60)

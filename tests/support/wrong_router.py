@@ -2,7 +2,7 @@
 
     python -P -m pagewire.tests.support.wrong_router router ...
 
-The environment variable WRONG_ROUTER says which: "change" or "lose".
+The environment variable WRONG_ROUTER is "change" or "lose".
 """
 
 import os
@@ -13,7 +13,7 @@ from pagewire.services.cli.main import app
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.shared.control.protocol import ControlMessage, TokenBatch, TokenOutput
 
-WRONG_AT = 20  # the message of each worker after which one stream's tokens are wrong
+WRONG_AT = 20  # number of each worker's message in which one stream's tokens are wrong
 
 _on_message = WorkerLink.on_message
 _counts: dict[WorkerLink, int] = {}

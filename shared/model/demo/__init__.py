@@ -8,5 +8,5 @@ MODEL_NAME = "pagewire-demo"
 
 
 def demo_model_path() -> Path:
-    """The demo model's directory, in Hugging Face format."""
+    """Return the demo model's directory, in Hugging Face format."""
     return Path(__file__).resolve().parent

@@ -38,7 +38,7 @@ _INTERVAL = 4  # each fourth layer has full attention
 
 @dataclass(frozen=True, slots=True)
 class CohereConfig(ModelConfig):
-    """A Cohere.
+    """A Cohere model.
 
     Attributes:
         logit_scale: factor of logits.

@@ -53,7 +53,7 @@ def _routing(fields: Fields, count: int) -> Routing:
     if scores != "softmax":
         raise fields.error(f"scoring_func {scores!r} is not supported; only 'softmax'")
     if fields.flag("norm_topk_prob", False):
-        raise fields.error("norm_topk_prob is not supported: Hugging Face's code passes over it")
+        raise fields.error("norm_topk_prob is not supported: Hugging Face's code ignores it")
     is_limited = method == "group_limited_greedy"
     return Routing(
         top_k=chosen_count(fields, count, None),

@@ -1,4 +1,4 @@
-"""Gemma 3: as Gemma 2, with norms of query and key heads, and own angles in sliding layers.
+"""Gemma 3: as Gemma 2, with norms of query and key heads, and other angles in sliding layers.
 
 Models that also take images are served without images: only their text model is loaded.
 """

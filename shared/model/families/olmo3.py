@@ -1,4 +1,4 @@
-"""OLMo 3: as OLMo 2, with windows in three of four layers; their angles are never scaled."""
+"""OLMo 3: as OLMo 2, with windows in three of four layers; these never scale their angles."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ QkNorm = Literal["none", "head", "projection"]
 
 
 class Attention:
-    """Attention whose keys are rotated and cached.
+    """Attention whose rotated keys, and values, are cached.
 
     Attributes:
         qkv_proj: projects to queries, keys and values.

@@ -56,7 +56,7 @@ class DecoderLayer(Protocol):
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states and the residual stream that is still to be added, `[T, hidden]`."""
+        """Return hidden states and the residual stream to add to them, if any; `[T, hidden]`."""
         ...
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -214,7 +214,7 @@ class DecoderModel:
 
     Attributes:
         config: the model's shape.
-        layers: in order; a fused kernel may replace the steps of any.
+        layers: the decoder layers, in order.
         embed_tokens: `[vocab, hidden]`.
         lm_head: `[vocab, hidden]`; the same tensor as `embed_tokens` if they are tied.
         norm: the normalisation of the last layer's output.
@@ -251,7 +251,8 @@ class DecoderModel:
         Args:
             batch: the step's tokens, `[T]`.
             kv: each layer's KV cache; the tokens' keys and values are written there.
-            on_layer_end: called with the number of each layer, from 0, once it is launched.
+            on_layer_end: called with the number of each layer, from 0, in order, once its work is
+                launched.
 
         Returns:
             Hidden states after the last normalisation, `[T, hidden]`.

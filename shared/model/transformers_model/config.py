@@ -17,7 +17,7 @@ from pagewire.shared.model.model_config import (
     read_dtype,
     read_num_layers,
 )
-from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig, raw_rope
+from pagewire.shared.model.rope_config import ROPE_TYPES, RopeConfig, original_context, raw_rope
 from pagewire.shared.model.windows import SLIDING, read_window, sliding_layers
 
 # Other names of fields, in config.json of the oldest models.
@@ -163,13 +163,10 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     rope_type = next((each for each in ROPE_TYPES if each == named), None)
     if rope_type is None:  # transformers supports or refuses it
         return RopeConfig()
-    original = fields.positive_int("original_max_position_embeddings", positions, MAX_TOKENS)
     return RopeConfig(
         rope_type,
         factor=rope.positive_float("factor", 1.0),
-        original_max_position_embeddings=rope.positive_int(
-            "original_max_position_embeddings", original, MAX_TOKENS
-        ),
+        original_max_position_embeddings=original_context(fields, rope, positions),
     )
 
 

@@ -21,8 +21,8 @@ from pagewire.tests.support.fake_decode_worker import (
     HEARTBEAT_S,
     LEASE_S,
     FakeDecodeWorker,
+    fake_prefill_worker,
     link,
-    prefill_record,
 )
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, LiveRouter, live_router
 
@@ -266,7 +266,7 @@ def test_many_workers_and_links_leave_requests_in_sight(redis_url: str, page: Br
             decode = FakeDecodeWorker(redis_url, SECRET, answer=ANSWER, links=links)
             await stack.enter_async_context(decode)
             for name in names:
-                await stack.enter_async_context(prefill_record(redis_url, SECRET, name))
+                await stack.enter_async_context(fake_prefill_worker(redis_url, SECRET, name))
             router = await stack.enter_async_context(live_router(redis_url))
             await router.ready()
             await eventually(lambda: len(router.service.members.directory.workers()) == 41)
@@ -293,7 +293,7 @@ def test_names_that_look_like_html_are_text(redis_url: str, page: Browser) -> No
         async with (
             live_router(redis_url, served_model_name=MODEL_NAME) as router,
             FakeDecodeWorker(redis_url, SECRET, answer=ANSWER),
-            prefill_record(redis_url, SECRET, HOSTILE),
+            fake_prefill_worker(redis_url, SECRET, HOSTILE),
         ):
             await router.ready()
             await eventually(lambda: len(router.service.members.directory.workers()) == 2)

@@ -11,10 +11,7 @@ import pytest
 
 from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.anthropic_messages import (
-    CALLS,
     ON,
-    QUESTION,
-    THINKS,
     TOOLS,
     assembled,
     calls_of,
@@ -29,6 +26,7 @@ from pagewire.tests.support.scenarios import Serve
 from pagewire.tests.support.tool_answers import TOOLS as OPENAI_TOOLS
 from pagewire.tests.support.tool_answers import written
 from pagewire.tests.support.tool_models import make_model
+from pagewire.tests.support.weather_chats import CALLS, QUESTION, THINKS
 
 
 def test_a_message(serve: Serve) -> None:

@@ -6,20 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.tests.support.anthropic_messages import (
-    CALLS,
-    ON,
-    QUESTION,
-    SHOWN_TOOLS,
-    THINKS,
-    TOOLS,
-    created,
-    post,
-)
+from pagewire.tests.support.anthropic_messages import ON, SHOWN_TOOLS, TOOLS, created, post
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter
 from pagewire.tests.support.scenarios import Serve
 from pagewire.tests.support.tool_answers import written
+from pagewire.tests.support.weather_chats import CALLS, QUESTION, THINKS
 
 
 def test_a_conversation_with_results_goes_on(serve: Serve) -> None:

@@ -14,7 +14,7 @@ from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage
 from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.documents import ROOT
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, link, prefill_record
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker, link
 from pagewire.tests.support.live_router import (
     ANSWER,
     MODEL,
@@ -68,7 +68,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             assert (health.status_code, health.json()["status"]) == (503, "starting")
             assert health.json()["waiting_for"] == ["prefill-0"]
             assert (await router.chat()).status_code == 200  # it serves meanwhile
-            async with prefill_record(redis_url, SECRET, "prefill-0"):
+            async with fake_prefill_worker(redis_url, SECRET, "prefill-0"):
                 await eventually(lambda: router.service.health()["status"] == "ok")
             await eventually(lambda: len(router.service.members.directory.workers()) == 1)
             assert (await router.http.get("/ready")).status_code == 200  # it can serve
@@ -81,10 +81,10 @@ def test_health_names_workers_and_their_links(redis_url):
         async with (
             live_router(redis_url) as router,
             FakeDecodeWorker(redis_url, SECRET, "decode-0", links=[link("prefill-0", 1.5)]),
-            prefill_record(
+            fake_prefill_worker(
                 redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5), link("gone")]
             ),
-            prefill_record(redis_url, SECRET, "prefill-1"),
+            fake_prefill_worker(redis_url, SECRET, "prefill-1"),
         ):
             await router.ready()
             await eventually(lambda: len(router.service.members.directory.workers()) == 3)
@@ -128,7 +128,7 @@ def test_health_names_workers_of_another_release(redis_url):
         async with (
             live_router(redis_url) as router,
             FakeDecodeWorker(redis_url, SECRET, "decode-0", protocol=later, epoch=7),
-            prefill_record(redis_url, SECRET, "prefill-0"),
+            fake_prefill_worker(redis_url, SECRET, "prefill-0"),
         ):
             await eventually(lambda: router.service.members.directory.others)
             await eventually(lambda: router.service.members.prefill_links.get("prefill-0"))

@@ -15,7 +15,7 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, prefill_record
+from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, fake_prefill_worker
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -58,7 +58,9 @@ def with_cluster(
                 for i in range(decodes)
             ]
             for i in range(prefills):
-                await stack.enter_async_context(prefill_record(redis.url, SECRET, f"prefill-{i}"))
+                await stack.enter_async_context(
+                    fake_prefill_worker(redis.url, SECRET, f"prefill-{i}")
+                )
             await router.ready(decodes)
             directory = router.service.members.directory
             await eventually(lambda: len(directory.workers("prefill")) == prefills)
@@ -175,7 +177,7 @@ def test_without_prefill_workers_the_decode_worker_is_given_none(redis):
 
 def test_draining_prefill_workers_are_not_named(redis):
     async def scenario(cluster: Cluster) -> None:
-        async with prefill_record(redis.url, SECRET, "prefill-9", state="draining"):
+        async with fake_prefill_worker(redis.url, SECRET, "prefill-9", state="draining"):
             directory = cluster.router.service.members.directory
             await eventually(lambda: directory.get("prefill-9") is not None)
             assert "prefill-9" not in (await cluster.ask(LONG))[1]

@@ -11,28 +11,20 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
-from pagewire.shared.tools.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, TEXT, TOKENIZER, LiveRouter, with_worker
 from pagewire.tests.support.scenarios import Ask
 from pagewire.tests.support.tool_answers import TOOLS as CHAT_TOOLS
-from pagewire.tests.support.tool_answers import written
+from pagewire.tests.support.weather_chats import CALLS, QUESTION_TEXT, THINKS, calls_in
 
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
-CALLS = [("get_weather", {"city": "Łódź", "days": 2}), ("clock", {})]
 NAMED = {"type": "function", "name": "clock"}
-QUESTION = "The weather in Łódź, and the time?"
-THINKS = "<think>\nTwo calls.\n</think>\n\n"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 STEPS = pytest.mark.parametrize("step", [0.0, 0.002], ids=["at once", "token by token"])
 
 
 class Answer(BaseModel):
     size: int
-
-
-def calls_in(name: str = "hermes") -> str:
-    return written(TOOL_FORMATS[name], CALLS)
 
 
 def read(items: Any) -> list[tuple[str, Any]]:
@@ -127,7 +119,7 @@ def test_items_are_the_messages_of_a_chat(ask: Ask) -> None:
 def test_reasoning_text_and_calls(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
-        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
+        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION_TEXT, "tools": TOOLS}
         with client.responses.stream(**asked) as stream:
             kinds = [event.type for event in stream]
             streamed = stream.get_final_response()
@@ -159,7 +151,7 @@ def test_events_come_in_openais_order_and_add_up(ask: Ask, step: float) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         worker.step_s = step
         events = list(
-            client.responses.create(model=MODEL, input=QUESTION, tools=TOOLS, stream=True)
+            client.responses.create(model=MODEL, input=QUESTION_TEXT, tools=TOOLS, stream=True)
         )
         for event in events:  # the client does not check what it reads
             EVENT.validate_python(event.to_dict())
@@ -228,7 +220,7 @@ def test_a_cut_answer_is_incomplete(ask: Ask) -> None:
 
 def test_choices_of_tools(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
-        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION, "tools": TOOLS}
+        asked: dict[str, Any] = {"model": MODEL, "input": QUESTION_TEXT, "tools": TOOLS}
         named = client.responses.create(**asked, tool_choice={"type": "function", "name": "clock"})
         assert read(named.output) == CALLS[1:]
         one = client.responses.create(**asked, parallel_tool_calls=False)
@@ -253,7 +245,7 @@ def test_choices_of_tools(ask: Ask) -> None:
 def test_input_tokens_are_counted_as_they_are_used(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         asked: dict[str, Any] = {"model": MODEL, "instructions": "Be brief.", "tools": TOOLS}
-        first = client.responses.create(**asked, input=QUESTION)
+        first = client.responses.create(**asked, input=QUESTION_TEXT)
         asked |= {"previous_response_id": first.id, "input": [{"role": "user", "content": "So?"}]}
         count = client.responses.input_tokens.count
         assert client.responses.create(**asked).usage.input_tokens == count(**asked).input_tokens
@@ -272,7 +264,7 @@ def test_log_probabilities_are_of_the_text_alone(ask: Ask, step: float) -> None:
         worker.step_s = step
         asked: dict[str, Any] = {
             "model": MODEL,
-            "input": QUESTION,
+            "input": QUESTION_TEXT,
             "include": ["message.output_text.logprobs"],
             "top_logprobs": 2,
         }

@@ -1,7 +1,7 @@
-"""Trains small SentencePiece models, and notes which tokens the library makes of some texts.
+"""Trains small SentencePiece models, and writes the library's tokens of some texts.
 
-By hand, with the packages sentencepiece and protobuf: the files that it writes are in the tree, so
-that tests need neither. Usage: python make.py
+To be run by hand, with the packages sentencepiece and protobuf. The files that it writes are in the
+tree, so that tests need neither. Usage: python make.py
 """
 
 from __future__ import annotations

@@ -61,6 +61,12 @@ def test_longrope_ends_at_its_original_context(tmp_path: Path) -> None:
     assert load_config(path, "transformers").max_position_embeddings == 64
 
 
+def test_the_original_context_at_the_top_level_wins_as_with_transformers(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128}
+    path = write(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
+    assert load_config(path, "transformers").max_position_embeddings == 64
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
