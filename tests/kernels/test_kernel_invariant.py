@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from pagewire.kernels import BATCH_DEPENDENT, Ops, load_ops
 from pagewire.kernels.bench.inputs import LatentCase, LatentInputs, PagedCase, PagedInputs
@@ -33,6 +36,17 @@ CASES = {
 @pytest.fixture(scope="module", params=["triton", "torch"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     return load_ops(request.param, "cuda" if request.param == "triton" else "cpu", True)
+
+
+@pytest.fixture(autouse=True)
+def _product_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter multiply each row alike, as a GPU does; on some CPUs, BLAS does not."""
+
+    def create_dot(self: object, a: Any, b: Any, d: Any, *options: object) -> TensorHandle:
+        product = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def _integers(values: Sequence[int], device: str) -> torch.Tensor:
