@@ -63,6 +63,7 @@ class Follower:
         asked: the position whose mask was requested last.
         since_s: when that mask was requested, by the filler's clock.
         closed: set when its masks are no longer needed; threads then skip it.
+        original: stands for the compiled matcher of which its matcher is a copy.
     """
 
     compiled: Future[LLMatcher]
@@ -75,6 +76,7 @@ class Follower:
     asked: int = -1
     since_s: float = 0.0
     closed: Event = field(default_factory=Event)
+    original: int = 0
 
     def is_ready(self, position: int) -> bool:
         """Whether the mask after this many tokens is filled, or cannot be filled."""
@@ -193,6 +195,8 @@ class MaskFiller:
             else:
                 self._queue_single(work)
         if many:
+            # Copies of one matcher share a lock, so one thread gets neighbours of the list.
+            many.sort(key=lambda each: each[0].original)
             self._batch = [follower for follower, _, _ in many]
             self._queue_many(many)
         return missing
@@ -252,6 +256,7 @@ class MaskFiller:
             return
         try:
             original = self._compiler.original(text, follower.compiled)
+            follower.original = id(original)
             matcher = follower.matcher = Matcher(original)
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
