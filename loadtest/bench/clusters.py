@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from pagewire.loadtest import cluster
-from pagewire.loadtest.cluster import Running, server, wait_ready
+from pagewire.loadtest.cluster import BenchError, Running, server, wait_ready
 
 READY_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 16384
@@ -47,11 +47,14 @@ class Topology:
         """Parse PREFILL:DECODE or PREFILL:DECODE:BUDGET; `budget` is the default of the latter.
 
         Raises:
-            ValueError: the text has another form.
-            TypeError: the text has more than three numbers.
+            BenchError: the text has another form.
         """
-        prefill, decode, *rest = map(int, text.split(":"))
-        return cls(prefill, decode, *(rest or [budget]))
+        try:
+            prefill, decode, *rest = map(int, text.split(":"))
+            return cls(prefill, decode, *(rest or [budget]))
+        except (TypeError, ValueError) as exc:
+            forms = "PREFILL:DECODE or PREFILL:DECODE:BUDGET"
+            raise BenchError(f"the topology {text!r} is not {forms}") from exc
 
     @property
     def name(self) -> str:

@@ -117,8 +117,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
         note(label, handover(model, args.budget, logs, options))
     if set(args.phases) <= set(OWN_CLUSTERS):
         return
-    for text in args.topologies:
-        topology = Topology.parse(text, args.budget)
+    for topology in args.topologies:
         with running_cluster(model, topology, logs, *options) as cluster:
             ask(topology.label, [cluster.url])
             if "idle" in args.phases:
@@ -157,6 +156,7 @@ def main() -> int:
     rows: list[Row] = []
     failure: BenchError | None = None
     try:
+        args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
         if args.wire:
             check_and_time_the_wire()
         with tempfile.TemporaryDirectory() as directory:

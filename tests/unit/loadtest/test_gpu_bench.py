@@ -15,7 +15,7 @@ from pagewire.loadtest.bench.clusters import Topology, vllm_environment
 from pagewire.loadtest.bench.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
 from pagewire.loadtest.bench.one_gpu import compare, results
 from pagewire.loadtest.bench.tables import markdown
-from pagewire.loadtest.cluster import gist
+from pagewire.loadtest.cluster import BenchError, gist
 from pagewire.tests.support.aio import run_async
 
 
@@ -29,6 +29,12 @@ from pagewire.tests.support.aio import run_async
 )
 def test_topologies(text: str, label: str) -> None:
     assert Topology.parse(text, budget=2048).label == label
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:x", "1:2:3:4"])
+def test_a_topology_of_another_form_is_named(text: str) -> None:
+    with pytest.raises(BenchError, match=f"'{text}' is not PREFILL:DECODE"):
+        Topology.parse(text, budget=2048)
 
 
 def test_tables_round_and_leave_out_what_is_not_there() -> None:
