@@ -141,6 +141,11 @@ def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> N
         (r"^\P{P}$", ["a", "\n"], ['"', "\\", "."]),
         (r"^[^[:punct:]]\[$", ["a[", "\n["], ['"[', "\\["]),
         (r"^\x00[a-z]\[\d]$", ["\x00b[1]"], ["b[1]"]),
+        (r"^[!-[\]-~]+$", ['a"[]'], ["\\", " "]),
+        (r"^[^#-[\]-~]$", ['"', "\n"], ["a", "["]),
+        (r"^[\d-[\n]]$", ["1", "-", "\n"], ["[", '"']),
+        (r"^[a&&-[a]b]$", ["a"], ["-", "b"]),
+        (r"^[:^alpha:]$", [":", "^", "a"], ["b", '"']),
     ],
 )
 def test_classes_with_control_characters_allow_no_others(
@@ -159,7 +164,16 @@ def test_classes_with_control_characters_allow_no_others(
                 assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
-@pytest.mark.parametrize("unit", ["[", "[^", "]", "\\", "\\p{", "[a", "[^]a-", "-", "[\\d"])
+def test_error_of_a_class_without_an_end_shows_the_pattern(vocabulary: LLTokenizer) -> None:
+    text = grammar_text(StructuredOutputs(json={"type": "string", "pattern": "^[^a]*[["}))
+    with pytest.raises(InvalidRequestError, match=r"regex parse error: \^\[\^a\]\*\[\[ "):
+        check_grammar(text or "", vocabulary)
+
+
+UNITS = ["[", "[^", "]", "\\", "\\p{", "[a", "[^]a-", "-", "[\\d", "[^a-\\", "[&", "[:"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_long_patterns_take_time_in_proportion(unit: str) -> None:
     def read(size: int) -> None:
         fitted({"pattern": unit * (size // len(unit))})
