@@ -11,14 +11,14 @@ import re
 
 _NO_NUL = r"--\x00]"  # ends a class from which NUL is subtracted
 # Outside of classes: classes that certainly have few control characters, Unicode classes, other
-# escapes, the begin of a class, and all else.
+# escapes, the begin of a class (a `]` that follows it at once is a character), and all else.
 _PARTS = re.compile(
     r"\[(?:\\[dws\W]|[^\\\[\]^\x00-\x1f])+\]|(?P<unicode>\\[pP](?:\{[^{}]*\}|.))|\\.|"
-    r"(?P<begin>\[(?::|\^?(?:-+|\]?)))|.",
+    r"(?P<begin>\[\^?(?:-+|\]?))|.",
     re.DOTALL,
 )
 # In a class: operators, escapes that cannot begin a range, ranges (they may end with a `[`), other
-# escapes, the begin of a class (a `]` that follows it at once is a character), its end, all else.
+# escapes, the begin of a class, its end, and all else.
 _CLASS_PARTS = re.compile(
     r"&&|--|~~|\\[dDwW]|(?:\\.|[^\\\[\]-])-(?:\\.|[^\\\]-])|\\.|"
     r"(?P<begin>\[\^?(?:-+|\]?))|(?P<end>\])|.",
@@ -35,8 +35,9 @@ def without_nul(pattern: str) -> str:
     while (part := (_CLASS_PARTS if depth else _PARTS).match(pattern, at)) is not None:
         text, at = part[0], part.end()
         if part["begin"]:
-            # A class `[:` is escaped: in another class it would begin a name, as in `[[:alpha:]]`.
-            text = text if depth else "[" + text.replace(":", r"\:")
+            if not depth:
+                # In another class, `[:` without the backslash would begin a name.
+                text = f"[{text}\\" if pattern.startswith(":", at) else f"[{text}"
             depth += 1
         elif depth and part["end"]:
             depth -= 1

@@ -146,6 +146,7 @@ def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> N
         (r"^[\d-[\n]]$", ["1", "-", "\n"], ["[", '"']),
         (r"^[a&&-[a]b]$", ["a"], ["-", "b"]),
         (r"^[:^alpha:]$", [":", "^", "a"], ["b", '"']),
+        (r"^[:-[]$", [":", "[", "A"], ["b", '"']),
     ],
 )
 def test_classes_with_control_characters_allow_no_others(
