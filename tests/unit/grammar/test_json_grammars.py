@@ -126,6 +126,18 @@ def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> N
         grammar_text(StructuredOutputs(json=schema))
 
 
+@pytest.mark.parametrize("keyword", ["default", "examples"])
+def test_references_to_annotations_reach_no_number_that_is_too_large(keyword: str) -> None:
+    """llguidance 1.9 follows such references, and ends the process with these bounds."""
+    bounds = {"minimum": -(2**63), "maximum": 10 - 2**63}
+    defaults = {"default": bounds}
+    inner = {"type": "integer", **bounds, "properties": defaults}
+    kept = {"type": "integer", "properties": {"default": {}}}
+    for value, fit in ((inner, kept), ([inner], [kept]), ([1, "a"], [1, "a"]), (2**70, 2**70)):
+        schema = {keyword: value, "properties": {"a": {"$ref": f"#/{keyword}"}}}
+        assert fitted(schema) == {**schema, keyword: fit}
+
+
 @pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
 @pytest.mark.parametrize(
     ("pattern", "right", "wrong"),
