@@ -23,7 +23,8 @@ _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS = (*_LOW, *_HIGH)
 # Keywords whose value is an object of schemas by name, and keywords whose value is not a schema.
 _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-_OF_VALUES = {"const", "enum", "default", "examples"}
+_ANNOTATIONS = {"default", "examples"}
+_OF_VALUES = {"const", "enum", *_ANNOTATIONS}
 _TOO_DEEP = "it is nested too deeply"
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -95,7 +96,12 @@ def _is_idle(key: str, value: Any) -> bool:
 
 
 def _exact(key: str, value: Any) -> Any:
-    """Return a keyword's value, patterns such that llguidance allows only what they match."""
+    """Return a keyword's value, patterns such that llguidance allows only what they match.
+
+    A `$ref` may point into an annotation, so the numbers in it must be in range, too.
+    """
+    if key in _ANNOTATIONS:
+        return fitted(value, lenient=True)
     if key == "pattern" and isinstance(value, str):
         return without_nul(value)
     if key == "patternProperties" and isinstance(value, dict):

@@ -19,6 +19,8 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
+_PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
+_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # parts of patterns that Lark escapes
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 _MAX_LENGTH = 2048  # longest text whose length a grammar counts
@@ -168,9 +170,11 @@ def _text_value(schema: dict[str, Any]) -> str:
     rules = [regex(rf"(?s:.{counts}){ends}"), "~" + regex(rf"(?s:.*){end}(?s:.*){end}(?s:.*)")]
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        inner = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
-        before = "" if pattern.startswith("^") else "(?s:.*)"
-        after = "" if pattern.endswith("$") else "(?s:.*)"
+        parts = _PATTERN_PARTS.findall(pattern)
+        first, last = int(parts[:1] == ["^"]), len(parts) - (parts[-1:] == ["$"])
+        before = "" if first else "(?s:.*)"
+        after = "" if last < len(parts) else "(?s:.*)"
+        inner = "".join(_IN_SLASHES.get(part, part) for part in parts[first:last])
         rules.append(regex(rf"{before}({inner}){after}{ends}"))
     return " & ".join(rules)
 

@@ -16,6 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
+from pagewire.shared.grammar import masks as filling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
@@ -302,12 +303,12 @@ def _compute(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "seconds", "is_slow"),
-    [(_wait, 0.01, False), (_wait, 0.1, True), (_compute, 0.01, True)],
+    ("use", "quick_s", "is_slow"),
+    [(_wait, 10.0, False), (_wait, 0.01, True), (_compute, 10.0, True)],
     ids=["waits", "waits-long", "computes"],
 )
 def test_slow_row_is_quick_again_by_its_own_work(
-    monkeypatch: pytest.MonkeyPatch, use: Callable[[float], None], seconds: float, is_slow: bool
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[float], None], quick_s: float, is_slow: bool
 ) -> None:
     """A row that waits for the interpreter's lock, as others use it, is not slow itself."""
     filler = make_filler()
@@ -316,10 +317,11 @@ def test_slow_row_is_quick_again_by_its_own_work(
     fill_mask = Matcher.fill_mask
 
     def fill(matcher: Matcher, words: int) -> bytes | None:
-        use(seconds)
+        use(0.02)
         return fill_mask(matcher, words)
 
     monkeypatch.setattr(Matcher, "fill_mask", fill)
+    monkeypatch.setattr(filling, "QUICK_S", quick_s)
     row.follower.is_slow = True
     row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
     settle(filler, [row])

@@ -126,6 +126,18 @@ def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> N
         grammar_text(StructuredOutputs(json=schema))
 
 
+@pytest.mark.parametrize("keyword", ["default", "examples"])
+def test_references_to_annotations_reach_no_number_that_is_too_large(keyword: str) -> None:
+    """llguidance 1.9 follows such references, and ends the process with these bounds."""
+    bounds = {"minimum": -(2**63), "maximum": 10 - 2**63}
+    defaults = {"default": bounds}
+    inner = {"type": "integer", **bounds, "properties": defaults}
+    kept = {"type": "integer", "properties": {"default": {}}}
+    for value, fit in ((inner, kept), ([inner], [kept]), ([1, "a"], [1, "a"]), (2**70, 2**70)):
+        schema = {keyword: value, "properties": {"a": {"$ref": f"#/{keyword}"}}}
+        assert fitted(schema) == {**schema, keyword: fit}
+
+
 @pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
 @pytest.mark.parametrize(
     ("pattern", "right", "wrong"),
@@ -141,6 +153,12 @@ def test_ranges_of_larger_numbers_alone_are_refused(schema: dict[str, Any]) -> N
         (r"^\P{P}$", ["a", "\n"], ['"', "\\", "."]),
         (r"^[^[:punct:]]\[$", ["a[", "\n["], ['"[', "\\["]),
         (r"^\x00[a-z]\[\d]$", ["\x00b[1]"], ["b[1]"]),
+        (r"^[!-[\]-~]+$", ['a"[]'], ["\\", " "]),
+        (r"^[^#-[\]-~]$", ['"', "\n"], ["a", "["]),
+        (r"^[\d-[\n]]$", ["1", "-", "\n"], ["[", '"']),
+        (r"^[a&&-[a]b]$", ["a"], ["-", "b"]),
+        (r"^[:^alpha:]$", [":", "^", "a"], ["b", '"']),
+        (r"^[:-[]$", [":", "[", "A"], ["b", '"']),
     ],
 )
 def test_classes_with_control_characters_allow_no_others(
@@ -159,7 +177,16 @@ def test_classes_with_control_characters_allow_no_others(
                 assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
-@pytest.mark.parametrize("unit", ["[", "[^", "]", "\\", "\\p{", "[a", "[^]a-", "-", "[\\d"])
+def test_error_of_a_class_without_an_end_shows_the_pattern(vocabulary: LLTokenizer) -> None:
+    text = grammar_text(StructuredOutputs(json={"type": "string", "pattern": "^[^a]*[["}))
+    with pytest.raises(InvalidRequestError, match=r"regex parse error: \^\[\^a\]\*\[\[ "):
+        check_grammar(text or "", vocabulary)
+
+
+UNITS = ["[", "[^", "]", "\\", "\\p{", "[a", "[^]a-", "-", "[\\d", "[^a-\\", "[&", "[:"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_long_patterns_take_time_in_proportion(unit: str) -> None:
     def read(size: int) -> None:
         fitted({"pattern": unit * (size // len(unit))})
