@@ -76,8 +76,8 @@ def estimate(
         config = load_config(path)
         if settings.dtype == "auto" and not has_dtype(path):
             raise ConfigError(
-                "the model's config.json names no dtype, and no weights here have one that a worker "
-                "would take: choose one with --dtype"
+                "the model's config.json names no dtype, and no weights here have one that a "
+                "worker would take: choose one with --dtype"
             )
         with needs_worker_extra():
             from pagewire.shared.worker.estimate import estimate as estimate_memory

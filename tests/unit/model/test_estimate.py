@@ -110,7 +110,7 @@ def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
     name = _write(tmp_path, dtype=None)
     done = _run(name)
     assert done.returncode == 2
-    assert "config.json names no dtype, and its weights" in done.stderr
+    assert "config.json names no dtype, and no weights" in done.stderr
     assert "--dtype" in done.stderr and done.stderr.count("\n") == 1
     assert "16060522496 bytes, float16" in _run(name, "--dtype", "float16").stdout
 
