@@ -6,7 +6,7 @@
 
 The caller decides how long to wait for a mask. After that the mask is late, and is used
 once it is filled. A batch call takes as long as its slowest row. If a batch is late, each of
-its rows is filled separately from then on, until the row is quick again.
+its rows is filled separately from then on, until the rows that share its lock are quick again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ logger = logging.getLogger(__name__)
 SLOW_THREADS = 2
 MAX_THREADS = 8  # threads of one batch call
 MIN_ROW_S = 1e-5
-# A slow row that needs no more CPU time than the first, and no longer than the second, joins the
-# batch again. Filled by itself, a row waits for the interpreter's lock, some milliseconds where
-# other threads are busy. It also waits for other rows of its grammar, which may be slow.
-QUICK_CPU_S, QUICK_S = 0.002, 0.05
+# A slow row that takes no more CPU time than this joins the batch again. Its real time would
+# include waits for the interpreter's lock: some milliseconds each where other threads are busy.
+QUICK_CPU_S = 0.002
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
 
@@ -172,9 +171,14 @@ class MaskFiller:
         except InvalidRequestError as exc:
             raise InvalidRequestError(f"{field}: {exc.message}", field) from exc
 
-    def begin(self, rows: Iterable[Row]) -> list[Row]:
-        """Request the masks that are missing; return the rows whose masks are not filled yet."""
+    def begin(self, rows: Sequence[Row]) -> list[Row]:
+        """Request the masks that are missing; return the rows whose masks are not filled yet.
+
+        Copies of one matcher share a lock. So none of them is in a batch while one is slow, and
+        those in a batch are neighbours, which one thread gets.
+        """
         together = not any(follower.is_busy for follower in self._batch)
+        slow = {row.follower.original for row in rows if row.follower.is_slow}
         missing: list[Row] = []
         many: list[_Work] = []
         for row in rows:
@@ -190,12 +194,11 @@ class MaskFiller:
                 continue
             work = follower, matcher, row.token_ids[row.start + matcher.num_followed :]
             follower.is_busy = True
-            if together and not follower.is_slow:
+            if together and follower.original not in slow:
                 many.append(work)
             else:
                 self._queue_single(work)
         if many:
-            # Copies of one matcher share a lock, so one thread gets neighbours of the list.
             many.sort(key=lambda each: each[0].original)
             self._batch = [follower for follower, _, _ in many]
             self._queue_many(many)
@@ -271,15 +274,14 @@ class MaskFiller:
         """Follow an answer's new tokens and fill its next mask."""
         if _is_skipped(follower):
             return
-        started, started_cpu, mask = time.perf_counter(), time.thread_time(), None
+        started, mask = time.thread_time(), None
         try:
             matcher.follow(tokens)
             mask = matcher.fill_mask(mask_words(self.vocab_size))
         except Exception as exc:  # see _fill_many
             logger.exception("a mask could not be filled")
             matcher.problem = f"the grammar cannot be followed: {exc}"
-        is_quick = time.thread_time() - started_cpu <= QUICK_CPU_S
-        follower.is_slow = not (is_quick and time.perf_counter() - started <= QUICK_S)
+        follower.is_slow = time.thread_time() - started > QUICK_CPU_S
         follower.note(mask)
 
 

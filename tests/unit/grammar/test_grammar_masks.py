@@ -16,7 +16,6 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
-from pagewire.shared.grammar import masks as filling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
@@ -292,10 +291,6 @@ def test_rows_of_a_late_call_are_filled_by_themselves_until_they_are_quick() -> 
     assert all(row.follower.position == 2 for row in rows)
 
 
-def _wait(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 def _compute(seconds: float) -> None:
     end = time.thread_time() + seconds
     while time.thread_time() < end:
@@ -303,12 +298,10 @@ def _compute(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "quick_s", "is_slow"),
-    [(_wait, 10.0, False), (_wait, 0.01, True), (_compute, 10.0, True)],
-    ids=["waits", "waits-long", "computes"],
+    ("use", "is_slow"), [(time.sleep, False), (_compute, True)], ids=["waits", "computes"]
 )
 def test_slow_row_is_quick_again_by_its_own_work(
-    monkeypatch: pytest.MonkeyPatch, use: Callable[[float], None], quick_s: float, is_slow: bool
+    monkeypatch: pytest.MonkeyPatch, use: Callable[[float], None], is_slow: bool
 ) -> None:
     """A row that waits for the interpreter's lock, as others use it, is not slow itself."""
     filler = make_filler()
@@ -321,11 +314,29 @@ def test_slow_row_is_quick_again_by_its_own_work(
         return fill_mask(matcher, words)
 
     monkeypatch.setattr(Matcher, "fill_mask", fill)
-    monkeypatch.setattr(filling, "QUICK_S", quick_s)
     row.follower.is_slow = True
     row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
     settle(filler, [row])
     assert row.follower.is_slow is is_slow
+
+
+def test_row_that_shares_its_lock_with_a_slow_row_is_in_no_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of a batch would wait for the lock, too."""
+    monkeypatch.setattr(compiling, "MOST_ORIGINALS", 1)
+    filler = make_filler()
+    slow, same, other = [
+        Row(filler.open(text, []), [1], 1) for text in (TEXTS[0], TEXTS[0], TEXTS[1])
+    ]
+    settle(filler, [slow, same, other])
+    for row in (slow, same, other):
+        row.token_ids.append(allowed_tokens(row.follower.mask or b"")[0])
+        row.follower.is_slow = row is slow
+    filler.begin([slow, same, other])
+    assert filler._batch == [other.follower]
+    settle(filler, [slow, same, other])
+    assert all(row.follower.position == 1 for row in (slow, same, other))
 
 
 def test_mask_that_does_not_come_fails_its_row() -> None:
