@@ -25,7 +25,8 @@ from pagewire.shared.grammar.tokens import spells_special
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
 MOST_ORIGINALS = 16  # how often one grammar is compiled, see `GrammarCompiler.original`
-_CHEAP_S = 0.005  # CPU time: a grammar that takes longer is compiled only once
+COPIES_EACH = 4  # answers at the same time that share a lock, while there are fewer originals
+_CHEAP_S = 0.05  # CPU time: a grammar that takes longer is compiled only once
 # llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
 _BYTES_PER_CHAR = 64
@@ -89,20 +90,32 @@ def cannot_follow(reason: str) -> str:
 
 @dataclass(slots=True)
 class _Originals:
-    """The matchers of one grammar, which its answers copy in turn.
+    """The matchers of one grammar, and the answers that have a copy.
 
     Attributes:
-        matchers: matchers at the grammar's start, each compiled separately.
-        num_lent: number of answers that have begun.
+        copies: pairs of a matcher at the grammar's start, each compiled separately, and the
+            `closed` events of the answers that copied it.
+        num_missing: how many more are being compiled.
     """
 
-    matchers: list[LLMatcher]
-    num_lent: int = 0
+    copies: list[tuple[LLMatcher, list[Event]]]
+    num_missing: int = 0
 
     @property
     def num_charged(self) -> int:
         """How many matchers exist or are being compiled."""
-        return min(max(self.num_lent, 1), MOST_ORIGINALS)
+        return len(self.copies) + self.num_missing
+
+    def take(self, closed: Event) -> LLMatcher | None:
+        """Return the matcher with the fewest copies, or None if another should be compiled."""
+        for _, answers in self.copies:
+            answers[:] = [answer for answer in answers if not answer.is_set()]
+        matcher, answers = min(self.copies, key=lambda each: len(each[1]))
+        if len(answers) >= COPIES_EACH and self.num_charged < MOST_ORIGINALS:
+            self.num_missing += 1
+            return None
+        answers.append(closed)
+        return matcher
 
 
 class GrammarCompiler:
@@ -149,33 +162,34 @@ class GrammarCompiler:
         self.run(lambda: self._compile(text, future))
         return future
 
-    def original(self, text: str, compiled: Future[LLMatcher]) -> LLMatcher:
+    def original(self, text: str, compiled: Future[LLMatcher], closed: Event) -> LLMatcher:
         """Return a matcher at the grammar's start, to be copied for one answer.
 
         Copies of a matcher share a lexer and its lock (llguidance 1.9), so threads cannot fill
-        their masks in parallel. Therefore a grammar that compiles quickly is compiled several
-        times.
+        their masks in parallel. Therefore a grammar of which many answers need masks at the same
+        time is compiled several times, unless that takes long.
 
         Args:
             text: the grammar text.
             compiled: the future that `compile` returned for it; it must be done.
+            closed: set when the answer no longer needs masks.
         """
         first = compiled.result()
         with self._lock:
-            originals = self._originals.get(compiled)
-            if originals is None:
+            originals, vocabulary = self._originals.get(compiled), self._vocabulary
+            if originals is None or vocabulary is None:
                 return first
-            originals.num_lent += 1
-            is_missing = 1 < originals.num_lent <= MOST_ORIGINALS
-            if is_missing:
-                self._charge(text)
-            number = originals.num_lent
-        if is_missing and self._vocabulary is not None:
-            another = check_grammar(text, self._vocabulary)
+            if (found := originals.take(closed)) is not None:
+                return found
+            self._charge(text)
+        another = first  # stays, and is charged for, if compiling fails
+        try:
+            another = check_grammar(text, vocabulary)
+        finally:
             with self._lock:
-                originals.matchers.append(another)
-            return another
-        return originals.matchers[number % len(originals.matchers)]
+                originals.num_missing -= 1
+                originals.copies.append((another, [closed]))
+        return another
 
     def _charge(self, text: str) -> None:
         """Add a matcher's bytes; above the bound, drop the least recently used grammars."""
@@ -222,7 +236,7 @@ class GrammarCompiler:
         else:
             with self._lock:
                 if is_cheap and self._cached.get(text) is future:
-                    self._originals[future] = _Originals([compiled])
+                    self._originals[future] = _Originals([(compiled, [])])
             future.set_result(compiled)
 
     def _is_wanted(self, text: str, future: Future[LLMatcher]) -> bool:

@@ -35,9 +35,10 @@ logger = logging.getLogger(__name__)
 SLOW_THREADS = 2
 MAX_THREADS = 8  # threads of one batch call
 MIN_ROW_S = 1e-5
-# A slow row that takes no more CPU time than this joins the batch again. Its real time would
-# include waits for the interpreter's lock: some milliseconds each where other threads are busy.
-QUICK_CPU_S = 0.002
+# A slow row that takes no more CPU time than this joins the batch again. Realistic schemas take up
+# to 2.5 ms with 128,000 tokens, on slow machines twice as long. Its real time would include waits
+# for the interpreter's lock: some milliseconds each where other threads are busy.
+QUICK_CPU_S = 0.005
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
 
@@ -258,7 +259,7 @@ class MaskFiller:
             self.news.set()
             return
         try:
-            original = self._compiler.original(text, follower.compiled)
+            original = self._compiler.original(text, follower.compiled, follower.closed)
             follower.original = id(original)
             matcher = follower.matcher = Matcher(original)
         except InvalidRequestError as exc:

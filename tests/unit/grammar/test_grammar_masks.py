@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from itertools import product
@@ -180,25 +181,53 @@ def test_compiled_grammars_are_kept_within_a_bound(monkeypatch: pytest.MonkeyPat
         compiler.compile("start: nothing").result()
 
 
-def test_answers_of_a_quick_grammar_are_spread_over_several_originals(
+def test_answers_at_the_same_time_are_spread_over_several_originals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies of one share a lock; each counts against the bound, until the grammar is dropped."""
     compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
     quick = compiler.compile(TEXTS[0])
     quick.result()
-    one = compiler._num_bytes
-    lent = [compiler.original(TEXTS[0], quick) for _ in range(100)]
-    assert len({id(each) for each in lent}) == compiling.MOST_ORIGINALS
+    one, closed = compiler._num_bytes, Event()
+    lent = [compiler.original(TEXTS[0], quick, Event()) for _ in range(100)]
+    numbers = Counter(map(id, lent))
+    assert len(numbers) == compiling.MOST_ORIGINALS and max(numbers.values()) == 7
     assert compiler._num_bytes == one * compiling.MOST_ORIGINALS
     answers = [walk(Matcher(each), 12, 3) for each in lent[:40]]
     assert answers == answers[:1] * 40
     monkeypatch.setattr(compiling, "MAX_CACHED_BYTES", 0)
     monkeypatch.setattr(compiling, "_CHEAP_S", -1.0)
     slow = compiler.compile(TEXTS[1])
-    assert {id(compiler.original(TEXTS[1], slow)) for _ in range(9)} == {id(slow.result())}
+    assert {id(compiler.original(TEXTS[1], slow, closed)) for _ in range(9)} == {id(slow.result())}
     assert compiler._num_bytes == compiling._cost(TEXTS[1])
-    assert compiler.original(TEXTS[0], quick) is quick.result()  # by who still has it
+    assert compiler.original(TEXTS[0], quick, closed) is quick.result()  # by who still has it
+
+
+def test_grammar_is_compiled_again_only_for_answers_at_the_same_time() -> None:
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    compiled = compiler.compile(TEXTS[0])
+    compiled.result()
+    answers = [Event() for _ in range(compiling.COPIES_EACH)]
+    for closed in [*answers, *answers]:  # one after the other
+        assert compiler.original(TEXTS[0], compiled, closed) is compiled.result()
+        closed.set()
+    lent = [compiler.original(TEXTS[0], compiled, Event()) for _ in range(compiling.COPIES_EACH)]
+    assert set(lent) == {compiled.result()}
+    assert compiler.original(TEXTS[0], compiled, Event()) is not compiled.result()
+
+
+def test_grammar_that_compiles_in_20_ms_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the answers that follow it would wait for each other, as would all of a batch."""
+
+    def check(text: str, vocabulary: LLTokenizer) -> LLMatcher:
+        _compute(0.02)
+        return check_grammar(text, vocabulary)
+
+    monkeypatch.setattr(compiling, "check_grammar", check)
+    filler = make_filler()
+    rows = [Row(filler.open(TEXTS[0], []), [1], 1) for _ in range(compiling.COPIES_EACH * 3)]
+    settle(filler, rows)
+    assert len({row.follower.original for row in rows}) >= 3
 
 
 def test_model_without_tokenizer_cannot_follow_grammars(tmp_path: Any) -> None:
