@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -55,7 +56,7 @@ class LLM:
         >>> llm.generate(["Lambda expressions"])[0].text
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] = "demo", **settings: Any) -> None:
         """Load a model.
 
         On the CPU, a small model lowers torch's number of threads in the whole process. Set
@@ -68,8 +69,9 @@ class LLM:
         Raises:
             ConfigError: a setting is wrong, or this machine or model does not support it.
         """
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.settings = load_settings(
-            LLMSettings, {"model": model, "max_waiting": UNBOUNDED, **settings}
+            LLMSettings, {"model": name, "max_waiting": UNBOUNDED, **settings}
         )
         self.engine = build_engine(self.settings)
         self.tokenizer: Tokenizer | None = None

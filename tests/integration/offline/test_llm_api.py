@@ -84,7 +84,7 @@ def test_the_models_answer_length_is_a_default_and_not_a_cap(tmp_path: Path) -> 
             (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 3}')
-    llm = LLM(str(tmp_path), device="cpu")
+    llm = LLM(tmp_path, device="cpu")
     assert len(llm.generate(TEXT)[0].token_ids) == 3
     assert len(llm.generate(TEXT, SamplingParams(max_tokens=9))[0].token_ids) == 9
     assert len(llm.chat(QUESTION)[0].token_ids) == 3
