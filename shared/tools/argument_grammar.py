@@ -161,11 +161,13 @@ class Parameters:
 
 
 def _text_value(schema: dict[str, Any]) -> str:
-    """Return the expression of a text and its end tag; the text itself has no end tag in it."""
+    """Return the expression of a text and its end tag.
+
+    The conditions apply to the text alone: with the end tag in each, they would cost much more.
+    """
     least, most = (_length(schema.get(key)) for key in ("minLength", "maxLength"))
-    counts = "*" if least is most is None else f"{{{least or 0},{'' if most is None else most}}}"
-    ends, end = quoted(_VALUE_END), quoted(PARAMETER_END)
-    rules = [regex(rf"(?s:.{counts}){ends}"), "~" + regex(rf"(?s:.*){end}(?s:.*){end}(?s:.*)")]
+    chars = f".{{{least or 0},{'' if most is None else most}}}"
+    rules = [regex(f"(?s:{chars})"), "~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)")]
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         parts = _PATTERN_PARTS.findall(pattern)
@@ -173,8 +175,8 @@ def _text_value(schema: dict[str, Any]) -> str:
         before = "" if first else "(?s:.*)"
         after = "" if last < len(parts) else "(?s:.*)"
         inner = "".join(_IN_SLASHES.get(part, part) for part in parts[first:last])
-        rules.append(regex(rf"{before}({inner}){after}{ends}"))
-    return " & ".join(rules)
+        rules.append(regex(f"{before}({inner}){after}"))
+    return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
 
 
 def _length(value: Any) -> int | None:
