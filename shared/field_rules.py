@@ -43,6 +43,8 @@ def field_types(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
 def check_fields(values: msgspec.Struct) -> None:
     """Check all fields of a struct that was made in Python, where nothing checks types.
 
+    Fields of structs inside it are not checked.
+
     Raises:
         InvalidRequestError: a field has a wrong type or is out of range; names it.
     """
@@ -151,6 +153,8 @@ def _fits(value: Any, kind: inspect.Type) -> bool:
                 and _has_length(value, kind)
                 and all(_fits(item, kind.item_type) for item in value)
             )
+        case inspect.StructType(cls=cls):
+            return isinstance(value, cls | dict)  # its own fields are checked where it is read
     return False
 
 

@@ -25,7 +25,6 @@ from pagewire.shared.sampling_types import (
     MAX_BAD_TOKENS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
-    MAX_CHOICES,
     STOP_TOKEN_IDS,
     TOP_K,
     BadString,
@@ -38,6 +37,7 @@ from pagewire.shared.sampling_types import (
     MaxTokens,
     MinP,
     MinTokens,
+    NumChoices,
     NumTop,
     Penalty,
     PromptLength,
@@ -329,7 +329,7 @@ class SamplingParams(SamplingFields, frozen=True, kw_only=True):
         ]
         | None
     ) = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES, description=f"between 1 and {MAX_CHOICES}")] = 1
+    n: NumChoices = 1
     structured_outputs: StructuredOutputs | None = None
 
     @property

@@ -132,7 +132,7 @@ def _with_exact_values(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose bounds llguidance can count to and represent as float64.
+    """Return a schema whose bounds llguidance follows, counts to and represents as float64.
 
     Libraries write the bounds of 64-bit integers and of floats.
 
@@ -140,13 +140,32 @@ def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         ValueError: the schema allows only numbers beyond the range.
     """
     given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
-    if all(abs(value) < MAX_EXACT for value in given.values()):
-        return schema
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     are_integers = "integer" in kinds and "number" not in kinds
-    moved = _of_integers(given) if are_integers else _of_numbers(given)
+    if all(abs(value) < MAX_EXACT for value in given.values()):
+        moved = given if are_integers else _excluded(given)
+    else:
+        moved = _of_integers(given) if are_integers else _of_numbers(given)
     return {key: value for key, value in schema.items() if key not in given} | moved
+
+
+def _excluded(given: Mapping[str, float]) -> dict[str, Any]:
+    """Return bounds such that llguidance excludes the integers that they exclude.
+
+    If both bounds have the same integer part, it allows that integer, even if it is excluded (1.9).
+    So an excluded bound is then moved towards the other one, by a trillionth of the distance.
+    """
+    moved = dict(given)
+    for key, others in (("exclusiveMinimum", _HIGH), ("exclusiveMaximum", _LOW)):
+        ends = [given[each] for each in others if each in given]
+        if key in given and ends:
+            bound = given[key]
+            other = min(ends, key=lambda each: abs(each - bound))
+            if bound == math.trunc(other):
+                near = bound + (other - bound) * 1e-12
+                moved[key] = near if near != bound else math.nextafter(bound, other)
+    return moved
 
 
 def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:

@@ -86,10 +86,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         structural_tag: text with structures in it: {"format": {"type": ..., ...}} as XGrammar has
             it, or {"structures": [{"begin", "schema", "end"}], "triggers": [...]}; as an object or
             as text.
-        disable_any_whitespace: JSON without white space between its parts.
+        whitespace_pattern: a regular expression for the white space between the parts of JSON.
+        disable_any_whitespace: JSON has no such white space, unless `whitespace_pattern` is given.
         disable_additional_properties: objects of a JSON schema have declared properties alone,
             unless their own schema sets `additionalProperties`.
-        whitespace_pattern: a regular expression for that white space.
     """
 
     json: JsonText | None = None

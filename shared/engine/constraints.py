@@ -122,7 +122,7 @@ class Constraints:
 
     def note_result(self) -> None:
         """Record when a step's result has arrived, to measure how long steps usually take."""
-        if self._followers:
+        if self.is_active:
             now = self.clock()
             self._usual_s = min(now - self._result_s, self._usual_s * 1.02)
             self._result_s = now

@@ -24,8 +24,8 @@ from pagewire.shared.grammar.tokens import spells_special
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
-MOST_ORIGINALS = 16  # how often one grammar is compiled, see `GrammarCompiler.original`
-COPIES_EACH = 4  # answers at the same time that share a lock, while there are fewer originals
+MOST_ORIGINALS = 16  # how often a grammar is compiled at most, see `GrammarCompiler.original`
+COPIES_EACH = 4  # with fewer, at most this many answers at a time copy one of them
 _CHEAP_S = 0.05  # CPU time: a grammar that takes longer is compiled only once
 # llguidance does not report a compiled grammar's size. These were measured with large enumerations.
 _BYTES_EACH = 256 << 10
@@ -95,24 +95,24 @@ class _Originals:
     Attributes:
         copies: pairs of a matcher at the grammar's start, each compiled separately, and the
             `closed` events of the answers that copied it.
-        num_missing: how many more are being compiled.
+        num_compiling: number of further matchers that are being compiled.
     """
 
     copies: list[tuple[LLMatcher, list[Event]]]
-    num_missing: int = 0
+    num_compiling: int = 0
 
     @property
     def num_charged(self) -> int:
         """How many matchers exist or are being compiled."""
-        return len(self.copies) + self.num_missing
+        return len(self.copies) + self.num_compiling
 
     def take(self, closed: Event) -> LLMatcher | None:
-        """Return the matcher with the fewest copies, or None if another should be compiled."""
+        """Give an answer the matcher with the fewest copies; None if it must compile another."""
         for _, answers in self.copies:
             answers[:] = [answer for answer in answers if not answer.is_set()]
         matcher, answers = min(self.copies, key=lambda each: len(each[1]))
         if len(answers) >= COPIES_EACH and self.num_charged < MOST_ORIGINALS:
-            self.num_missing += 1
+            self.num_compiling += 1
             return None
         answers.append(closed)
         return matcher
@@ -173,6 +173,9 @@ class GrammarCompiler:
             text: the grammar text.
             compiled: the future that `compile` returned for it; it must be done.
             closed: set when the answer no longer needs masks.
+
+        Raises:
+            InvalidRequestError: the grammar is wrong or exceeds a limit.
         """
         first = compiled.result()
         with self._lock:
@@ -187,7 +190,7 @@ class GrammarCompiler:
             another = check_grammar(text, vocabulary)
         finally:
             with self._lock:
-                originals.num_missing -= 1
+                originals.num_compiling -= 1
                 originals.copies.append((another, [closed]))
         return another
 

@@ -63,7 +63,7 @@ class Follower:
         asked: the position whose mask was requested last.
         since_s: when that mask was requested, by the filler's clock.
         closed: set when its masks are no longer needed; threads then skip it.
-        original: stands for the compiled matcher of which its matcher is a copy.
+        original: identifies the compiled matcher that its matcher is a copy of.
     """
 
     compiled: Future[LLMatcher]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 ANY_TEXT = "/(?s:.*)/"
@@ -231,9 +231,7 @@ def _with_ends(elements: Elements) -> list[Element]:
             if isinstance(element, Choice):
                 element = Choice(tuple((*each, *after) for each in element.alternatives))
             else:
-                element = Triggered(
-                    element.free, element.tags, element.first, element.is_once, tuple(after)
-                )
+                element = replace(element, after=tuple(after))
         found.append(element)
     return found
 

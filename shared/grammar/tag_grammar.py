@@ -102,8 +102,7 @@ class _TagGrammar:
         return elements
 
     def _literal(self, text: str) -> Elements:
-        parts = self._markers.split(text)
-        return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts)
+        return _joined(self._markers.split(text))
 
     def _const(self, asked: formats.ConstFormat) -> Elements:
         return self._literal(asked.value)
@@ -234,15 +233,12 @@ class _TagGrammar:
             if isinstance(part, int):
                 seen += len(texts[part])
                 rest = parts[index + 1 :]
-                return Trigger(text, part), self._joined(rest)
+                return Trigger(text, part), _joined(rest)
             if seen + len(part) >= length:
                 kept = length - seen
-                return Trigger(part[:kept], None), self._joined([part[kept:], *parts[index + 1 :]])
+                return Trigger(part[:kept], None), _joined([part[kept:], *parts[index + 1 :]])
             text, seen = part, len(part)
         raise ValueError("a trigger must not be empty")  # the types do not allow it
-
-    def _joined(self, parts: Sequence[str | int]) -> Elements:
-        return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
 
     def _dispatch(self, asked: formats.DispatchFormat) -> Elements:
         tags = [TagFormat(pattern, content, "") for pattern, content in asked.rules]
@@ -252,6 +248,10 @@ class _TagGrammar:
                 patterns, tags, stop_after_first=not asked.loop, excludes=asked.excludes
             )
         )
+
+
+def _joined(parts: Sequence[str | int]) -> Elements:
+    return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
 
 
 def _choice(alternatives: list[Elements]) -> Elements:

@@ -64,8 +64,7 @@ class Keywords:
         names, prefix = list(properties), self._prefix
         if not names:
             return ""
-        required = self._schema.get("required")
-        needed = set(required) if isinstance(required, list) else set()
+        needed = _required(self._schema)
         for index, name in enumerate(names):
             self._rules[f"{prefix}_p{index}"] = f'"{name}=" {self._value(properties[name], index)}'
             rest = f"{prefix}_p{index} {prefix}_more{index + 1}"
@@ -128,8 +127,7 @@ class Parameters:
             return self._add_any()
         if not all(map(_ELEMENT_NAME.fullmatch, properties)):
             return self._add_any()
-        required = self._schema.get("required")
-        needed = set(required) if isinstance(required, list) else set()
+        needed = _required(self._schema)
         parts = []
         for index, (name, schema) in enumerate(properties.items()):
             rule = f"{self._prefix}_p{index}"
@@ -163,11 +161,13 @@ class Parameters:
 
 
 def _text_value(schema: dict[str, Any]) -> str:
-    """Return the expression of a text and its end tag; the text itself has no end tag in it."""
+    """Return the expression of a text and its end tag.
+
+    The conditions apply to the text alone: with the end tag in each, they would cost much more.
+    """
     least, most = (_length(schema.get(key)) for key in ("minLength", "maxLength"))
-    counts = "*" if least is most is None else f"{{{least or 0},{'' if most is None else most}}}"
-    ends, end = quoted(_VALUE_END), quoted(PARAMETER_END)
-    rules = [regex(rf"(?s:.{counts}){ends}"), "~" + regex(rf"(?s:.*){end}(?s:.*){end}(?s:.*)")]
+    chars = f".{{{least or 0},{'' if most is None else most}}}"
+    rules = [regex(f"(?s:{chars})"), "~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)")]
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         parts = _PATTERN_PARTS.findall(pattern)
@@ -175,8 +175,8 @@ def _text_value(schema: dict[str, Any]) -> str:
         before = "" if first else "(?s:.*)"
         after = "" if last < len(parts) else "(?s:.*)"
         inner = "".join(_IN_SLASHES.get(part, part) for part in parts[first:last])
-        rules.append(regex(rf"{before}({inner}){after}{ends}"))
-    return " & ".join(rules)
+        rules.append(regex(f"{before}({inner}){after}"))
+    return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
 
 
 def _length(value: Any) -> int | None:
@@ -185,6 +185,11 @@ def _length(value: Any) -> int | None:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _required(schema: dict[str, Any]) -> set[str]:
+    names = schema.get("required")
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 def _are_keywords(properties: Any) -> bool:
@@ -206,16 +211,16 @@ def json_rule(schema: dict[str, Any], lenient: bool = False, name: str = "") -> 
         name: name of the rule, for errors.
 
     Raises:
-        InvalidRequestError: the schema has numbers that no grammar can express, or is nested too
-            deeply.
+        InvalidRequestError: the schema has numbers that no grammar can express, is nested too
+            deeply, or has a text that UTF-8 cannot encode.
     """
     options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
     try:
-        kept = fitted(schema, lenient)
+        whole = {**fitted(schema, lenient), "x-guidance": options}
+        return f"%json {msgspec.json.encode(whole).decode()}"
     except ValueError as exc:
         where = f"tools: {name}" if name else "tools"
         raise InvalidRequestError(f"{where}: {exc}", "tools") from exc
-    return f"%json {msgspec.json.encode({**kept, 'x-guidance': options}).decode()}"
 
 
 def regex(pattern: str) -> str:

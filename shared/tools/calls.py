@@ -21,12 +21,7 @@ MAX_HEAD = 1024
 
 _NAME_KEYS = ("name", "function", "tool_name")
 _OWN_KEYS = (*_NAME_KEYS, "arguments")
-_OTHER_KEYS = (
-    "id",
-    "type",
-    "index",
-    "tool_call_id",
-)  # other keys that a call may have; they are ignored
+_OTHER_KEYS = ("id", "type", "index", "tool_call_id")  # a call may have them; they are ignored
 _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
 _CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
 # The beginning of a Python call's arguments, and a text that may become it.
@@ -246,11 +241,11 @@ class HeadedCall:
         """Return the name and where the arguments begin; None if that is not known yet."""
         name = _matched(_NAME, text, start)
         at = start + len(name)
+        is_open = at == len(text)
         if not self._is_python:
             if self._id_mark and text.startswith(self._id_mark, at):
                 at += len(self._id_mark)
                 at += len(_matched(_CALL_ID, text, at))
-            is_open = at == len(text)
             at += len(text[at:]) - len(text[at:].lstrip())
             if not text.startswith(self._mark, at):
                 rest = text[at:]

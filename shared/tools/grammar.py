@@ -95,7 +95,9 @@ class _Grammar:
     def text(self, content: str) -> str:
         """Return the grammar."""
         before = self._add_reasoning()
-        calls = self._add_calls()
+        # Such a call is content: it is neither a required call nor a form.
+        no_call = "" if self._wanted.must_call or content else self._form.no_call
+        calls = self._add_calls(no_call)
         if self._wanted.must_call:
             start = f"{before} {calls}"
         elif content:
@@ -140,11 +142,11 @@ class _Grammar:
         self._rules["reasoning"] = f"{opened} {rest} LINE_BREAKS?"
         return "reasoning?"
 
-    def _add_calls(self) -> str:
+    def _add_calls(self, no_call: str) -> str:
         """Add the rules of calls; return the name of the rule of all calls."""
         form, functions = self._form, self._wanted.functions
-        if form.no_call and not self._wanted.must_call:
-            functions += (Function(form.no_call),)
+        if no_call:
+            functions += (Function(no_call),)
         if ID_PLACE in form.shape:
             self._rules["CALL_NUMBER"] = regex("[0-9]{1,3}")
         self._rules["call"] = " | ".join(

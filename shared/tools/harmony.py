@@ -236,13 +236,14 @@ class _CallBody:
         name: name of the function.
         has_begun: the call's arguments have begun.
         has_ended: the call's end was reported.
-        is_text: the message is not a call, since its text is not a JSON object.
+        is_text: the message has text that is not a JSON object, or comes after it.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.has_begun = self.has_ended = self.is_text = False
         self._scanner = ValueScanner()
+        self._spaces = ""  # after the arguments; dropped unless other text follows
 
     @property
     def is_open(self) -> bool:
@@ -259,13 +260,16 @@ class _CallBody:
         if not (self.has_begun or self.is_text):
             text = text.lstrip()
             self.has_begun, self.is_text = text.startswith("{"), text[:1] not in ("", "{")
-        if not self.is_open:
-            return "", text if text.strip() else ""
-        part, at = self._scanner.push(text)
-        rest = text[at:]
-        if self._scanner.has_failed:
-            rest = self._scanner.held + rest
-        return part, rest if rest.strip() else ""
+        part = ""
+        if self.is_open:
+            part, at = self._scanner.push(text)
+            text = text[at:]
+            if self._scanner.has_failed:
+                text = self._scanner.held + text
+        rest = self._spaces + text
+        self.is_text |= bool(rest.strip())
+        self._spaces = "" if self.is_text else rest
+        return part, rest if self.is_text else ""
 
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:

@@ -229,7 +229,7 @@ BEYOND_INT64 = (
         (StructuredOutputs(json={"enum": ["x" * 200_000]}), "too large"),
         (StructuredOutputs(regex=3), "Expected `str"),
         (StructuredOutputs(choice=[]), "length >= 1"),
-        ({"yaml": "a"}, "must be an object"),
+        ({"yaml": "a"}, "unknown field"),
     ],
 )
 def test_wrong_form_is_refused_before_anything_runs(asked: Any, said: str) -> None:

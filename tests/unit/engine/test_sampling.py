@@ -15,6 +15,7 @@ from pagewire.shared import sampling_types as bounds
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingParams
 from pagewire.shared.sampling_types import MAX_CHOICES, MAX_STOP_TOKEN_IDS
+from pagewire.shared.structured_outputs import StructuredOutputs
 
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=512)
 
@@ -155,6 +156,15 @@ def test_stop_strings_come_one_or_several() -> None:
     assert SamplingParams().stop_strings == ()
     assert SamplingParams(stop="end").stop_strings == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
+
+
+@pytest.mark.parametrize("form", [StructuredOutputs(choice=["a"]), {"choice": ["a"]}])
+def test_a_range_of_tokens_may_come_with_a_form(form: Any) -> None:
+    asked = SamplingParams(allowed_token_ids=range(5), structured_outputs=form)
+    assert asked.resolve(SamplingDefaults(), 16).allowed_token_ids == (0, 1, 2, 3, 4)
+    wrong = SamplingParams(structured_outputs=5)
+    with pytest.raises(InvalidRequestError, match="structured_outputs must be an object, not 5"):
+        wrong.resolve(SamplingDefaults(), 16)
 
 
 def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:

@@ -216,6 +216,23 @@ def test_grammar_is_compiled_again_only_for_answers_at_the_same_time() -> None:
     assert compiler.original(TEXTS[0], compiled, Event()) is not compiled.result()
 
 
+def test_matcher_that_cannot_be_compiled_again_is_not_subtracted_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "COPIES_EACH", 1)
+    compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
+    compiled = compiler.compile(TEXTS[0])
+    assert compiler.original(TEXTS[0], compiled, Event()) is compiled.result()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "check_grammar", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            compiler.original(TEXTS[0], compiled, Event())
+    assert compiler.original(TEXTS[0], compiled, Event()) is not compiled.result()
+    monkeypatch.setattr(compiling, "MAX_CACHED_BYTES", 0)
+    assert compiler.compile(TEXTS[1]).result()
+    assert compiler._num_bytes == compiling._cost(TEXTS[1])
+
+
 def test_grammar_that_compiles_in_20_ms_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the answers that follow it would wait for each other, as would all of a batch."""
 

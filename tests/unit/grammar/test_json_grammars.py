@@ -94,6 +94,13 @@ FLOAT32 = {"type": ["number", "null"], "exclusiveMinimum": -3.4028234663852886e3
         (FLOAT64, ["1.5", "-2", f"{10**17}"], ["null"]),
         (FLOAT32, ["1.5", "-2", "null"], ["true"]),
         ({"minimum": 3, "maximum": 1e30}, ["3.5", '"a"', "true"], ["2"]),
+        # Excluded integers that llguidance allows: both bounds have the same integer part.
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.00001", "0.5", "null"], ["0", "0.0", "0.6"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1e-5}, ["0.000001"], ["0", "0.00001"]),
+        ({"exclusiveMinimum": 1, "maximum": 1.5}, ["1.000001", "1.5"], ["1", "1.0"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.00001"], ["-0", "0"]),
+        ({"minimum": -9999.5, "exclusiveMaximum": -9999}, ["-9999.1"], ["-9999"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.2, "maximum": 0.5}, ["0.2"], ["0", "0.1"]),
         ({"type": "string", "maxLength": 2**53 - 1}, ['"abc"'], ["1"]),
         ({"properties": {"minimum": INT64}, "required": ["minimum"], "type": "object"},
          ['{"minimum": -1}'], ['{"minimum": "a"}']),

@@ -113,6 +113,8 @@ def test_an_answer_has_the_form_or_is_calls(name: str, reasoning: str | None, to
     calls = written(form, CALLS, as_grammars_have_it(form))
     rights = ['{"answer": 3}', calls]
     wrongs = ["Well, 3.", f"Well. {calls}", '{"answer": "x"}', f'{{"answer": 3}}{calls}']
+    if form.no_call:  # it would be content that does not have the form
+        wrongs.append(written(form, [(form.no_call, {})], as_grammars_have_it(form)))
     if reasoning is not None:
         rights += [f"<think>Hm {{ .</think>\n\n{each}" for each in rights]
         wrongs.append("<think>Hm.</think>Well")

@@ -74,6 +74,8 @@ CASES: list[tuple[str, str | None, str | None, list[tuple[str, str]]]] = [
     (call("clock", '\n{"a": 1}\n'), None, None, [("clock", '{"a": 1}')]),
     (call("clock", '{"a": 1,}'), None, "}", [("clock", '{"a": 1,')]),
     (call("clock", "now"), None, "now", []),
+    (call("clock", "\nit is now \n"), None, "it is now \n", []),
+    (call("clock", "{}\n or  now "), None, "\n or  now ", [("clock", "{}")]),
     (call("other", "{}"), None, "{}", []),
     (
         " to=functions.clock<|channel|>commentary json<|message|>{}<|call|>",
@@ -134,6 +136,11 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
     assert run(data.draw(splits(text))) == whole
     begun = [event.index for event in whole[0] if isinstance(event, CallBegin)]
     assert begun == [event.index for event in whole[0] if isinstance(event, CallEnd)]
+
+
+def test_spaces_alone_are_a_part_of_the_text() -> None:
+    for text, content in (("it  is\nnow", "it  is\nnow"), ("{}\n or  now", "\n or  now")):
+        assert read(call("clock", text), parts=list(call("clock", text))).content == content
 
 
 def test_parts_come_as_they_are_written() -> None:

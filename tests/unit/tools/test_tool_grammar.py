@@ -281,6 +281,25 @@ def test_numbers_that_no_grammar_can_express(schema: dict[str, Any], reason: str
         assert not kept.allows(calls_in(form, [("move", {"id": 2**53 + 1, "n": "a"})]))
 
 
+@pytest.mark.parametrize("required", [[{}, "n"], ["n", []], "n"], ids=str)
+def test_required_may_be_anything(required: Any) -> None:
+    """A client's mistake is a wrong schema at most, which llguidance reports."""
+    parameters = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": required}
+    for form in FORMATS:
+        allowed = Allowed(form, functions=(Function("move", parameters=parameters),))
+        if TOOL_FORMATS[form].kind in ("python", "xml"):
+            assert allowed.allows(calls_in(form, [("move", {"n": 1})]))
+            assert allowed.allows(calls_in(form, [("move", {})])) is (required == "n")
+
+
+def test_text_that_utf8_cannot_encode_is_refused() -> None:
+    properties = {"a": {"type": "array", "title": "\ud800"}}
+    functions = (Function("move", parameters={"properties": properties}),)
+    for form in FORMATS:
+        with pytest.raises(InvalidRequestError, match=r"tools: .*surrogates not allowed"):
+            Allowed(form, functions=functions)
+
+
 def test_constants_are_followed() -> None:
     properties = {"on": {"type": "boolean", "const": True}, "off": {"enum": [False, None]}}
     schema = {"type": "object", "properties": properties, "required": [*properties]}

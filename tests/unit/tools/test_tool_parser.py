@@ -164,6 +164,12 @@ def test_an_answer_that_is_cut_keeps_what_is_not_a_call(text: str) -> None:
         assert content_of(parsed(parser(name), [text], is_cut=True)) == text
 
 
+@pytest.mark.parametrize("text", ["[TOOL_CALLS][CALL_ID]", "[TOOL_CALLS]cl[CALL_ID]a"])
+def test_a_name_is_whole_before_an_id(text: str) -> None:
+    for parts in ([text], [*text]):
+        assert content_of(parsed(parser("mistral_args"), parts, is_cut=True)) == text
+
+
 def is_balanced(text: str) -> bool:
     scanner = ValueScanner()
     return scanner.push(text)[1] == len(text) and scanner.is_done

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tools.formats import TOOL_FORMATS
@@ -158,7 +159,8 @@ def allows(parameters: dict[str, Any], inner: str) -> bool:
     functions = (Function("f", parameters={"type": "object", **parameters}),)
     wanted = CallsWanted(functions=functions, must_call=True, only_one=True)
     text = tools_grammar(TOOL_FORMATS[FORM], wanted, None, "outside", ids.get)
-    matcher = LLMatcher(tokenizer, text, log_level=0)
+    limits = parser_limits(tokenizer.vocab_size)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     assert not matcher.is_error(), matcher.get_error()
     tokens = tokenizer.tokenize_str(call(inner), parse_special=True)
     return matcher.consume_tokens([*tokens, EOS])
@@ -175,6 +177,13 @@ def allows(parameters: dict[str, Any], inner: str) -> bool:
         ({"type": "string", "pattern": r"^1\$"}, ["1$", "1$0"], ["1"]),
         ({"type": "string", "pattern": "^a\nb$"}, ["a\nb"], ["ab"]),
         ({"type": "string", "pattern": "^$"}, [""], ["a"]),
+        ({"type": "string", "pattern": r"\w{3,}\W\w{3,}"}, ["abc def", "a abc/def"], ["ab cde"]),
+        (
+            {"type": "string", "pattern": r"^\S+(\s+\S+){0,20}$", "maxLength": 1000},
+            ["a", "a b c"],
+            ["", " a", "a\n</parameter>\nb"],
+        ),
+        ({"type": "string", "pattern": "^a+$", "maxLength": 2}, ["a", "aa"], ["aaa", "b"]),
         ({"enum": ["a", 'b"\n']}, ["a", 'b"\n'], ["c", ""]),
         ({"const": "a"}, ["a"], ["b"]),
         ({"type": "integer", "minimum": 3}, ["3"], ["2", "three", '"3"']),
