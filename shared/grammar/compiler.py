@@ -191,6 +191,23 @@ class GrammarCompiler:
                 originals.copies.append((another, [closed]))
         return another
 
+    def anew(self, text: str, compiled: Future[LLMatcher]) -> LLMatcher:
+        """Return a matcher at the grammar's start for one answer alone.
+
+        A lexer keeps the states of all answers, up to `max_lexer_states`; then it has failed for
+        good. So answers that come later get a lexer without states, too.
+
+        Args:
+            text: the grammar text.
+            compiled: the future that `compile` returned for it; it must be done.
+        """
+        with self._lock:
+            self._drop(text, compiled)
+            vocabulary = self._vocabulary
+        if vocabulary is None:  # then nothing was compiled
+            return compiled.result()
+        return check_grammar(text, vocabulary)
+
     def _charge(self, text: str) -> None:
         """Add a matcher's bytes; above the bound, drop the least recently used grammars."""
         self._num_bytes += _cost(text)
