@@ -26,7 +26,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
-from pagewire.shared.grammar.limits import STACK_BYTES, start_thread
+from pagewire.shared.grammar.limits import STACK_BYTES, Task, run_tasks, start_thread
 from pagewire.shared.grammar.matcher import Matcher, fill_masks
 from pagewire.shared.grammar.tokens import mask_words
 
@@ -41,8 +41,6 @@ MIN_ROW_S = 1e-5
 QUICK_CPU_S = 0.005
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
-
-Task = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -234,7 +232,7 @@ class MaskFiller:
         if self._executor is None:
             threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
             executor = self._executor = LLExecutor(threads)
-            start_thread(STACK_BYTES, "masks", partial(_run_tasks, self._many, self.news))
+            start_thread(STACK_BYTES, "masks", partial(run_tasks, self._many, self.news.set))
         executor = self._executor
 
         def fill() -> None:
@@ -261,7 +259,7 @@ class MaskFiller:
     def _queue_single(self, work: _Work) -> None:
         while self._num_single < SLOW_THREADS:
             self._num_single += 1
-            start_thread(STACK_BYTES, "slow-masks", partial(_run_tasks, self._single, self.news))
+            start_thread(STACK_BYTES, "slow-masks", partial(run_tasks, self._single, self.news.set))
         self._single.put(lambda: self._fill(*work))
 
     def _fill_first(self, follower: Follower, output_ids: list[int]) -> None:
@@ -307,9 +305,3 @@ def _is_skipped(follower: Follower) -> bool:
         return False
     follower.is_busy = False
     return True
-
-
-def _run_tasks(tasks: SimpleQueue[Task], news: Event) -> None:
-    while True:
-        tasks.get()()
-        news.set()
