@@ -72,7 +72,11 @@ def _changed_in(key: str, value: Any, change: Change) -> Any:
 
 def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
     kept = {key: _exact(key, each) for key, each in schema.items() if not _is_idle(key, each)}
-    for fit, keys in ((_with_exact_values, ("const", "enum")), (_with_near_bounds, _BOUNDS)):
+    for fit, keys in (
+        (_with_exact_values, ("const", "enum")),
+        (_with_near_bounds, _BOUNDS),
+        (_with_open_bounds, _BOUNDS),
+    ):
         try:
             kept = fit(kept)
         except ValueError:
@@ -182,6 +186,31 @@ def _of_numbers(given: Mapping[str, float]) -> dict[str, Any]:
         **{key: _at_least(max(value, -_MOST_NUMBER)) for key, value in lows.items()},
         **{key: -_at_least(-min(value, _MOST_NUMBER)) for key, value in highs.items()},
     }
+
+
+def _with_open_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose exclusive bounds llguidance excludes.
+
+    If a number must be above 2 and below 2.5, llguidance 1.9 allows 2 itself: an exclusive bound
+    without a fraction is then not excluded. So the bound is moved into the range, by little.
+    """
+    given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    low = max((given[key] for key in _LOW if key in given), default=-math.inf)
+    high = min((given[key] for key in _HIGH if key in given), default=math.inf)
+    if 0 <= low == given.get("exclusiveMinimum") and low % 1 == 0 and low < high < low + 1:
+        moved = {"minimum": _inside(low, high)}
+    elif 0 >= high == given.get("exclusiveMaximum") and high % 1 == 0 and high > low > high - 1:
+        moved = {"maximum": -_inside(-high, -low)}
+    else:
+        return schema
+    ((name, _),) = moved.items()
+    replaced = _LOW if name == "minimum" else _HIGH
+    return {key: value for key, value in schema.items() if key not in replaced} | moved
+
+
+def _inside(low: float, high: float) -> float:
+    """Return a number of few digits that is a little more than the lower of two."""
+    return max(low + min(1e-9, (high - low) / 1000), math.nextafter(low, math.inf))
 
 
 def _is_number(value: Any) -> bool:
