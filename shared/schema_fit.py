@@ -72,7 +72,11 @@ def _changed_in(key: str, value: Any, change: Change) -> Any:
 
 def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
     kept = {key: _exact(key, each) for key, each in schema.items() if not _is_idle(key, each)}
-    for fit, keys in ((_with_exact_values, ("const", "enum")), (_with_near_bounds, _BOUNDS)):
+    for fit, keys in (
+        (_with_exact_values, ("const", "enum")),
+        (_with_near_bounds, _BOUNDS),
+        (_with_open_bounds, _BOUNDS),
+    ):
         try:
             kept = fit(kept)
         except ValueError:
@@ -132,7 +136,7 @@ def _with_exact_values(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose bounds llguidance follows, counts to and represents as float64.
+    """Return a schema whose bounds llguidance can count to and represent as float64.
 
     Libraries write the bounds of 64-bit integers and of floats.
 
@@ -140,32 +144,13 @@ def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
         ValueError: the schema allows only numbers beyond the range.
     """
     given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    if all(abs(value) < MAX_EXACT for value in given.values()):
+        return schema
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     are_integers = "integer" in kinds and "number" not in kinds
-    if all(abs(value) < MAX_EXACT for value in given.values()):
-        moved = given if are_integers else _excluded(given)
-    else:
-        moved = _of_integers(given) if are_integers else _of_numbers(given)
+    moved = _of_integers(given) if are_integers else _of_numbers(given)
     return {key: value for key, value in schema.items() if key not in given} | moved
-
-
-def _excluded(given: Mapping[str, float]) -> dict[str, Any]:
-    """Return bounds such that llguidance excludes the integers that they exclude.
-
-    If both bounds have the same integer part, it allows that integer, even if it is excluded (1.9).
-    So an excluded bound is then moved towards the other one, by a trillionth of the distance.
-    """
-    moved = dict(given)
-    for key, others in (("exclusiveMinimum", _HIGH), ("exclusiveMaximum", _LOW)):
-        ends = [given[each] for each in others if each in given]
-        if key in given and ends:
-            bound = given[key]
-            other = min(ends, key=lambda each: abs(each - bound))
-            if bound == math.trunc(other):
-                near = bound + (other - bound) * 1e-12
-                moved[key] = near if near != bound else math.nextafter(bound, other)
-    return moved
 
 
 def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:
@@ -201,6 +186,31 @@ def _of_numbers(given: Mapping[str, float]) -> dict[str, Any]:
         **{key: _at_least(max(value, -_MOST_NUMBER)) for key, value in lows.items()},
         **{key: -_at_least(-min(value, _MOST_NUMBER)) for key, value in highs.items()},
     }
+
+
+def _with_open_bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose exclusive bounds llguidance excludes.
+
+    If a number must be above 2 and below 2.5, llguidance 1.9 allows 2 itself: an exclusive bound
+    without a fraction is then not excluded. So the bound is moved into the range, by little.
+    """
+    given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    low = max((given[key] for key in _LOW if key in given), default=-math.inf)
+    high = min((given[key] for key in _HIGH if key in given), default=math.inf)
+    if 0 <= low == given.get("exclusiveMinimum") and low % 1 == 0 and low < high < low + 1:
+        moved = {"minimum": _inside(low, high)}
+    elif 0 >= high == given.get("exclusiveMaximum") and high % 1 == 0 and high > low > high - 1:
+        moved = {"maximum": -_inside(-high, -low)}
+    else:
+        return schema
+    ((name, _),) = moved.items()
+    replaced = _LOW if name == "minimum" else _HIGH
+    return {key: value for key, value in schema.items() if key not in replaced} | moved
+
+
+def _inside(low: float, high: float) -> float:
+    """Return a number of few digits that is a little more than the lower of two."""
+    return max(low + min(1e-9, (high - low) / 1000), math.nextafter(low, math.inf))
 
 
 def _is_number(value: Any) -> bool:

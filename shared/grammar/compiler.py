@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.grammar.limits import STACK_BYTES, parser_limits, start_thread
+from pagewire.shared.grammar.limits import STACK_BYTES, Task, parser_limits, run_tasks, start_thread
 from pagewire.shared.grammar.reasons import plain_reason
 from pagewire.shared.grammar.tokens import spells_special
 
@@ -134,7 +135,7 @@ class GrammarCompiler:
         self._closed: dict[Future[LLMatcher], list[Event]] = {}  # until they are compiled
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = Lock()  # held while it is loaded; callers do not wait for it
-        self._tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._tasks: SimpleQueue[Task] = SimpleQueue()
         self._num_threads = 0
 
     def compile(self, text: str, closed: Event | None = None) -> Future[LLMatcher]:
@@ -194,6 +195,23 @@ class GrammarCompiler:
                 originals.copies.append((another, [closed]))
         return another
 
+    def compile_alone(self, text: str, compiled: Future[LLMatcher]) -> LLMatcher:
+        """Return a matcher at the grammar's start for one answer alone.
+
+        A lexer keeps the states of all answers, up to `max_lexer_states`; then it has failed for
+        good. So answers that come later get a lexer without states, too.
+
+        Args:
+            text: the grammar text.
+            compiled: the future that `compile` returned for it; it must be done.
+        """
+        with self._lock:
+            self._drop(text, compiled)
+            vocabulary = self._vocabulary
+        if vocabulary is None:  # then nothing was compiled
+            return compiled.result()
+        return check_grammar(text, vocabulary)
+
     def _charge(self, text: str) -> None:
         """Add a matcher's bytes; above the bound, drop the least recently used grammars."""
         self._num_bytes += _cost(text)
@@ -205,18 +223,14 @@ class GrammarCompiler:
         originals = self._originals.pop(future, None)
         self._num_bytes -= _cost(text) * (1 if originals is None else originals.num_charged)
 
-    def run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Task) -> None:
         """Queue a task for the compiler's threads, which start tasks in the order of the calls."""
         with self._lock:
             is_missing = self._num_threads < THREADS
             self._num_threads += is_missing
         self._tasks.put(task)
         if is_missing:
-            start_thread(STACK_BYTES, "grammars", self._work)
-
-    def _work(self) -> None:
-        while True:
-            self._tasks.get()()
+            start_thread(STACK_BYTES, "grammars", partial(run_tasks, self._tasks))
 
     def _compile(self, text: str, future: Future[LLMatcher]) -> None:
         is_loaded = False  # before that, an exception is not caused by the grammar

@@ -9,8 +9,11 @@ with a smaller stack than workers have and with bounds on time and memory, befor
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
+from typing import NoReturn
 
 from llguidance import LLParserLimits
 
@@ -20,7 +23,12 @@ MAX_COMPILE_BYTES = 64 << 20
 CHECK_STACK_BYTES = 1 << 20
 STACK_BYTES = 16 << 20  # stack of a thread that compiles or fills masks
 
+END_S = 5.0  # how long the interpreter's end waits for a thread's task
+
+Task = Callable[[], object]
+
 _stack_lock = threading.Lock()
+_running: list[threading.Lock] = []  # one for each thread with tasks, held while a task runs
 
 
 def parser_limits(vocab_size: int) -> LLParserLimits:
@@ -43,6 +51,27 @@ def parser_limits(vocab_size: int) -> LLParserLimits:
         max_grammar_size=100_000,
         verbose_errors=False,  # verbose errors quote the grammar
     )
+
+
+def run_tasks(tasks: SimpleQueue[Task], then: Task = lambda: None) -> NoReturn:
+    """Run tasks in a daemon thread, as they come, with `then` after each."""
+    running = threading.Lock()
+    _running.append(running)
+    while True:
+        task = tasks.get()
+        with running:
+            task()
+            then()
+
+
+@atexit.register
+def _wait_for_tasks() -> None:
+    """Wait for the tasks that run now, and let none begin.
+
+    A thread that returns from llguidance after the interpreter's end takes the process with it.
+    """
+    for running in _running:
+        running.acquire(timeout=END_S)
 
 
 def start_thread(stack_bytes: int, name: str, target: Callable[[], object]) -> threading.Thread:

@@ -26,7 +26,7 @@ from llguidance import LLExecutor, LLMatcher
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
-from pagewire.shared.grammar.limits import STACK_BYTES, start_thread
+from pagewire.shared.grammar.limits import STACK_BYTES, Task, run_tasks, start_thread
 from pagewire.shared.grammar.matcher import Matcher, fill_masks
 from pagewire.shared.grammar.tokens import mask_words
 
@@ -42,8 +42,6 @@ QUICK_CPU_S = 0.005
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
 TOO_SLOW = "the grammar takes too long to follow"
 
-Task = Callable[[], None]
-
 
 @dataclass(slots=True, eq=False)
 class Follower:
@@ -54,7 +52,9 @@ class Follower:
 
     Attributes:
         compiled: the compiled grammar, once it is done.
-        matcher: the answer's matcher; None until the grammar is compiled.
+        text: the grammar text.
+        matcher: the answer's matcher; None until the grammar is compiled, and if the lexer that it
+            shared with other answers has failed.
         mask: the tokens that are allowed after the first `position` tokens of the answer.
         position: -1 before the first mask.
         problem: why the answer cannot continue; None if it can.
@@ -64,9 +64,11 @@ class Follower:
         since_s: when that mask was requested, by the filler's clock.
         closed: set when its masks are no longer needed; threads then skip it.
         original: identifies the compiled matcher that its matcher is a copy of.
+        is_alone: it shares its lexer with no other answer, since one that it shared has failed.
     """
 
     compiled: Future[LLMatcher]
+    text: str
     matcher: Matcher | None = None
     mask: bytes | None = None
     position: int = -1
@@ -77,6 +79,7 @@ class Follower:
     since_s: float = 0.0
     closed: Event = field(default_factory=Event)
     original: int = 0
+    is_alone: bool = False
 
     def is_ready(self, position: int) -> bool:
         """Whether the mask after this many tokens is filled, or cannot be filled."""
@@ -84,7 +87,9 @@ class Follower:
 
     def note(self, mask: bytes | None) -> None:
         """Store a mask that was filled; the last thing that a mask thread does with a follower."""
-        if self.matcher is not None:
+        if self.matcher is not None and self.matcher.is_of_lexer and not self.is_alone:
+            self.matcher, self.is_alone = None, True
+        elif self.matcher is not None:
             self.mask, self.position = mask, self.matcher.num_followed
             if self.matcher.problem is not None:  # do not clear an earlier one
                 self.problem = self.matcher.problem
@@ -152,13 +157,9 @@ class MaskFiller:
         """
         closed = Event()
         compiled = self._compiler.compile(text, closed)
-        follower = Follower(compiled, is_busy=True, closed=closed)
+        follower = Follower(compiled, text, is_busy=True, closed=closed)
         known = list(output_ids)
-
-        def fill_first(_compiled: Future[LLMatcher]) -> None:
-            self._compiler.run(lambda: self._fill_first(follower, text, known))
-
-        follower.compiled.add_done_callback(fill_first)
+        follower.compiled.add_done_callback(lambda _: self._queue_first(follower, known))
         return follower
 
     def check(self, text: str, field: str) -> None:
@@ -191,7 +192,11 @@ class MaskFiller:
             matcher = follower.matcher
             if follower.asked != row.position:
                 follower.asked, follower.since_s = row.position, self.clock()
-            if is_busy or matcher is None:
+            if is_busy:
+                continue
+            if matcher is None:
+                follower.is_busy = True
+                self._queue_first(follower, row.token_ids[row.start :])
                 continue
             work = follower, matcher, row.token_ids[row.start + matcher.num_followed :]
             follower.is_busy = True
@@ -220,11 +225,14 @@ class MaskFiller:
         """Return how long a batch call for this many rows usually takes, in seconds."""
         return count * self._row_s
 
+    def _queue_first(self, follower: Follower, output_ids: list[int]) -> None:
+        self._compiler.run(lambda: self._fill_first(follower, output_ids))
+
     def _queue_many(self, work: list[_Work]) -> None:
         if self._executor is None:
             threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
             executor = self._executor = LLExecutor(threads)
-            start_thread(STACK_BYTES, "masks", partial(_run_tasks, self._many, self.news))
+            start_thread(STACK_BYTES, "masks", partial(run_tasks, self._many, self.news.set))
         executor = self._executor
 
         def fill() -> None:
@@ -251,16 +259,21 @@ class MaskFiller:
     def _queue_single(self, work: _Work) -> None:
         while self._num_single < SLOW_THREADS:
             self._num_single += 1
-            start_thread(STACK_BYTES, "slow-masks", partial(_run_tasks, self._single, self.news))
+            start_thread(STACK_BYTES, "slow-masks", partial(run_tasks, self._single, self.news.set))
         self._single.put(lambda: self._fill(*work))
 
-    def _fill_first(self, follower: Follower, text: str, output_ids: list[int]) -> None:
+    def _fill_first(self, follower: Follower, output_ids: list[int]) -> None:
         if _is_skipped(follower):
             self.news.set()
             return
         try:
-            original = self._compiler.original(text, follower.compiled, follower.closed)
-            follower.original = id(original)
+            text, compiled = follower.text, follower.compiled
+            if follower.is_alone:
+                original = self._compiler.compile_alone(text, compiled)
+                follower.original = id(follower)
+            else:
+                original = self._compiler.original(text, compiled, follower.closed)
+                follower.original = id(original)
             matcher = follower.matcher = Matcher(original)
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
@@ -292,9 +305,3 @@ def _is_skipped(follower: Follower) -> bool:
         return False
     follower.is_busy = False
     return True
-
-
-def _run_tasks(tasks: SimpleQueue[Task], news: Event) -> None:
-    while True:
-        tasks.get()()
-        news.set()

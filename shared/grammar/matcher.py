@@ -14,6 +14,7 @@ from llguidance import LLExecutor, LLMatcher
 from pagewire.shared.grammar.compiler import problem_of
 
 NOTHING_ALLOWED = "the grammar cannot be followed: no token of the model continues the answer"
+_OF_LEXER = "lexer error"
 
 
 class Matcher:
@@ -22,9 +23,11 @@ class Matcher:
     Attributes:
         num_followed: number of tokens that were followed.
         problem: why the answer cannot continue; None if it can. It is never cleared.
+        is_of_lexer: the problem is its lexer's, and so that of all copies of the same matcher;
+            their answers may have caused it.
     """
 
-    __slots__ = ("_matcher", "num_followed", "problem")
+    __slots__ = ("_matcher", "is_of_lexer", "num_followed", "problem")
 
     def __init__(self, compiled: LLMatcher) -> None:
         """Begin an answer.
@@ -35,6 +38,7 @@ class Matcher:
         self._matcher = compiled.deep_copy()
         self.num_followed = 0
         self.problem: str | None = None
+        self.is_of_lexer = False
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Follow the next tokens of the answer."""
@@ -59,6 +63,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             self.problem = problem_of(self._matcher)
+            self.is_of_lexer = _OF_LEXER in self._matcher.get_error()
 
     def fill_mask(self, words: int) -> bytes | None:
         """Return the allowed tokens: one bit per token, lowest bit first, in `words` 32-bit words.

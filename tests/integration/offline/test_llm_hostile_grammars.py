@@ -6,6 +6,8 @@ python -P -m pytest -s tests/integration/offline/test_llm_hostile_grammars.py   
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.tests.support.hostile_grammars import hostile_fields
+from pagewire.tests.support.hostile_grammars import GRAMMARS, hostile_fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,6 +63,24 @@ def run_alongside(
             last = now
     tokens = [s.token_ids[s.num_prompt_tokens :] for s in free]
     return tokens, gaps[1:], {name: ends[name] for name in others}
+
+
+FAILING = f"""
+from pagewire import LLM, SamplingParams, StructuredOutputs
+
+form = StructuredOutputs(grammar={GRAMMARS["ambiguous"]!r})
+common = {{"temperature": 1.0, "max_tokens": 400, "structured_outputs": form}}
+params = [SamplingParams(seed=seed, **common) for seed in range(16)]
+LLM("demo", device="cpu", dtype="float32").generate(["x"] * 16, params)
+"""
+
+
+def test_script_that_ends_while_masks_are_filled_is_not_killed() -> None:
+    """The first answer that fails ends it; the masks of the others are not filled yet."""
+    command = [sys.executable, "-P", "-c", FAILING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert "RequestFailedError: the grammar cannot be followed" in done.stderr
+    assert done.returncode == 1, done.stderr
 
 
 def test_others_go_on() -> None:

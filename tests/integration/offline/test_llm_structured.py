@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator
+from llguidance import LLParserLimits
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.grammar import compiler
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.sampling import RequestSpec, SamplingDefaults
 from pagewire.tests.support.logprob_truth import LogprobTruth
@@ -160,6 +162,21 @@ def test_mask_and_other_rules_that_leave_nothing_fail_the_row() -> None:
     asked = SamplingParams(max_tokens=9, min_tokens=8, structured_outputs=ASKED[2])
     with pytest.raises(RequestFailedError, match="the grammar cannot be followed"):
         make_llm().generate("x", asked)
+
+
+def test_answers_that_use_up_the_states_of_their_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to one grammar share a lexer, so that each fails where others needed many states."""
+    form = StructuredOutputs(regex="(a|b)*a(a|b){20}")
+    params = [
+        SamplingParams(temperature=2.0, seed=seed, max_tokens=40, structured_outputs=form)
+        for seed in range(24)
+    ]
+    answers = [output.token_ids for output in make_llm().generate(["x"] * 24, params)]
+    limits = LLParserLimits(max_lexer_states=150)
+    monkeypatch.setattr(compiler, "parser_limits", lambda _size: limits)
+    llm = make_llm()
+    assert [output.token_ids for output in llm.generate(["x"] * 24, params)] == answers
+    assert [llm.generate("x", each)[0].token_ids for each in params] == answers
 
 
 def test_several_answers_to_a_prompt() -> None:

@@ -13,7 +13,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
@@ -294,7 +294,8 @@ def test_row_whose_mask_comes_while_masks_are_asked_for_is_not_filled_again(
     filler = make_filler()
     matcher = Matcher(check_grammar(TEXTS[0], vocabulary))
     mask = matcher.fill_mask(WORDS)
-    follower = _DoneInTheMiddle(filler._compiler.compile(TEXTS[0]), matcher, mask, 0, is_busy=True)
+    compiled = filler._compiler.compile(TEXTS[0])
+    follower = _DoneInTheMiddle(compiled, TEXTS[0], matcher, mask, 0, is_busy=True)
     row = Row(follower, [1], 1)
     assert filler.begin([row]) == [row]
     assert not filler._batch
@@ -388,7 +389,8 @@ def test_row_that_shares_its_lock_with_a_slow_row_is_in_no_batch(
 def test_mask_that_does_not_come_fails_its_row() -> None:
     now = [0.0]
     filler = make_filler(lambda: now[0])
-    stuck = Row(Follower(filler._compiler.compile(TEXTS[0]), is_busy=True), [1], 1)
+    compiled = filler._compiler.compile(TEXTS[0])
+    stuck = Row(Follower(compiled, TEXTS[0], is_busy=True), [1], 1)
     assert filler.begin([stuck]) == [stuck]
     problems = []
     for now[0] in (0.0, 11.0):
@@ -402,7 +404,8 @@ def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LL
     now = [0.0]
     filler = make_filler(lambda: now[0])
     matcher = Matcher(check_grammar(TEXTS[0], vocabulary))
-    late = Row(Follower(filler._compiler.compile(TEXTS[0]), matcher, is_busy=True), [1], 1)
+    compiled = filler._compiler.compile(TEXTS[0])
+    late = Row(Follower(compiled, TEXTS[0], matcher, is_busy=True), [1], 1)
     missing = filler.begin([late])
     now[0] = 11.0
     filler.give_up(missing)
@@ -411,6 +414,55 @@ def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LL
     late.follower.note(matcher.fill_mask(WORDS))
     assert late.follower.problem == "the grammar takes too long to follow"
     assert late.is_ready and filler.begin([late]) == [] and not late.follower.is_busy
+
+
+def test_states_that_other_answers_needed_are_no_problem_of_an_answer(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers share a lexer, which keeps the states of all; with too many it fails for good."""
+    limits = LLParserLimits(max_lexer_states=500)
+    monkeypatch.setattr(compiling, "parser_limits", lambda _size: limits)
+    text, filler = regex_grammar("(a|b)*a(a|b){20}"), make_filler()
+    letters, choose = [vocabulary.tokenize_str(letter)[0] for letter in "ab"], random.Random(0)
+    early = [Row(filler.open(text, []), [1], 1) for _ in range(3)]
+    settle(filler, early)
+    shared = filler._compiler.compile(text)
+    for _ in range(40):  # each needs about 60 states of its own
+        tokens = choose.choices(letters, k=60)
+        row = Row(filler.open(text, tokens), [1, *tokens], 1)
+        settle(filler, [row])
+        assert row.follower.problem is None and row.follower.mask is not None
+        row.follower.closed.set()
+    assert filler._compiler.compile(text) is not shared
+    for step in range(30):
+        for row in early:
+            row.token_ids.append(letters[step % 2])
+        settle(filler, early)
+        for row in early:
+            assert row.follower.problem is None
+            truth = Matcher(check_grammar(text, vocabulary))
+            truth.follow(row.token_ids[1:])
+            assert row.follower.mask == truth.fill_mask(WORDS)
+
+
+def test_answer_that_needs_too_many_states_itself_fails(
+    vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = LLParserLimits(max_lexer_states=500)
+    monkeypatch.setattr(compiling, "parser_limits", lambda _size: limits)
+    text, filler = regex_grammar("(a|b)*a(a|b){20}"), make_filler()
+    letters, choose = [vocabulary.tokenize_str(letter)[0] for letter in "ab"], random.Random(0)
+    row = Row(filler.open(text, []), [1], 1)
+    for _ in range(2000):
+        settle(filler, [row])
+        if row.follower.problem is not None:
+            break
+        row.token_ids.append(choose.choice(letters))
+    assert "too many states" in (row.follower.problem or "")
+    alone = Matcher(check_grammar(text, vocabulary))
+    while alone.fill_mask(WORDS) is not None:
+        alone.follow(row.token_ids[alone.num_followed + 1 :][:1])
+    assert row.position >= alone.num_followed > 100
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory"), InvalidRequestError("no vocabulary")])

@@ -117,6 +117,34 @@ def test_bounds_that_llguidance_cannot_count_to_are_moved(
             assert (matcher.problem is None and matcher.is_accepting) is expected, text
 
 
+@pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.001"], ["0", "0.0", "-0", "0.51"]),
+        ({"exclusiveMinimum": 7.0, "exclusiveMaximum": 7.05}, ["7.01"], ["7", "7.0", "7.05"]),
+        ({"exclusiveMinimum": 99, "minimum": 5, "maximum": 99.000001}, ["99.000001"], ["99"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.001"], ["0", "-0", "0.1"]),
+        ({"exclusiveMinimum": -1.5, "exclusiveMaximum": -1}, ["-1.01"], ["-1", "-1.0", "-1.5"]),
+        ({"exclusiveMinimum": 0, "maximum": 1}, ["1", "0.5", "0.0001"], ["0", "1.1"]),
+        ({"exclusiveMinimum": 0}, ["1", "0.5", "0.0001"], ["0", "-0"]),
+        ({"exclusiveMaximum": 0}, ["-1", "-0.5", "-0.0001"], ["0", "1"]),
+        ({"exclusiveMinimum": 0, "minimum": 0.25, "maximum": 0.5}, ["0.25", "0.5"], ["0", "0.2"]),
+    ],
+)
+def test_exclusive_bounds_are_excluded(
+    asked: Any, schema: dict[str, Any], right: list[str], wrong: list[str], vocabulary: LLTokenizer
+) -> None:
+    """Also where the range has no other number without a fraction."""
+    text = grammar_text(asked({"type": "number", **schema})) or ""
+    compiled = check_grammar(text, vocabulary)
+    for texts, expected in ((right, True), (wrong, False)):
+        for each in texts:
+            matcher = Matcher(compiled)
+            matcher.follow(vocabulary.tokenize_str(each))
+            assert (matcher.problem is None and matcher.is_accepting) is expected, each
+
+
 @pytest.mark.parametrize(
     "schema",
     [
