@@ -19,8 +19,9 @@ from threading import Event, Lock
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.grammar.limits import STACK_BYTES, Task, parser_limits, run_tasks, start_thread
+from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.grammar.reasons import plain_reason
+from pagewire.shared.grammar.threads import STACK_BYTES, Task, run_tasks, start_thread
 from pagewire.shared.grammar.tokens import spells_special
 
 MAX_CACHED_BYTES = 256 << 20

@@ -9,26 +9,12 @@ with a smaller stack than workers have and with bounds on time and memory, befor
 
 from __future__ import annotations
 
-import atexit
-import threading
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import NoReturn
-
 from llguidance import LLParserLimits
 
 MAX_COMPILE_S = 1.0  # CPU time; realistic schemas take milliseconds
 MAX_TRIED_MASK_S = 0.1  # CPU time of a mask while a router tries a grammar
 MAX_COMPILE_BYTES = 64 << 20
 CHECK_STACK_BYTES = 1 << 20
-STACK_BYTES = 16 << 20  # stack of a thread that compiles or fills masks
-
-END_S = 5.0  # how long the interpreter's end waits for a thread's task
-
-Task = Callable[[], object]
-
-_stack_lock = threading.Lock()
-_running: list[threading.Lock] = []  # one for each thread with tasks, held while a task runs
 
 
 def parser_limits(vocab_size: int) -> LLParserLimits:
@@ -51,36 +37,3 @@ def parser_limits(vocab_size: int) -> LLParserLimits:
         max_grammar_size=100_000,
         verbose_errors=False,  # verbose errors quote the grammar
     )
-
-
-def run_tasks(tasks: SimpleQueue[Task], then: Task = lambda: None) -> NoReturn:
-    """Run tasks in a daemon thread, as they come, with `then` after each."""
-    running = threading.Lock()
-    _running.append(running)
-    while True:
-        task = tasks.get()
-        with running:
-            task()
-            then()
-
-
-@atexit.register
-def _wait_for_tasks() -> None:
-    """Wait for the tasks that run now, and let none begin.
-
-    A thread that returns from llguidance after the interpreter's end takes the process with it.
-    """
-    for running in _running:
-        running.acquire(timeout=END_S)
-
-
-def start_thread(stack_bytes: int, name: str, target: Callable[[], object]) -> threading.Thread:
-    """Start a daemon thread with this stack size."""
-    thread = threading.Thread(target=target, name=name, daemon=True)
-    with _stack_lock:
-        before = threading.stack_size(stack_bytes)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    return thread

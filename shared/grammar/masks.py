@@ -26,8 +26,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
-from pagewire.shared.grammar.limits import STACK_BYTES, Task, run_tasks, start_thread
 from pagewire.shared.grammar.matcher import Matcher, fill_masks
+from pagewire.shared.grammar.threads import STACK_BYTES, Task, run_tasks, start_thread
 from pagewire.shared.grammar.tokens import mask_words
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,10 @@ import pytest
 
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
-from pagewire.shared.grammar.limits import (
-    MAX_COMPILE_S,
-    MAX_TRIED_MASK_S,
-    STACK_BYTES,
-    start_thread,
-)
+from pagewire.shared.grammar.limits import MAX_COMPILE_S, MAX_TRIED_MASK_S
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
+from pagewire.shared.grammar.threads import STACK_BYTES, start_thread
 from pagewire.shared.grammar.tokens import mask_words
 from pagewire.shared.structured_outputs import StructuredOutputs
 from pagewire.shared.tools.argument_grammar import json_rule

@@ -31,9 +31,9 @@ from pagewire.shared.grammar.limits import (
     MAX_COMPILE_BYTES,
     MAX_COMPILE_S,
     MAX_TRIED_MASK_S,
-    start_thread,
 )
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
+from pagewire.shared.grammar.threads import start_thread
 from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
 
 MAX_MEMORY_BYTES = 1 << 30  # in addition to what the vocabulary takes
