@@ -20,7 +20,14 @@ _LENIENT = {"lenient": True, "coerce_one_of": True}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
 _PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
-_IN_SLASHES = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # parts of patterns that Lark escapes
+# Parts of patterns that are written in another way: those that Lark escapes, and classes that have
+# only ASCII characters, as in ECMAScript and in JSON here. Rust's have those of all of Unicode.
+_WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"} | {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 _PYTHON_CONSTANTS = {"boolean": '"True" | "False"', "null": '"None"'}
 _MAX_LENGTH = 2048  # longest text whose length a grammar counts
@@ -174,7 +181,7 @@ def _text_value(schema: dict[str, Any]) -> str:
         first, last = int(parts[:1] == ["^"]), len(parts) - (parts[-1:] == ["$"])
         before = "" if first else "(?s:.*)"
         after = "" if last < len(parts) else "(?s:.*)"
-        inner = "".join(_IN_SLASHES.get(part, part) for part in parts[first:last])
+        inner = "".join(_WRITTEN.get(part, part) for part in parts[first:last])
         rules.append(regex(f"{before}({inner}){after}"))
     return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
 
