@@ -21,12 +21,20 @@ from llguidance import LLMatcher, LLTokenizer
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.grammar.reasons import plain_reason
-from pagewire.shared.grammar.threads import STACK_BYTES, Task, run_tasks, start_thread
+from pagewire.shared.grammar.threads import (
+    BATCH_THREADS,
+    STACK_BYTES,
+    Task,
+    run_tasks,
+    start_thread,
+)
 from pagewire.shared.grammar.tokens import spells_special
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2
-MOST_ORIGINALS = 16  # how often a grammar is compiled at most, see `GrammarCompiler.original`
+# How often a grammar is compiled at most, see `GrammarCompiler.original`: two for each thread, so
+# that all have rows to fill although some take longer.
+MOST_ORIGINALS = 2 * BATCH_THREADS
 COPIES_EACH = 4  # with fewer, at most this many answers at a time copy one of them
 _CHEAP_S = 0.05  # CPU time: a grammar that takes longer is compiled only once
 # llguidance does not report a compiled grammar's size. These were measured with large enumerations.

@@ -12,7 +12,6 @@ its rows is filled separately from then on, until the rows that share its lock a
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -27,13 +26,18 @@ from llguidance import LLExecutor, LLMatcher
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
 from pagewire.shared.grammar.matcher import Matcher, fill_masks
-from pagewire.shared.grammar.threads import STACK_BYTES, Task, run_tasks, start_thread
+from pagewire.shared.grammar.threads import (
+    BATCH_THREADS,
+    STACK_BYTES,
+    Task,
+    run_tasks,
+    start_thread,
+)
 from pagewire.shared.grammar.tokens import mask_words
 
 logger = logging.getLogger(__name__)
 
 SLOW_THREADS = 2
-MAX_THREADS = 8  # threads of one batch call
 MIN_ROW_S = 1e-5
 # A slow row that takes no more CPU time than this joins the batch again. Realistic schemas take up
 # to 2.5 ms with 128,000 tokens, on slow machines twice as long. Its real time would include waits
@@ -230,8 +234,7 @@ class MaskFiller:
 
     def _queue_many(self, work: list[_Work]) -> None:
         if self._executor is None:
-            threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
-            executor = self._executor = LLExecutor(threads)
+            executor = self._executor = LLExecutor(BATCH_THREADS)
             start_thread(STACK_BYTES, "masks", partial(run_tasks, self._many, self.news.set))
         executor = self._executor
 

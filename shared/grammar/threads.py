@@ -7,12 +7,14 @@ waits for them.
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import NoReturn
 
 STACK_BYTES = 16 << 20
+BATCH_THREADS = max(1, min(8, (os.cpu_count() or 2) // 2))  # fill the masks of one call
 END_S = 5.0  # how long the interpreter's end waits for a thread's task
 
 Task = Callable[[], object]

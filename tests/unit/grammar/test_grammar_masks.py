@@ -185,14 +185,15 @@ def test_answers_at_the_same_time_are_spread_over_several_originals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copies of one share a lock; each counts against the bound, until the grammar is dropped."""
+    monkeypatch.setattr(compiling, "MOST_ORIGINALS", 16)
     compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
     quick = compiler.compile(TEXTS[0])
     quick.result()
     one, closed = compiler._num_bytes, Event()
     lent = [compiler.original(TEXTS[0], quick, Event()) for _ in range(100)]
     numbers = Counter(map(id, lent))
-    assert len(numbers) == compiling.MOST_ORIGINALS and max(numbers.values()) == 7
-    assert compiler._num_bytes == one * compiling.MOST_ORIGINALS
+    assert len(numbers) == 16 and max(numbers.values()) == 7
+    assert compiler._num_bytes == one * 16
     answers = [walk(Matcher(each), 12, 3) for each in lent[:40]]
     assert answers == answers[:1] * 40
     monkeypatch.setattr(compiling, "MAX_CACHED_BYTES", 0)
@@ -203,7 +204,10 @@ def test_answers_at_the_same_time_are_spread_over_several_originals(
     assert compiler.original(TEXTS[0], quick, closed) is quick.result()  # by who still has it
 
 
-def test_grammar_is_compiled_again_only_for_answers_at_the_same_time() -> None:
+def test_grammar_is_compiled_again_only_for_answers_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "MOST_ORIGINALS", 16)
     compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
     compiled = compiler.compile(TEXTS[0])
     compiled.result()
@@ -220,6 +224,7 @@ def test_matcher_that_cannot_be_compiled_again_is_not_subtracted_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compiling, "COPIES_EACH", 1)
+    monkeypatch.setattr(compiling, "MOST_ORIGINALS", 16)
     compiler = GrammarCompiler(lambda: load_vocabulary(PATH, VOCAB, EOS))
     compiled = compiler.compile(TEXTS[0])
     assert compiler.original(TEXTS[0], compiled, Event()) is compiled.result()
@@ -240,6 +245,7 @@ def test_grammar_that_compiles_in_20_ms_is_compiled_again(monkeypatch: pytest.Mo
         _compute(0.02)
         return check_grammar(text, vocabulary)
 
+    monkeypatch.setattr(compiling, "MOST_ORIGINALS", 16)
     monkeypatch.setattr(compiling, "check_grammar", check)
     filler = make_filler()
     rows = [Row(filler.open(TEXTS[0], []), [1], 1) for _ in range(compiling.COPIES_EACH * 3)]
