@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 SLOW_THREADS = 2
 MIN_ROW_S = 1e-5
 # A slow row that takes no more CPU time than this joins the batch again. Realistic schemas take up
-# to 2.5 ms with 128,000 tokens, on slow machines twice as long. Its real time would include waits
+# to 3 ms with 128,000 tokens, on slow machines twice as long. Its real time would include waits
 # for the interpreter's lock: some milliseconds each where other threads are busy.
 QUICK_CPU_S = 0.005
 MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
