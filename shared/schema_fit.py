@@ -198,13 +198,11 @@ def _with_open_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     low = max((given[key] for key in _LOW if key in given), default=-math.inf)
     high = min((given[key] for key in _HIGH if key in given), default=math.inf)
     if 0 <= low == given.get("exclusiveMinimum") and low % 1 == 0 and low < high < low + 1:
-        moved = {"minimum": _inside(low, high)}
+        replaced, moved = _LOW, {"minimum": _inside(low, high)}
     elif 0 >= high == given.get("exclusiveMaximum") and high % 1 == 0 and high > low > high - 1:
-        moved = {"maximum": -_inside(-high, -low)}
+        replaced, moved = _HIGH, {"maximum": -_inside(-high, -low)}
     else:
         return schema
-    ((name, _),) = moved.items()
-    replaced = _LOW if name == "minimum" else _HIGH
     return {key: value for key, value in schema.items() if key not in replaced} | moved
 
 
