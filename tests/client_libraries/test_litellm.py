@@ -85,7 +85,11 @@ def test_objects(ask: Ask, litellm: Any, provider: str) -> None:
         asked = {**target(provider, url), "messages": MESSAGES, "max_tokens": 200}
         return litellm.completion(**asked, response_format=Weather)
 
-    (choice,) = ask(json.dumps(CALLS[0][1]), scenario).choices
+    wanted = CALLS[0][1]
+    text = json.dumps(wanted)
+    if provider == "anthropic":  # litellm asks for a call
+        text = calls_text([("json_tool_call", wanted)])
+    (choice,) = ask(text, scenario).choices
     assert Weather.model_validate_json(choice.message.content) == Weather(city="Łódź", days=2)
 
 

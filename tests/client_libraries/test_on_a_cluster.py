@@ -65,28 +65,38 @@ def test_anthropics_client_makes_objects(cluster: LocalCluster) -> None:
     assert isinstance(found, Kind)
 
 
-@pytest.mark.parametrize("provider", ["openai", "anthropic"])
-def test_litellm_calls_tools(cluster: LocalCluster, provider: str) -> None:
+def _ask_litellm(cluster: LocalCluster, provider: str, **asked: Any) -> Any:
+    """Return the message of an answer."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks GitHub
         warnings.simplefilter("ignore")
         import litellm
 
-        function = {"name": "make", "parameters": Part.model_json_schema()}
         answer = litellm.completion(
             model=f"{provider}/{MODEL}",
             api_base=cluster.url if provider == "anthropic" else f"{cluster.url}/v1",
             api_key="none",
             messages=MESSAGES,
-            tools=[{"type": "function", "function": function}],
-            tool_choice="required",
             max_tokens=400,
+            **asked,
         )
-    calls = answer.choices[0].message.tool_calls
+    return answer.choices[0].message
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm_calls_tools(cluster: LocalCluster, provider: str) -> None:
+    function = {"name": "make", "parameters": Part.model_json_schema()}
+    tools = [{"type": "function", "function": function}]
+    calls = _ask_litellm(cluster, provider, tools=tools, tool_choice="required").tool_calls
     assert calls
     for call in calls:
         assert call.function.name == "make"
         Part.model_validate_json(call.function.arguments)
+
+
+@pytest.mark.parametrize("provider", ["openai", "anthropic"])
+def test_litellm_makes_objects(cluster: LocalCluster, provider: str) -> None:
+    Part.model_validate_json(_ask_litellm(cluster, provider, response_format=Part).content)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "messages"])
