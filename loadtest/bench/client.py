@@ -22,6 +22,7 @@ from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError, metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.endpoint_url import IDLE_S
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 
 REQUEST_TIMEOUT_S = 120.0
@@ -91,7 +92,7 @@ class Client:
         ]
         self._model, self._vocab = model, vocab
         self._rng = random.Random(0)
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
 
     async def close(self) -> None:

@@ -117,7 +117,7 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 
 @contextmanager
 def running_vllm_pair(
-    model: Path, environment: dict[str, str], logs: Path, *, linked: bool
+    model: Path, environment: dict[str, str], logs: Path, *, linked: bool, max_num_seqs: int
 ) -> Iterator[list[str]]:
     """Start a vLLM server on each of two GPUs; yield their URLs.
 
@@ -126,6 +126,7 @@ def running_vllm_pair(
         environment: see `vllm_environment`.
         logs: folder for their output.
         linked: whether they can send KV to each other.
+        max_num_seqs: number of sequences that a server runs at once.
 
     Raises:
         BenchError: a server did not start or stop.
@@ -137,7 +138,7 @@ def running_vllm_pair(
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
             command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
-            command += ["--max-num-seqs", str(MAX_NUM_SEQS), "--gpu-memory-utilization", "0.8"]
+            command += ["--max-num-seqs", str(max_num_seqs), "--gpu-memory-utilization", "0.8"]
             command += ["--no-enable-prefix-caching"]
             if linked:
                 command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]

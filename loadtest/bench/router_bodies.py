@@ -70,7 +70,7 @@ def bodies() -> Iterator[tuple[str, str, bytes]]:
 
 async def send_tokens(redis_url: str, secret: str) -> None:
     """Run a stub worker that sends each stream one token per step, forever."""
-    worker = StubWorker(Script([TOKEN], ""), lambda source, number: None)
+    worker = StubWorker(Script([TOKEN], ""))
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         await worker.start(NAME, secret, redis_url, stack)

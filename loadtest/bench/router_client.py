@@ -13,7 +13,7 @@ import socket
 import time
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -235,11 +235,12 @@ class Client:
     Args:
         commands: connection to the bench; a command is the name of a method without "do_", and its
             arguments.
-        credits: file descriptor to which the number of a stream is written for each of its events.
+        credits: file descriptors to each of which the number of a stream is written for each of its
+            events.
         script: the streams' tokens.
     """
 
-    def __init__(self, commands: Connection, credits: int, script: Script) -> None:
+    def __init__(self, commands: Connection, credits: Sequence[int], script: Script) -> None:
         self._commands, self._credits, self._script = commands, credits, script
         self._epoll = select.epoll()
         self._open: dict[int, Stream] = {}
@@ -346,7 +347,8 @@ class Client:
             if data.endswith(END_OF_RESPONSE):
                 self._end(fd, stream)
         if credits:
-            os.write(self._credits, credits)
+            for fd in self._credits:
+                os.write(fd, credits)
         return has_command
 
     def _end(self, fd: int, stream: Stream) -> None:
@@ -359,10 +361,10 @@ class Client:
             self._open.pop(fd).socket.close()
 
 
-def run_client(commands: Connection, credits: Connection, script: Script) -> None:
+def run_client(commands: Connection, credits: Sequence[Connection], script: Script) -> None:
     """Run the client's process until the bench closes the connection."""
     try:
-        Client(commands, credits.fileno(), script).run()
+        Client(commands, [each.fileno() for each in credits], script).run()
     except BenchError as exc:
         commands.send(exc)
     except OSError as exc:

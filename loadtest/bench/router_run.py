@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.loadtest.bench.router_client import Arrivals, run_client
+from pagewire.loadtest.bench.router_client import Arrivals, Sent, run_client
 from pagewire.loadtest.bench.router_relay import run_relay, running_nginx
 from pagewire.loadtest.bench.router_start import start_redis, start_router, write_model
-from pagewire.loadtest.bench.router_stubs import run_stubs
+from pagewire.loadtest.bench.router_stubs import run_stub
 from pagewire.loadtest.cluster import BenchError
 
 SETTLE_S = 0.3
+OPENING_S = 0.01  # between two looks at how many streams are open
 LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # time in which the baselines are measured / that of the router
 CONNECTIONS = 64  # of the client of short answers
@@ -70,6 +71,10 @@ class Child:
             raise result
         return result
 
+    def has_result(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._connection.poll()
+
     def close(self) -> None:
         """End the process."""
         self._connection.close()
@@ -82,7 +87,7 @@ class Target:
     """A program that passes streams on.
 
     Attributes:
-        kind: kind of the sources of its streams; see `Stubs`.
+        kind: kind of the sources of its streams; see `Stub`.
         ports: ports of its HTTP endpoints.
         pids: ids of its processes.
     """
@@ -189,18 +194,23 @@ class Bench:
         redis_url = start_redis(folder, stack)
         secret = secrets.token_hex(16)
         names = [f"decode-{number}" for number in range(options.workers)]
-        read_credits, write_credits = _SPAWN.Pipe(duplex=False)
-        self._stubs = self._child(run_stubs, read_credits, script, names, secret, redis_url)
+        pipes = [_SPAWN.Pipe(duplex=False) for _ in names]
+        self._stubs = [
+            self._child(run_stub, credits, script, name, secret, redis_url)
+            for name, (credits, _) in zip(names, pipes, strict=True)
+        ]
         relay = self._child(run_relay)
         port, source_port = relay.result()
-        upstreams = self._stubs.ask("surround", source_port)
+        upstreams = self._ask_stubs("surround", source_port)
         self._routers = self._start_routers(redis_url, secret, names)
         self.targets = {"router": self._routers, "relay": Target("relay", [port], [relay.pid])}
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
             self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
-        self._clients = [self._child(run_client, write_credits, script) for _ in self._routers.pids]
+        credits = [credit for _, credit in pipes]
+        self._clients = [self._child(run_client, credits, script) for _ in self._routers.pids]
         # Closing in this order, no process waits for another: tokens, then clients, then servers.
-        stack.callback(self._stubs.close)
+        for stub in self._stubs:
+            stack.callback(stub.close)
 
     def _child(self, run: Callable[..., None], *args: Any) -> Child:
         child = Child(run, *args)
@@ -233,11 +243,11 @@ class Bench:
             BenchError: a token is wrong or missing, or a stream ended.
         """
         seconds = self._options.seconds * (1.0 if rates is None else CEILING_SHARE)
-        self._stubs.ask("expect", streams, target.kind, self._template)
+        self._ask_stubs("expect", target.kind, self._template)
         self._open(target, streams)
         full = {}
         for tokens in self._options.tokens_per_event:
-            self._stubs.ask("pace", tokens, None)
+            self._pace(tokens, None)
             full[tokens] = self._measure(target, seconds)
             if not full[tokens].count:
                 self._check([])  # raises if a token was lost
@@ -247,8 +257,8 @@ class Bench:
             rates = {k: 0.5 * len(target.pids) * span.count / span.cpu_s for k, span in spans}
         half = {}
         for tokens in self._options.tokens_per_event:
-            self._stubs.ask("pace", tokens, rates[tokens])
             period = streams / rates[tokens]
+            self._pace(tokens, period)
             half[tokens] = self._measure(target, max(seconds, LEAST_STEPS * period))
         arrivals = iter(self._check([*full.values(), *half.values()]))
         found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
@@ -258,7 +268,20 @@ class Bench:
         for index, client in enumerate(self._clients):
             numbers = list(range(index, streams, len(self._clients)))
             client.send("open", target.ports[index % len(target.ports)], numbers)
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        while sum(self._ask_stubs("count")) < streams:
+            if any(client.has_result() for client in self._clients):
+                self._results()  # raises: no client has its first event yet
+            if time.monotonic() > deadline:
+                raise BenchError(f"not all streams are open after {REPLY_TIMEOUT_S:g} s")
+            time.sleep(OPENING_S)
+        self._ask_stubs("begin")
         self._results()
+
+    def _pace(self, tokens: int, period: float | None) -> None:
+        """Change the tokens per step and the time between a worker's steps; None: full speed."""
+        for index, stub in enumerate(self._stubs):
+            stub.ask("pace", tokens, period, (period or 0.0) * index / len(self._stubs))
 
     def _measure(self, target: Target, seconds: float) -> Span:
         """Wait until the last change has settled, and measure."""
@@ -272,7 +295,9 @@ class Bench:
 
     def _check(self, spans: Sequence[Span]) -> list[Arrivals]:
         """End the streams and check them; returns what arrived in each span."""
-        sent = self._stubs.ask("end")
+        numbers, steps = zip(*self._ask_stubs("end"), strict=True)
+        workers = {number: index for index, own in enumerate(numbers) for number in own}
+        sent = Sent(workers, list(steps))
         for client in self._clients:
             client.send("report", [(span.start, span.end) for span in spans], sent)
         reports = self._results()
@@ -283,6 +308,9 @@ class Bench:
         for client in self._clients:
             client.send("count")
         return sum(self._results())
+
+    def _ask_stubs(self, name: str, *args: Any) -> list[Any]:
+        return [stub.ask(name, *args) for stub in self._stubs]
 
     def _results(self) -> list[Any]:
         return [client.result() for client in self._clients]

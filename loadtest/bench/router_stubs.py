@@ -1,4 +1,4 @@
-"""The process of the router bench that sends the tokens.
+"""The processes of the router bench that send the tokens, one for each stub worker.
 
 Stub decode workers speak the control protocol to the router: real records, sockets and messages, no
 engine. The relay and nginx get prepared events from sources with the same streams and steps.
@@ -12,13 +12,12 @@ import os
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from pagewire.loadtest.bench.router_client import MODEL, Script, Sent
+from pagewire.loadtest.bench.router_client import MODEL, Script
 from pagewire.loadtest.bench.router_relay import DONE, ENTRY, HOST, HttpProtocol, chunk, listen
 from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerLoad, WorkerRecord
@@ -61,12 +60,10 @@ class Source(ABC):
 
     Args:
         script: the streams' tokens.
-        on_open: called with each stream that is opened.
     """
 
-    def __init__(self, script: Script, on_open: Callable[[Source, int], None]) -> None:
+    def __init__(self, script: Script) -> None:
         self.script = script
-        self._on_open = on_open
         self.reset()
 
     def reset(self) -> None:
@@ -78,7 +75,6 @@ class Source(ABC):
     def open(self, number: int, where: Any) -> None:
         """Add a stream."""
         self.streams[number] = where
-        self._on_open(self, number)
 
     def step(self, tokens: int, is_last: bool = False) -> None:
         """Send each stream its next tokens."""
@@ -225,38 +221,34 @@ class UpstreamSource(EventSource):
         return now
 
 
-class Stubs:
-    """All sources, in one process, and how fast they send.
+class Stub:
+    """A stub worker and its counterparts for the baselines, in one process, and how fast they send.
 
-    At full speed a source sends its next step when the client has received all events of the last.
-    Kinds of sources: "workers" for routers, "relay", "nginx".
+    At full speed a source sends its next step when the clients have received all events of the
+    last. Kinds of sources: "workers" for routers, "relay", "nginx".
 
     Args:
         commands: connection to the bench; a command is the name of a method without "do_", and its
             arguments.
         credits: non-blocking file descriptor from which the number of a stream is read for each
-            event that a client has received.
+            event that a client has received, of this worker's streams and of others'.
         script: the streams' tokens.
-        workers: number of sources of each kind.
     """
 
-    def __init__(self, commands: Connection, credits: int, script: Script, workers: int) -> None:
+    def __init__(self, commands: Connection, credits: int, script: Script) -> None:
         self._commands, self._credits = commands, credits
-        numbers = range(workers)
-        self.workers = [StubWorker(script, self._on_open) for _ in numbers]
-        self._relays = [RelaySource(script, self._on_open) for _ in numbers]
-        self._upstreams = [UpstreamSource(script, self._on_open) for _ in numbers]
-        self._kinds: dict[str, Sequence[Source]] = {
-            "workers": self.workers,
-            "relay": self._relays,
-            "nginx": self._upstreams,
+        self.worker = StubWorker(script)
+        self._relay, self._upstream = RelaySource(script), UpstreamSource(script)
+        self._kinds: dict[str, Source] = {
+            "workers": self.worker,
+            "relay": self._relay,
+            "nginx": self._upstream,
         }
-        self._sources: Sequence[Source] = ()
-        self._owner: dict[int, Source] = {}
-        self._expected = self._tokens = 0
+        self._source: Source = self.worker
+        self._tokens = 1
         self._period: float | None = None
-        self._timers: dict[Source, asyncio.TimerHandle] = {}
-        self._servers: list[asyncio.Server] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -271,93 +263,80 @@ class Stubs:
                 self._commands.send(result)
         self._loop.remove_reader(self._credits)
 
-    async def do_surround(self, relay_port: int) -> list[int]:
-        """Connect to the relay, and listen as upstreams of nginx; returns their ports."""
-        for source in self._relays:
-            await self._connect(source, relay_port)
-        ports = []
-        for upstream in self._upstreams:
-            server, port = await listen(partial(HttpProtocol, upstream.open))
-            self._servers.append(server)
-            ports.append(port)
-        return ports
+    async def do_surround(self, relay_port: int) -> int:
+        """Connect to the relay, and listen as an upstream of nginx; returns the port."""
+        await self._loop.create_connection(lambda: self._relay, HOST, relay_port)
+        self._server, port = await listen(partial(HttpProtocol, self._upstream.open))
+        return port
 
-    async def _connect(self, source: RelaySource, port: int) -> None:
-        await self._loop.create_connection(lambda: source, HOST, port)
-
-    async def do_expect(self, streams: int, kind: str, template: Template) -> None:
-        """Prepare for streams; their first step is sent when all are open.
+    async def do_expect(self, kind: str, template: Template) -> None:
+        """Prepare for streams.
 
         Args:
-            streams: number of streams.
-            kind: kind of the sources that send them.
+            kind: kind of the source that sends them.
             template: bytes of an event before and after its text.
         """
-        self._stop_timers()
+        self._stop_timer()
         with contextlib.suppress(BlockingIOError):  # credits of the last streams' ends
             while os.read(self._credits, CREDIT_BYTES):
                 pass
-        self._sources = self._kinds[kind]
-        for source in self._sources:
-            source.reset()
-            if isinstance(source, EventSource):
-                source.set_template(template)
-        self._owner, self._expected, self._tokens, self._period = {}, streams, 1, None
+        self._source = self._kinds[kind]
+        self._source.reset()
+        if isinstance(self._source, EventSource):
+            self._source.set_template(template)
+        self._tokens, self._period = 1, None
 
-    async def do_pace(self, tokens: int, rate: float | None) -> None:
+    async def do_count(self) -> int:
+        """Return the number of streams that are open."""
+        return len(self._source.streams)
+
+    async def do_begin(self) -> None:
+        """Send the first step; no more streams will be opened."""
+        self._source.step(self._tokens)
+
+    async def do_pace(self, tokens: int, period: float | None, delay: float) -> None:
         """Change the tokens per step, and the speed.
 
         Args:
             tokens: number of tokens of a stream in a step.
-            rate: events per second of all streams together; None is full speed.
+            period: seconds from step to step; None is full speed.
+            delay: seconds to the next step, unless at full speed.
         """
-        self._stop_timers()
-        self._tokens = tokens
-        self._period = None if rate is None else len(self._owner) / rate
-        for index, source in enumerate(self._sources):
-            if self._period is None:
-                self._step_if_read(source)
-            else:
-                self._step_at(source, self._loop.time() + index * self._period / len(self._sources))
+        self._stop_timer()
+        self._tokens, self._period = tokens, period
+        if period is None:
+            self._step_if_read()
+        else:
+            self._step_at(self._loop.time() + delay)
 
-    async def do_end(self) -> Sent:
-        """End all streams by a last step; returns what was sent."""
-        self._stop_timers()
+    async def do_end(self) -> tuple[list[int], list[tuple[float, int]]]:
+        """End all streams by a last step; returns their numbers and the steps that were sent."""
+        self._stop_timer()
         self._period = 0.0
-        for source in self._sources:
-            source.step(self._tokens, is_last=True)
-        worker_of = {number: self._sources.index(source) for number, source in self._owner.items()}
-        return Sent(worker_of, [source.steps for source in self._sources])
-
-    def _on_open(self, source: Source, number: int) -> None:
-        self._owner[number] = source
-        if len(self._owner) == self._expected:
-            for each in self._sources:
-                each.step(self._tokens)
+        self._source.step(self._tokens, is_last=True)
+        return list(self._source.streams), self._source.steps
 
     def _on_credits(self) -> None:
-        for number in array("H", os.read(self._credits, CREDIT_BYTES)):
-            source = self._owner.get(number)
-            if source is not None:  # None: a short answer
-                source.unread -= 1
-                self._step_if_read(source)
+        source = self._source
+        numbers = array("H", os.read(self._credits, CREDIT_BYTES))
+        source.unread -= sum(map(source.streams.__contains__, numbers))
+        self._step_if_read()
 
-    def _step_if_read(self, source: Source) -> None:
-        if self._period is None and not source.unread:
-            source.step(self._tokens)
+    def _step_if_read(self) -> None:
+        if self._period is None and self._source.steps and not self._source.unread:
+            self._source.step(self._tokens)
 
-    def _step_at(self, source: Source, when: float) -> None:
-        self._timers[source] = self._loop.call_at(when, self._on_time, source, when)
+    def _step_at(self, when: float) -> None:
+        self._timer = self._loop.call_at(when, self._on_time, when)
 
-    def _on_time(self, source: Source, when: float) -> None:
-        source.step(self._tokens)
+    def _on_time(self, when: float) -> None:
+        self._source.step(self._tokens)
         if self._period:
-            self._step_at(source, max(when + self._period, self._loop.time()))
+            self._step_at(max(when + self._period, self._loop.time()))
 
-    def _stop_timers(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _on_command(self, commands: asyncio.Queue[tuple[Any, ...] | None]) -> None:
         try:
@@ -367,22 +346,21 @@ class Stubs:
             commands.put_nowait(None)
 
 
-def run_stubs(
+def run_stub(
     commands: Connection,
     credits: Connection,
     script: Script,
-    names: Sequence[str],
+    name: str,
     secret: str,
     redis_url: str,
 ) -> None:
-    """Run the process of the stub workers."""
+    """Run the process of a stub worker."""
     os.set_blocking(credits.fileno(), False)
 
     async def main() -> None:
-        stubs = Stubs(commands, credits.fileno(), script, len(names))
+        stub = Stub(commands, credits.fileno(), script)
         async with AsyncExitStack() as stack:
-            for name, worker in zip(names, stubs.workers, strict=True):
-                await worker.start(name, secret, redis_url, stack)
-            await stubs.run()
+            await stub.worker.start(name, secret, redis_url, stack)
+            await stub.run()
 
     asyncio.run(main())

@@ -24,6 +24,7 @@ from typing import get_args
 from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Client
 from pagewire.loadtest.bench.clusters import (
+    MAX_NUM_SEQS,
     Topology,
     running_cluster,
     running_vllm_pair,
@@ -111,7 +112,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             for clients in args.clients:
                 note(label, [crowd(urls, clients, args.seconds)])
 
-    options = ("--kv-transport", args.kv_transport)
+    options = ("--kv-transport", args.kv_transport, "--max-num-seqs", str(args.max_num_seqs))
     if "handover" in args.phases:
         label = f"1P1D by {args.kv_transport}, 1 aggregated"
         note(label, handover(model, args.budget, logs, options))
@@ -125,7 +126,9 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
     linked = vllm_environment(args.vllm, pair=True) is not None
     environment = vllm_environment(args.vllm, pair=False)
     if args.peer and environment is not None:
-        with running_vllm_pair(model, environment, logs, linked=linked) as urls:
+        with running_vllm_pair(
+            model, environment, logs, linked=linked, max_num_seqs=args.max_num_seqs
+        ) as urls:
             ask("vLLM, 2 aggregated", urls)
             if linked:
                 ask("vLLM, 1P1D", urls[1:], urls[0])
@@ -146,6 +149,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=12.0, help="of each rate or crowd")
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=MAX_NUM_SEQS,
+        help="sequences at once on a worker",
+    )
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")

@@ -1,7 +1,9 @@
 """An OpenAI endpoint that is not Pagewire: it knows only old fields, and can misbehave."""
 
 import json
+import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ class OpenAIServer:
         mode: "old" streams only text; "usage" also sends a last chunk with the usage; "busy"
             refuses with 429; "breaks" ends in mid-stream; "fails" sends an error in mid-stream;
             "html" sends something else; "cuts" closes the connection after [DONE], without the end
-            of the body, and "lingers" leaves it open.
+            of the body, and "lingers" leaves it open; "resets" breaks the connection, unanswered.
         delay_s: pause before each answer to a POST, in seconds.
         retry_after: value of the Retry-After header of "busy".
         bodies: bodies of the requests, in order.
@@ -84,6 +86,11 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(state.delay_s)
         if state.mode == "busy":
             self._answer(429, {"error": {"message": "come back later"}})
+            return
+        if state.mode == "resets":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
             return
         known = KNOWN | ({"stream_options"} if state.mode == "usage" else set())
         if unknown := set(body) - known:

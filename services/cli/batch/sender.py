@@ -13,7 +13,12 @@ from types import TracebackType
 import httpx
 
 from pagewire.services.cli.batch.lines import BatchRequest, OutputLine, answered, failed
-from pagewire.services.cli.client.endpoint_errors import EndpointError, refusal, unreachable
+from pagewire.services.cli.client.endpoint_errors import (
+    EndpointError,
+    reason,
+    refusal,
+    unreachable,
+)
 from pagewire.services.cli.client.endpoint_url import http_client, key_header, read_start, root_url
 
 MAX_ANSWER_BYTES = 128 << 20
@@ -147,8 +152,7 @@ class BatchSender:
             silent = EndpointError(f"{self.url} was silent for too long", "timeout")
             raise _TryAgainError(silent, is_general=False) from exc
         except httpx.HTTPError as exc:
-            broken = f"the connection broke: {exc or type(exc).__name__}"
-            cause = EndpointError(broken, "connection_error")
+            cause = EndpointError(f"the connection broke: {reason(exc)}", "connection_error")
             raise _TryAgainError(cause, is_general=False) from exc
         status = response.status_code
         if status in NOT_ALLOWED:

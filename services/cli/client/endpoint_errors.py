@@ -39,10 +39,15 @@ def unreachable(url: str, exc: httpx.HTTPError) -> EndpointError:
         )
     kind = "timeout" if isinstance(exc, httpx.TimeoutException) else "connect"
     return EndpointError(
-        f"nothing answers at {url}: {exc or type(exc).__name__}; start a cluster with "
+        f"nothing answers at {url}: {reason(exc)}; start a cluster with "
         f"`{own_command()} up`, or name another endpoint with --url",
         kind,
     )
+
+
+def reason(exc: BaseException) -> str:
+    """Return an error's message, or its name if it has none: a reset connection has none."""
+    return str(exc) or type(exc).__name__
 
 
 def refusal(status: int, body: bytes) -> EndpointError:

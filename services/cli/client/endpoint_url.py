@@ -10,6 +10,8 @@ from pagewire.shared.addresses import MAX_PORT, usual_operator_port
 from pagewire.shared.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
+# Shorter than servers keep an idle connection (uvicorn: 5 s): a request must not meet its end.
+IDLE_S = 2.0
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -77,7 +79,9 @@ def http_client(
     return httpx.AsyncClient(
         headers=headers,
         timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=keep_alive),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=keep_alive, keepalive_expiry=IDLE_S
+        ),
         trust_env=may_use_proxy(url),
         verify=httpx.create_ssl_context() if is_tls else True,
     )

@@ -17,6 +17,7 @@ import msgspec
 from pagewire.services.cli.client.endpoint_errors import (
     EndpointError,
     clipped,
+    reason,
     refusal,
     unreachable,
 )
@@ -292,9 +293,7 @@ class OpenAIClient:
         except httpx.TimeoutException as exc:
             raise EndpointError(f"{self.url} was silent for too long", "timeout") from exc
         except httpx.HTTPError as exc:
-            raise EndpointError(
-                f"the connection broke: {exc or type(exc).__name__}", "connection"
-            ) from exc
+            raise EndpointError(f"the connection broke: {reason(exc)}", "connection") from exc
         if reply.finish_reason is None:
             raise EndpointError("the answer broke off", "cut off")
         return reply
@@ -317,4 +316,4 @@ async def _read_end(parts: AsyncIterator[bytes]) -> None:
             async for _ in parts:
                 pass
     except (TimeoutError, httpx.HTTPError) as exc:
-        logger.debug("a connection is not used again: %s", exc or type(exc).__name__)
+        logger.debug("a connection is not used again: %s", reason(exc))

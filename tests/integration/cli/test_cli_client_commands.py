@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.services.cli.client.endpoint_url import IDLE_S
 from pagewire.services.cli.client.openai_client import (
     BODY_END_TIMEOUT_S,
     COMPLETIONS,
@@ -69,6 +70,18 @@ def test_requests_in_turn_share_a_connection(old: OpenAIServer) -> None:
 
     run_async(ask())
     assert old.num_connections == 1
+
+
+def test_an_idle_connection_is_closed_before_the_server_would(old: OpenAIServer) -> None:
+    async def ask() -> None:
+        async with OpenAIClient(old.url, timeout_s=5) as client:
+            await client.stream(COMPLETIONS, {"model": "m", "prompt": "One"})
+            await asyncio.sleep(IDLE_S + 0.5)
+            await client.stream(COMPLETIONS, {"model": "m", "prompt": "Two"})
+
+    run_async(ask())
+    assert IDLE_S < 5  # uvicorn's, and so that of many servers
+    assert old.num_connections == 2
 
 
 @pytest.mark.parametrize("mode", ["cuts", "lingers"])
@@ -259,6 +272,7 @@ def test_endpoint_of_another_make(old: OpenAIServer) -> None:
     ("mode", "kind", "part"),
     [
         ("busy", "http 429", "come back later"),
+        ("resets", "connection", "the connection broke: ReadError"),
         ("breaks", "cut off", "broke off"),
         ("fails", "stream error", "on fire"),
         ("html", "stream", "not OpenAI's"),
