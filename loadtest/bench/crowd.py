@@ -1,6 +1,7 @@
 """Many clients in a closed loop: each sends its next request after the answer to the last one.
 
-The clients are spread over processes, so that they do not limit the server.
+The clients are spread over processes, so that they do not limit the server. Throughput is the
+median of `PARTS` equal parts of the measurement, with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ PROMPT, TOKENS = 256, 256
 WARM_UP_S = 15.0  # until requests begin and end at different times
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 16
+PARTS = 5  # of a measurement
 STEPS = "pagewire_engine_steps_total"
 
 
@@ -57,12 +59,12 @@ class Seen:
     Attributes:
         gaps: times between consecutive chunks of a stream, in ms.
         ttft: times to first token, in ms.
-        tokens: number of tokens that arrived.
+        tokens: number of tokens that arrived in each part of the measurement.
     """
 
     gaps: array[float] = field(default_factory=lambda: array("d"))
     ttft: array[float] = field(default_factory=lambda: array("d"))
-    tokens: int = 0
+    tokens: list[int] = field(default_factory=lambda: [0] * PARTS)
 
     def add(self, answer: Answer, began: float, span: tuple[float, float]) -> None:
         """Count the parts of an answer that arrived in a time span.
@@ -77,7 +79,7 @@ class Seen:
             self.ttft.append(answer.ttft * 1e3)
         for before, at in zip([began, *times], times, strict=False):
             if span[0] <= at < span[1]:
-                self.tokens += 1
+                self.tokens[int((at - span[0]) / (span[1] - span[0]) * PARTS)] += 1
                 if before is not began and at > before:
                     self.gaps.append((at - before) * 1e3)
 
@@ -111,27 +113,32 @@ def crowd(
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         results = [pool.submit(_run, job) for job in jobs]
         step_ms = _step_ms(urls[0], start + warm_up_s, seconds)
-        parts = [result.result() for result in results]
-    gaps = [gap for part in parts for gap in part.gaps]
+        found = [result.result() for result in results]
+    gaps = [gap for seen in found for gap in seen.gaps]
+    tokens = [sum(part) for part in zip(*(seen.tokens for seen in found), strict=True)]
+    rates = [count * PARTS / seconds for count in tokens]
     return {
         "what": "crowd",
         "clients": clients,
-        "tokens_per_s": sum(part.tokens for part in parts) / seconds,
+        "tokens_per_s": statistics.median(rates),
+        "low": min(rates),
+        "high": max(rates),
         "gap_p50": percentile(gaps, 50),
         "gap_p99": percentile(gaps, 99),
-        "ttft_p50": statistics.median(ttft for part in parts for ttft in part.ttft),
+        "ttft_p50": statistics.median(ttft for seen in found for ttft in seen.ttft),
         "step": step_ms,
-        "tokens_per_chunk": sum(part.tokens for part in parts) / max(1, len(gaps)),
+        "tokens_per_chunk": sum(tokens) / max(1, len(gaps)),
     }
 
 
 def _step_ms(url: str, start: float, seconds: float) -> float | None:
-    """Return the workers' mean time per step in ms, in a time span; None if none counts steps."""
+    """Return the workers' mean time per step in ms, in a time span; None if there was no step."""
     time.sleep(max(0.0, start - time.monotonic()))
     before = _steps(url)
     time.sleep(seconds)
     after = _steps(url)
-    means = [seconds * 1e3 / (after[name] - before[name]) for name in before]
+    counts = [after[name] - before[name] for name in before]
+    means = [seconds * 1e3 / count for count in counts if count]
     return statistics.mean(means) if means else None
 
 

@@ -68,6 +68,8 @@ COLUMNS = {
     "crowd": (
         "clients",
         "tokens_per_s",
+        "low",
+        "high",
         "step",
         "gap_p50",
         "gap_p99",
