@@ -6,6 +6,7 @@ stub workers which streams had an event. It parses the data only after the strea
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -363,9 +364,10 @@ class Client:
 
 def run_client(commands: Connection, credits: Sequence[Connection], script: Script) -> None:
     """Run the client's process until the bench closes the connection."""
-    try:
-        Client(commands, [each.fileno() for each in credits], script).run()
-    except BenchError as exc:
-        commands.send(exc)
-    except OSError as exc:
-        commands.send(BenchError(f"the client cannot continue: {exc}"))
+    with contextlib.suppress(BrokenPipeError):  # the bench has ended meanwhile
+        try:
+            Client(commands, [each.fileno() for each in credits], script).run()
+        except BenchError as exc:
+            commands.send(exc)
+        except OSError as exc:
+            commands.send(BenchError(f"the client cannot continue: {exc}"))

@@ -19,7 +19,7 @@ from pagewire.loadtest.bench.router_stubs import run_stub
 from pagewire.loadtest.cluster import BenchError
 
 SETTLE_S = 0.3
-OPENING_S = 0.01  # between two looks at how many streams are open
+OPENING_POLL_S = 0.01
 LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # time in which the baselines are measured / that of the router
 CONNECTIONS = 64  # of the client of short answers
@@ -196,8 +196,8 @@ class Bench:
         names = [f"decode-{number}" for number in range(options.workers)]
         pipes = [_SPAWN.Pipe(duplex=False) for _ in names]
         self._stubs = [
-            self._child(run_stub, credits, script, name, secret, redis_url)
-            for name, (credits, _) in zip(names, pipes, strict=True)
+            self._child(run_stub, reader, script, name, secret, redis_url)
+            for name, (reader, _) in zip(names, pipes, strict=True)
         ]
         relay = self._child(run_relay)
         port, source_port = relay.result()
@@ -206,8 +206,8 @@ class Bench:
         self.targets = {"router": self._routers, "relay": Target("relay", [port], [relay.pid])}
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
             self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
-        credits = [credit for _, credit in pipes]
-        self._clients = [self._child(run_client, credits, script) for _ in self._routers.pids]
+        writers = [writer for _, writer in pipes]
+        self._clients = [self._child(run_client, writers, script) for _ in self._routers.pids]
         # Closing in this order, no process waits for another: tokens, then clients, then servers.
         for stub in self._stubs:
             stack.callback(stub.close)
@@ -270,11 +270,12 @@ class Bench:
             client.send("open", target.ports[index % len(target.ports)], numbers)
         deadline = time.monotonic() + REPLY_TIMEOUT_S
         while sum(self._ask_stubs("count")) < streams:
-            if any(client.has_result() for client in self._clients):
-                self._results()  # raises: no client has its first event yet
+            for client in self._clients[:streams]:  # the others have no stream, and are done
+                if client.has_result():
+                    client.result()  # raises: no stream has an event yet
             if time.monotonic() > deadline:
                 raise BenchError(f"not all streams are open after {REPLY_TIMEOUT_S:g} s")
-            time.sleep(OPENING_S)
+            time.sleep(OPENING_POLL_S)
         self._ask_stubs("begin")
         self._results()
 

@@ -248,7 +248,6 @@ class Stub:
         self._tokens = 1
         self._period: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._server: asyncio.Server | None = None
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
@@ -266,7 +265,7 @@ class Stub:
     async def do_surround(self, relay_port: int) -> int:
         """Connect to the relay, and listen as an upstream of nginx; returns the port."""
         await self._loop.create_connection(lambda: self._relay, HOST, relay_port)
-        self._server, port = await listen(partial(HttpProtocol, self._upstream.open))
+        _, port = await listen(partial(HttpProtocol, self._upstream.open))
         return port
 
     async def do_expect(self, kind: str, template: Template) -> None:

@@ -25,7 +25,7 @@ class OpenAIServer:
         mode: "old" streams only text; "usage" also sends a last chunk with the usage; "busy"
             refuses with 429; "breaks" ends in mid-stream; "fails" sends an error in mid-stream;
             "html" sends something else; "cuts" closes the connection after [DONE], without the end
-            of the body, and "lingers" leaves it open; "resets" breaks the connection, unanswered.
+            of the body, and "lingers" leaves it open; "resets" resets the connection, unanswered.
         delay_s: pause before each answer to a POST, in seconds.
         retry_after: value of the Retry-After header of "busy".
         bodies: bodies of the requests, in order.

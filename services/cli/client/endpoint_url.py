@@ -10,7 +10,8 @@ from pagewire.shared.addresses import MAX_PORT, usual_operator_port
 from pagewire.shared.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
-# Shorter than servers keep an idle connection (uvicorn: 5 s): a request must not meet its end.
+# An idle connection is used again for this long only: servers keep one longer (uvicorn: 5 s), so
+# they do not close it just as a request is sent.
 IDLE_S = 2.0
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 

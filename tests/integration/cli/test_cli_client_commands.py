@@ -72,7 +72,7 @@ def test_requests_in_turn_share_a_connection(old: OpenAIServer) -> None:
     assert old.num_connections == 1
 
 
-def test_an_idle_connection_is_closed_before_the_server_would(old: OpenAIServer) -> None:
+def test_a_connection_is_not_used_after_it_was_idle_for_long(old: OpenAIServer) -> None:
     async def ask() -> None:
         async with OpenAIClient(old.url, timeout_s=5) as client:
             await client.stream(COMPLETIONS, {"model": "m", "prompt": "One"})

@@ -43,6 +43,12 @@ def test_a_line_for_each_case_has_its_figures() -> None:
     assert short["requests_per_cpu_s"] > 0
 
 
+def test_a_router_and_a_worker_may_have_no_stream() -> None:
+    done = run("--seconds", "0.2", "--tokens-per-event", "1", "--routers", "2", "--streams", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line[:7] for line in done.stdout.splitlines()] == ["RESULT "] * 2
+
+
 @pytest.mark.parametrize("fault", ["change", "lose"])
 def test_a_wrong_or_missing_token_ends_the_bench(fault: str) -> None:
     program = "pagewire.tests.support.wrong_router"
