@@ -80,7 +80,6 @@ def test_a_connection_is_not_used_after_it_was_idle_for_long(old: OpenAIServer) 
             await client.stream(COMPLETIONS, {"model": "m", "prompt": "Two"})
 
     run_async(ask())
-    assert IDLE_S < 5  # uvicorn's, and so that of many servers
     assert old.num_connections == 2
 
 
