@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 _LARGEST = torch.finfo(torch.float32).max
+_PART = 4096  # scores that are added up at a time
 
 
 def token_logprobs(
@@ -21,9 +23,21 @@ def token_logprobs(
     ranks = (scores > score).sum(-1, dtype=torch.int32) + 1
     ids = torch.cat([chosen, _most_likely(scores, top)], dim=1)
     values = scores.gather(1, ids)
-    logprobs = values - scores.logsumexp(-1, keepdim=True)
-    logprobs = logprobs.masked_fill_(values == -torch.inf, -torch.inf)
+    # A finite maximum, so that -inf minus it is -inf.
+    highest = scores.amax(-1, keepdim=True).clamp_(min=-_LARGEST)
+    # The highest score's own share is 1, unless all scores are -inf.
+    log_sum = _sums((scores - highest).exp_()).clamp_(min=1.0).log_()
+    logprobs = values - highest - log_sum
     return ids.to(torch.int32), logprobs, ranks.to(torch.int32)
+
+
+def _sums(shares: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row of `[N, V]`, `[N, 1]`, with the same bits in any batch.
+
+    Torch would split a long row among threads if it is the only one. Parts are too short for that.
+    """
+    parts = F.pad(shares, (0, -shares.shape[1] % _PART)).unflatten(1, (-1, _PART))
+    return parts.sum(-1).sum(-1, keepdim=True)
 
 
 def _most_likely(scores: torch.Tensor, top: int) -> torch.Tensor:

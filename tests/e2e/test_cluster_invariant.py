@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import pytest
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.sse import events_of
+from pagewire.tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -24,15 +29,45 @@ TOKENS = 100
 Answer = list[tuple[int, float]]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    options = ("--prefill", "1", "--decode", "2", "--device", "cpu", "--dtype", "float32")
-    with local_cluster(*options, "--batch-invariant", "--max-num-batched-tokens", "50") as running:
-        yield running
+@dataclass(frozen=True)
+class Served:
+    """A running cluster, and what it serves."""
+
+    cluster: LocalCluster
+    model: str
+    name: str
+    dtype: str
 
 
-def offline_answers() -> list[Answer]:
-    llm = LLM("demo", device="cpu", dtype="float32", batch_invariant=True)
+def write_experts(path: Path) -> str:
+    """Write a model with experts, windows and sinks, and the demo model's tokenizer."""
+    write_tiny_model(path, "gptoss", "windows-by-layer", vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_path() / name, path / name)
+    return str(path)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(False, "float32"), (False, "bfloat16"), (True, "bfloat16")],
+    ids=["demo-float32", "demo-bfloat16", "experts-bfloat16"],
+)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    has_experts, dtype = request.param
+    model, name = "demo", "pagewire-demo"
+    if has_experts:
+        name = "tiny-experts"
+        model = write_experts(tmp_path_factory.mktemp("models") / name)
+    options = ("--model", model, "--prefill", "1", "--decode", "2", "--device", "cpu")
+    options += ("--dtype", dtype, "--batch-invariant", "--max-num-batched-tokens", "50")
+    with local_cluster(*options) as running:
+        yield Served(running, model, name, dtype)
+
+
+def offline_answers(served: Served) -> list[Answer]:
+    llm = LLM(served.model, device="cpu", dtype=served.dtype, batch_invariant=True)
     asked = [
         SamplingParams(temperature=0.9, seed=seed, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
         for seed in range(len(PROMPTS))
@@ -46,13 +81,14 @@ def offline_answers() -> list[Answer]:
     ]
 
 
-def streamed(cluster: LocalCluster, seed: int, kills_at: int = -1) -> Answer:
+def streamed(served: Served, seed: int, kills_at: int = -1) -> Answer:
     """Return an answer; after some events, kill a decode worker that has work."""
     asked = {
-        "model": "pagewire-demo", "prompt": PROMPTS[seed], "seed": seed, "temperature": 0.9,
+        "model": served.name, "prompt": PROMPTS[seed], "seed": seed, "temperature": 0.9,
         "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         "stream": True,
     }  # fmt: skip
+    cluster = served.cluster
     tokens: list[int] = []
     values: list[float] = []
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=asked, timeout=60) as response:
@@ -67,11 +103,11 @@ def streamed(cluster: LocalCluster, seed: int, kills_at: int = -1) -> Answer:
     return list(zip(tokens, values, strict=True))
 
 
-def test_answers_are_those_of_an_engine_even_if_their_worker_dies(cluster: LocalCluster) -> None:
-    truth = offline_answers()
+def test_answers_are_those_of_an_engine_even_if_their_worker_dies(served: Served) -> None:
+    truth = offline_answers(served)
     seeds = range(len(PROMPTS))
-    assert [streamed(cluster, seed) for seed in seeds] == truth
+    assert [streamed(served, seed) for seed in seeds] == truth
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(streamed, [cluster] * len(PROMPTS), seeds, [20, -1, -1, -1]))
+        together = list(pool.map(streamed, [served] * len(PROMPTS), seeds, [20, -1, -1, -1]))
     assert together == truth
-    assert cluster.total("pagewire_request_migrations_total") >= 1
+    assert served.cluster.total("pagewire_request_migrations_total") >= 1

@@ -162,6 +162,15 @@ def test_pointwise_rows_have_the_same_bits_alone(tokens, threads, reference):
         assert torch.equal(reference.rms_norm(one, weight, 1e-5, one)[0][0], normed[row])
 
 
+def test_log_probabilities_have_the_same_bits_alone(threads, reference):
+    """A vocabulary as long as real ones, whose sum torch would split among threads."""
+    logits, tokens = torch.randn(48, 151936), torch.arange(48)
+    together = reference.token_logprobs(logits, torch.arange(48), tokens, 3)
+    for row in range(48):
+        alone = reference.token_logprobs(logits, torch.tensor([row]), tokens, 3)
+        assert all(torch.equal(a[0], b[row]) for a, b in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_attention_rows_have_the_same_bits_alone(dtype, threads, reference):
     x = PagedCase((1, 33, 5, 1, 16), (33, 33, 120, 77, 16), 6, 2, 32).build("cpu", dtype)
