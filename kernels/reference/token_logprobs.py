@@ -36,7 +36,7 @@ def _sums(shares: torch.Tensor) -> torch.Tensor:
 
     Torch would split a long row among threads if it is the only one. Parts are too short for that.
     """
-    parts = F.pad(shares, (0, -shares.shape[1] % _PART)).unflatten(1, (-1, _PART))
+    parts: torch.Tensor = F.pad(shares, (0, -shares.shape[1] % _PART)).unflatten(1, (-1, _PART))
     return parts.sum(-1).sum(-1, keepdim=True)
 
 

@@ -35,7 +35,7 @@ from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.sampling import RequestSpec, SamplingParams
 
-CONTEXT = 1024
+CONTEXT = 1024  # tokens of a sequence before its decode steps
 PROMPTS = (128, 1024, 4096, 8192, 16000)
 LONG_PROMPTS = (1024, 8192, 60000)  # of the models other than the default one
 BATCHES = (1, 8, 32, 128, 256)
@@ -43,6 +43,7 @@ MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> 
 PARTS = ("ttft", "decode", "throughput")
 SEGMENT = 32  # steps
 BUDGET = 8192  # largest number of tokens of a step
+LONGEST_ANSWER = 1024
 
 
 def emit(**fields: Any) -> None:
@@ -100,8 +101,8 @@ def throughput(generate: Callable[[int, int, int], float], mixes: list[str], tim
 class Bench:
     """One engine and its prompts."""
 
-    def __init__(self, llm: LLM, times: int) -> None:
-        self._llm, self._times = llm, times
+    def __init__(self, llm: LLM, times: int, context: int) -> None:
+        self._llm, self._times, self._context = llm, times, context
         self._config = llm.engine.config
         self._vocab = vocab_used(self._config.vocab_size)
         self._rng = random.Random(0)
@@ -135,7 +136,7 @@ class Bench:
                 continue
             seconds = self._step_times(batch, self._times)
             median = statistics.median(seconds)
-            context = CONTEXT + (1 + self._times / 2) * SEGMENT
+            context = self._context + (1 + self._times / 2) * SEGMENT
             moved = weights_read(self._config, batch) + batch * kv_read(self._config, context)
             experts = distinct_experts(self._config, batch)
             emit(
@@ -151,7 +152,7 @@ class Bench:
     def _fits(self, batch: int) -> bool:
         """Whether the KV pool holds a batch until its last step."""
         groups = CacheGroups.of(self._config.windows, self._llm.settings.block_size)
-        blocks = groups.held_blocks(CONTEXT + (self._times + 2) * SEGMENT)
+        blocks = groups.held_blocks(self._context + (self._times + 2) * SEGMENT)
         return batch * blocks <= self._llm.block_counts().total
 
     def _step_times(self, batch: int, segments: int) -> list[float]:
@@ -159,7 +160,7 @@ class Bench:
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
-        for number, prompt in enumerate(self._prompts(batch, CONTEXT)):
+        for number, prompt in enumerate(self._prompts(batch, self._context)):
             core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
         while core.scheduler.num_queued_tokens:
             core.step()
@@ -191,6 +192,9 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompts", nargs="+", type=int, help="prompt lengths for ttft, in tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument(
+        "--context", type=int, default=CONTEXT, help="tokens of a sequence before its decode steps"
+    )
     parser.add_argument("--mixes", nargs="+", choices=MIXES)
     parser.add_argument("--times", type=int, default=5, help="measurements of each")
     parser.add_argument("--max-num-seqs", type=int, default=512)
@@ -206,9 +210,10 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def longest_sequence(prompts: list[int]) -> int:
+def longest_sequence(args: argparse.Namespace) -> int:
     """Return the length of the longest sequence that an engine must accept."""
-    return max(16384, 1 << max(prompts).bit_length())
+    longest: int = max(*args.prompts, args.context + LONGEST_ANSWER)
+    return max(16384, 1 << longest.bit_length())
 
 
 def main() -> None:
@@ -223,13 +228,13 @@ def main() -> None:
         llm = LLM(
             directory,
             load_format="dummy",
-            max_model_len=longest_sequence(args.prompts),
+            max_model_len=longest_sequence(args),
             max_num_batched_tokens=args.budget or BUDGET,
             max_num_seqs=args.max_num_seqs,
             enable_prefix_caching=False,
         )
         emit(what="start", s=time.perf_counter() - start, blocks=llm.block_counts().total)
-        bench = Bench(llm, args.times)
+        bench = Bench(llm, args.times, args.context)
         if "ttft" in args.parts:
             bench.ttft(args.prompts)
         if "decode" in args.parts:

@@ -67,7 +67,7 @@ def engine_options(args: argparse.Namespace) -> list[str]:
     """Return the command-line options of an engine's bench."""
     options = ["--model", args.model, "--times", args.times, "--max-num-seqs", args.max_num_seqs]
     options += ["--parts", *args.parts, "--mixes", *args.mixes]
-    options += ["--prompts", *args.prompts, "--batches", *args.batches]
+    options += ["--prompts", *args.prompts, "--batches", *args.batches, "--context", args.context]
     options += [] if args.budget is None else ["--budget", args.budget]
     return [str(option) for option in options]
 

@@ -32,6 +32,14 @@ LLAMA_8B: dict[str, Any] = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+# Its output head is its embedding table.
+LLAMA_1B: dict[str, Any] = LLAMA_8B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 # The published model has 40,960 positions; more of them do not change a step of a shorter context.
 QWEN3_30B_A3B: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -78,6 +86,16 @@ QWEN2_7B: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+# The published model has 32,768 positions.
+QWEN2_0_5B: dict[str, Any] = QWEN2_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 GEMMA3_12B: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -106,6 +124,8 @@ SHAPES = {
     DEFAULT_MODEL: LLAMA_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen2-7b": QWEN2_7B,
+    "llama-1b": LLAMA_1B,
+    "qwen2-0.5b": QWEN2_0_5B,
     "gemma3-12b": GEMMA3_12B,
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pagewire.loadtest.bench.engine import Bench, longest_sequence, read_options
+from pagewire.loadtest.bench.engine import CONTEXT, Bench, longest_sequence, read_options
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.one_gpu import compare, engine_options
 from pagewire.loadtest.bench.shapes import (
@@ -31,8 +31,11 @@ PARAMETERS = {
     "llama-8b": 8.03e9,
     "qwen3-30b-a3b": 30.5e9,
     "qwen2-7b": 7.6e9,
+    "llama-1b": 1.24e9,
+    "qwen2-0.5b": 0.494e9,
     "gemma3-12b": 11.8e9,
 }
+TIED = {"llama-1b", "qwen2-0.5b", "gemma3-12b"}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -74,7 +77,7 @@ def test_transformers_reads_a_shape_as_we_do(name: str, tmp_path: Path) -> None:
     assert theirs.num_hidden_layers == ours.num_layers
     assert theirs.num_key_value_heads == ours.num_kv_heads
     assert theirs.vocab_size == ours.vocab_size
-    assert theirs.tie_word_embeddings == ours.tie_word_embeddings == (name == "gemma3-12b")
+    assert theirs.tie_word_embeddings == ours.tie_word_embeddings == (name in TIED)
     assert str(theirs.dtype) == "torch.bfloat16"
     rope = theirs.rope_parameters
     if name == "gemma3-12b":
@@ -118,14 +121,16 @@ def test_a_step_reads_the_experts_that_its_batch_has(tmp_path: Path) -> None:
 
 def test_options_are_the_models_and_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     args = _options(monkeypatch)
-    assert (args.prompts, longest_sequence(args.prompts)) == ([128, 1024, 4096, 8192, 16000], 16384)
+    assert (args.prompts, longest_sequence(args)) == ([128, 1024, 4096, 8192, 16000], 16384)
     assert args.mixes == ["1024:128", "1024:1024", "256:256"]
     args = _options(monkeypatch, "--model", "gemma3-12b", "--batches", "1", "--parts", "decode")
-    assert (args.prompts, longest_sequence(args.prompts)) == ([1024, 8192, 60000], 65536)
+    assert (args.prompts, longest_sequence(args)) == ([1024, 8192, 60000], 65536)
     assert (args.batches, args.mixes, args.budget) == ([1], ["256:256"], None)
     assert _options(monkeypatch, *engine_options(args)) == args
-    args.budget = 2048
+    args.budget, args.context = 2048, 16384
     assert _options(monkeypatch, *engine_options(args)) == args
+    args.prompts = [1024]
+    assert longest_sequence(args) == 32768, "room for steps after the context"
 
 
 def test_prompts_have_no_ids_of_special_tokens() -> None:
@@ -158,7 +163,7 @@ def test_a_shrunken_shape_is_timed(
         num_blocks=4096,
         enable_prefix_caching=False,
     )
-    bench = Bench(llm, times=1)
+    bench = Bench(llm, times=1, context=CONTEXT)
     bench.ttft([40])
     bench.decode([2, 1000], bandwidth=1.0)  # bytes a second, so that the share is large
     lines = capsys.readouterr().out.splitlines()
