@@ -23,7 +23,6 @@ from pagewire.loadtest.cluster import BenchError, Running, server, wait_ready
 
 READY_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 16384
-MAX_NUM_SEQS = 256
 LATE_PORTS = (10_000, 30_000)  # below Linux's ephemeral ports, which begin at 32768
 _CONNECTOR = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
 
@@ -85,8 +84,8 @@ def running_cluster(
     """
     roles = ("--prefill", str(topology.prefill), "--decode", str(topology.decode))
     command = [*roles, "--model", str(model), "--load-format", "dummy", "--served-model-name", "m"]
-    command += ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)]
-    command += ["--max-num-batched-tokens", str(topology.budget), "--device", "cuda"]
+    command += ["--max-model-len", str(MAX_MODEL_LEN), "--device", "cuda"]
+    command += ["--max-num-batched-tokens", str(topology.budget)]
     command += ["--no-enable-prefix-caching"]
     command += ["--policy", "prefix" if topology.prefill else "round_robin", *options]
     with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S) as running:

@@ -43,7 +43,7 @@ MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> 
 PARTS = ("ttft", "decode", "throughput")
 SEGMENT = 32  # steps
 BUDGET = 8192  # largest number of tokens of a step
-LONGEST_ANSWER = 1024
+LONGEST_ANSWER = 1024  # tokens, for which a sequence has room after its context
 
 
 def emit(**fields: Any) -> None:

@@ -24,7 +24,6 @@ from typing import get_args
 from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Client
 from pagewire.loadtest.bench.clusters import (
-    MAX_NUM_SEQS,
     Topology,
     running_cluster,
     running_vllm_pair,
@@ -151,12 +150,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=12.0, help="of each rate or crowd")
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
-    parser.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=MAX_NUM_SEQS,
-        help="sequences at once on a worker",
-    )
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a worker, at once")
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")

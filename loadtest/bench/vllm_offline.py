@@ -76,11 +76,11 @@ class VllmBench:
     def _decode(self, batches: list[int]) -> None:
         for batch in batches:
             steps = []
-            for _ in range(1 + self._times):  # the first one may compile kernels
+            self._generate(batch, self._context, 1 + STEPS)  # may compile kernels
+            for _ in range(self._times):
                 first = self._generate(batch, self._context, 1)
                 last = self._generate(batch, self._context, 1 + STEPS)
                 steps.append((last - first) / STEPS * 1e3)
-            steps = steps[1:]
             emit(
                 what="decode",
                 batch=batch,
