@@ -211,14 +211,14 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
     The lengths themselves are unknown here. The result minimises an estimate of the time, whose
     unit is the time in which one program by itself reads one tile. While all SMs are full, the
     device's bandwidth limits the programs. The last ones no longer fill it: `resident` of them
-    share an SM, and all SMs that have none are idle, so that `_TILES_AN_SM` limits them. The
-    constants are fitted to an H200: in 26 shapes, the choice takes at most 1.06 of the time of the
-    best one.
+    share an SM, and all SMs that have none are idle, so that `_TILES_AN_SM` limits them. One or two
+    programs are expected to have long contexts, because only these gain by many splits. The
+    constants are fitted to an H200.
     """
     most_at_once = sms * resident
     if programs >= 2 * most_at_once:
         return 1
-    expected = min(tiles, 64)
+    expected = min(tiles, 64 if programs > 2 else 256)
     bandwidth = sms * _BANDWIDTH_AN_SM
 
     def cost(splits: int) -> float:
@@ -229,7 +229,7 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
         units = waves * most_at_once * each / bandwidth
         if rest:
             units += rest * each / min(bandwidth, speed)
-        return units + 0.003 * programs * splits * (splits > 1)
+        return units + 0.0055 * programs * splits * (splits > 1)
 
     most = max(1, min(tiles, _MAX_SPLITS, most_at_once))
     return min(range(1, most + 1), key=cost)

@@ -9,11 +9,12 @@ groups' products keep the tensor cores busy.
 
 Only tiles across the diagonal, or across the start of a window, compare positions. Blocks
 before all windows of a program are not copied, nor are their entries in the block table read.
+
+Short chunks on long contexts would leave SMs idle: there the context is cut into parts, see
+`_prefill_parts`.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -34,10 +35,12 @@ from pagewire.kernels._hopper_rings import (
     make_ring,
 )
 from pagewire.kernels._launch import sm_count
+from pagewire.kernels._prefill_cut import LEAST_PART, ROWS, TILES, choose_cut
+from pagewire.kernels._prefill_parts import combine_parts
 from pagewire.kernels._scores import LOG2_E
 
 _LOG2_E = gl.constexpr(LOG2_E)
-_ROWS = gl.constexpr(64)  # of a warp group
+_ROWS = gl.constexpr(ROWS)
 
 
 @gluon.jit
@@ -45,6 +48,7 @@ def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr)
     """One step of the online softmax: `p`, the factor for earlier sums, new maxima."""
     WINDOW: gl.constexpr = options[0]
     CAP: gl.constexpr = options[1]
+    IS_CUT: gl.constexpr = options[3]
     factor = scale
     if CAP > 0:
         # One instruction, with a relative error of up to 2**-11. It changes a weight by up to 0.2 %
@@ -63,7 +67,7 @@ def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr)
             is_seen = is_seen & (tokens > positions[:, None] - WINDOW)
         scores = gl.where(is_seen, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, axis=1) * factor)
-    if MASKED and WINDOW > 0:
+    if MASKED and (WINDOW > 0 or IS_CUT):
         # A query may have seen no key yet: a finite maximum avoids -inf minus -inf.
         m_new = gl.maximum(m_new, -1.0e30)
     p = gl.exp2(scores * factor - m_new[:, None])
@@ -143,16 +147,45 @@ def _row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _store_part(acc, lse, part, first_row, chunk, GROUP: gl.constexpr):
+    """Store the normalised output of 64 rows over a part of the context, and its `lse`."""
+    query_start, _, rows, _, first_head = chunk
+    partial, lses = part
+    DIM: gl.constexpr = acc.shape[1]
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc.type.layout))
+    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    targets = _row_pointers(partial, query_start, row, first_head, GROUP)
+    gl.store(targets[:, None] + dims[None, :], acc, mask=(row < rows)[:, None])
+    row = first_row + gl.arange(0, _ROWS, layout=lse.type.layout)
+    targets = _row_pointers(lses, query_start, row, first_head, GROUP)
+    gl.store(targets, lse, mask=row < rows)
+
+
+@gluon.jit
+def _store_out(acc, q_tile, out, first_row, chunk, GROUP: gl.constexpr):
+    """Store the output of 64 rows, by way of shared memory."""
+    query_start, _, rows, _, first_head = chunk
+    DIM: gl.constexpr = acc.shape[1]
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [512 // DIM, DIM // 16], [4, 1], [1, 0])
+    q_tile.store(acc.to(q_tile.dtype))
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
+    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED))
+    out_rows = _row_pointers(out, query_start, row, first_head, GROUP)
+    gl.store(out_rows[:, None] + dims[None, :], q_tile.load(STORED), mask=(row < rows)[:, None])
+
+
+@gluon.jit
 def _compute(
     buffers, tensors, span, chunk, scale, options, NUMBER: gl.constexpr, GROUP: gl.constexpr
 ):
     """Compute attention for 64 of the program's rows, in the warp group of this number."""
     q_tiles, keys, values, v_parts = buffers
-    q, out, sinks_ptr = tensors
+    q, out, part, is_whole, sinks_ptr = tensors
     start, end, lowest, seq_len = span
     query_start, program_row, rows, context, first_head = chunk
     WINDOW: gl.constexpr = options[0]
     HAS_SINKS: gl.constexpr = options[2]
+    IS_CUT: gl.constexpr = options[3]
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, _ = values
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
@@ -193,7 +226,7 @@ def _compute(
     unmasked = gl.minimum((context + first_row // GROUP + 1) // BLOCK_N, end)
     if WINDOW > 0:
         mbarrier.wait(v_full.index(0), 0)
-        seen = lowest - start * BLOCK_N
+        seen = gl.maximum(lowest - start * BLOCK_N, 0)  # in a later part, all of the tile
         # The sequence's end may lie in this page, too, and another group may be past its clearing.
         clear_unseen(v_parts, v_tiles, 0, seen, seen, seq_len - start * BLOCK_N)
         last_lowest = context + (first_row + _ROWS - 1) // GROUP - WINDOW + 1
@@ -221,17 +254,24 @@ def _compute(
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.sum(l_i, axis=1)
+    if HAS_SINKS or IS_CUT:
+        total = gl.convert_layout(total, ROW)
     if HAS_SINKS:
         heads = first_head + score_rows % GROUP
         sinks = gl.load(sinks_ptr + heads).to(gl.float32) * _LOG2_E
         # See `sink_weight`.
-        total = gl.convert_layout(total, ROW) + gl.exp2(gl.minimum(sinks - m_i, 126.0))
-    q_tile.store(_rescaled(acc, 1.0 / total).to(q_tile.dtype))
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [512 // DIM, DIM // 16], [4, 1], [1, 0])
-    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
-    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED))
-    out_rows = _row_pointers(out, query_start, row, first_head, GROUP)
-    gl.store(out_rows[:, None] + dims[None, :], q_tile.load(STORED), mask=(row < rows)[:, None])
+        weights = gl.exp2(gl.minimum(sinks - m_i, 126.0))
+        total += gl.where(is_whole, weights, 0.0) if IS_CUT else weights
+    if IS_CUT:
+        total = gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
+    acc = _rescaled(acc, 1.0 / total)
+    if IS_CUT:
+        if is_whole:
+            _store_out(acc, q_tile, out, first_row, chunk, GROUP)
+        else:
+            _store_part(acc, m_i + gl.log2(total), part, first_row, chunk, GROUP)
+    else:
+        _store_out(acc, q_tile, out, first_row, chunk, GROUP)
 
 
 @gluon.jit(
@@ -242,18 +282,26 @@ def _compute(
         "k_head_rows",
         "v_block_rows",
         "v_head_rows",
+        "tokens",
+        "parts",
+        "least",
     ]
 )
 def _hopper_prefill_kernel(
     k_desc, v_desc, q_ptr, tables_ptr, cu_query_lens_ptr, seq_lens_ptr, out_ptr, sinks_ptr, scale,
     q_stride_row, q_stride_head, tables_stride, out_stride_row, out_stride_head, num_blocks,
-    k_block_rows, k_head_rows, v_block_rows, v_head_rows,
+    k_block_rows, k_head_rows, v_block_rows, v_head_rows, partial_ptr, lse_ptr, tokens, parts,
+    least,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
+    HAS_SINKS: gl.constexpr, IS_CUT: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence = gl.program_id(1)
+    number = 0  # of the part
+    if IS_CUT:
+        number = sequence % parts
+        sequence = sequence // parts
     # The last rows have the longest context: they start first.
     first_row = (gl.num_programs(2) - 1 - gl.program_id(2)) * (WARP_GROUPS * _ROWS)
     query_start = gl.load(cu_query_lens_ptr + sequence)
@@ -268,6 +316,16 @@ def _hopper_prefill_kernel(
     lowest = gl.to_tensor(0)
     if WINDOW > 0:
         lowest = gl.maximum(context + first_row // GROUP - WINDOW + 1, 0)
+    start = lowest // BLOCK_N
+    is_whole = True
+    if IS_CUT:
+        used = gl.maximum(gl.minimum(parts, (end - start) // least), 1)
+        length = (end - start + used - 1) // used
+        is_whole = used == 1
+        start += number * length
+        if start >= end:
+            return
+        end = gl.minimum(start + length, end)
 
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -281,10 +339,13 @@ def _hopper_prefill_kernel(
     buffers = (q_tiles, (k_tiles, k_full, k_free), (v_tiles, v_full, v_free), v_parts)
     q = (q_ptr, q_stride_row, q_stride_head)
     out = (out_ptr, out_stride_row, out_stride_head)
-    tensors = (q, out, sinks_ptr)
-    span = (lowest // BLOCK_N, end, lowest, seq_len)
+    heads = gl.num_programs(0) * GROUP
+    cells = (number * tokens).to(gl.int64) * heads if IS_CUT else 0
+    part = ((partial_ptr + cells * DIM, heads * DIM, DIM), (lse_ptr + cells, heads, 1))
+    tensors = (q, out, part, is_whole, sinks_ptr)
+    span = (start, end, lowest, seq_len)
     chunk = (query_start, first_row, rows, context, kv_head * GROUP)
-    options: gl.constexpr = (WINDOW, CAP, HAS_SINKS)
+    options: gl.constexpr = (WINDOW, CAP, HAS_SINKS, IS_CUT)
     table = tables_ptr + sequence.to(gl.int64) * tables_stride
     k_source = (table, span, num_blocks, k_block_rows, kv_head * k_head_rows)
     v_source = (table, span, num_blocks, v_block_rows, kv_head * v_head_rows)
@@ -342,38 +403,6 @@ def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) 
     )
 
 
-class Tiles(NamedTuple):
-    """Sizes of a program; its rings of keys and values fill what shared memory its rows leave."""
-
-    warp_groups: int  # of 64 rows each
-    block_n: int  # positions of a tile
-    stages: int  # tiles of a ring
-
-
-# By head dimension, the fewest rows first. A warp group holds the scores and `acc` of 64 rows in
-# registers: more groups have fewer each, and a wider head leaves fewer for scores.
-TILES = {
-    64: (Tiles(1, 128, 3), Tiles(2, 128, 3), Tiles(3, 64, 4)),
-    128: (Tiles(1, 128, 3), Tiles(2, 128, 3)),
-    256: (Tiles(1, 64, 2), Tiles(2, 64, 2)),
-}
-
-
-def choose_tiles(dim: int, rows: int, grids: int, sms: int) -> Tiles:
-    """Return the smallest tiles whose programs all run at once, else the largest, for throughput.
-
-    Args:
-        dim: dimension of a head.
-        rows: rows of the longest chunk, counted as in the module's docstring.
-        grids: sequences times key/value heads.
-        sms: streaming multiprocessors of the device; each runs one program.
-    """
-    for tiles in TILES[dim]:
-        if grids * -(-rows // (tiles.warp_groups * _ROWS.value)) <= sms:
-            return tiles
-    return TILES[dim][-1]
-
-
 def hopper_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -397,9 +426,15 @@ def hopper_prefill(
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
     sequences, rows = seq_lens.shape[0], max_query_len * group
-    tiles = choose_tiles(dim, rows, kv_heads * sequences, sm_count(q.device))
-    row_tiles = -(-rows // (tiles.warp_groups * _ROWS.value))
-    _hopper_prefill_kernel[(kv_heads, sequences, row_tiles)](
+    tiles, parts = choose_cut(dim, rows, kv_heads * sequences, sm_count(q.device))
+    least = LEAST_PART // tiles.block_n
+    program_rows = tiles.warp_groups * ROWS
+    partial = lse = q  # unused without parts
+    if parts > 1:
+        cells = (parts, len(q), heads)
+        partial = torch.empty((*cells, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(cells, dtype=torch.float32, device=q.device)
+    _hopper_prefill_kernel[(kv_heads, sequences * parts, -(-rows // program_rows))](
         describe(k_cache, tiles.block_n),
         describe(v_cache, tiles.block_n),
         q,
@@ -419,6 +454,11 @@ def hopper_prefill(
         k_cache.stride(1) // k_cache.stride(2),
         v_cache.stride(0) // v_cache.stride(2),
         v_cache.stride(1) // v_cache.stride(2),
+        partial,
+        lse,
+        len(q),
+        parts,
+        least,
         GROUP=group,
         DIM=dim,
         BLOCK_SIZE=block_size,
@@ -428,5 +468,10 @@ def hopper_prefill(
         WINDOW=window or 0,
         CAP=(soft_cap or 0.0) * LOG2_E,
         HAS_SINKS=sinks is not None,
+        IS_CUT=parts > 1,
         num_warps=4,
     )
+    if parts > 1:
+        lengths = cu_query_lens, seq_lens, max_query_len
+        shape = group, program_rows, tiles.block_n, least
+        combine_parts(partial, lse, *lengths, out, *shape, window or 0, sinks)

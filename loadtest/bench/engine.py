@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
+from pagewire.loadtest.bench.expert_count import counting_experts
 from pagewire.loadtest.bench.shapes import (
     DEFAULT_MODEL,
     SHAPES,
-    distinct_experts,
     kv_read,
     vocab_used,
     weights_read,
 )
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.kv.cache_groups import CacheGroups
@@ -134,11 +135,10 @@ class Bench:
             if not self._fits(batch):
                 print(f"no step of {batch} sequences: the KV pool is too small", flush=True)
                 continue
-            seconds = self._step_times(batch, self._times)
+            seconds, experts = self._step_times(batch, self._times)
             median = statistics.median(seconds)
             context = self._context + (1 + self._times / 2) * SEGMENT
-            moved = weights_read(self._config, batch) + batch * kv_read(self._config, context)
-            experts = distinct_experts(self._config, batch)
+            moved = weights_read(self._config, experts) + batch * kv_read(self._config, context)
             emit(
                 what="decode",
                 batch=batch,
@@ -155,8 +155,11 @@ class Bench:
         blocks = groups.held_blocks(self._context + (self._times + 2) * SEGMENT)
         return batch * blocks <= self._llm.block_counts().total
 
-    def _step_times(self, batch: int, segments: int) -> list[float]:
-        """Return the mean step time in seconds of each of some segments, after one of warm-up."""
+    def _step_times(self, batch: int, segments: int) -> tuple[list[float], float | None]:
+        """Return the mean step time in seconds of each of some segments, after one of warm-up.
+
+        Also returns the distinct experts of a layer in the step after them, see `_count_experts`.
+        """
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
@@ -172,11 +175,18 @@ class Bench:
                 core.step()
             torch.cuda.synchronize()
             times.append((time.perf_counter() - start) / SEGMENT)
+        experts = self._count_experts(core)
         for number in range(batch):
             core.abort(f"bench-{number}")
         while core.has_work:
             core.step()
-        return times[1:]
+        return times[1:], experts
+
+    def _count_experts(self, core: EngineCore) -> float | None:
+        """Run a step; return its distinct experts, the mean of the layers, or None without any."""
+        with counting_experts(self._llm.engine.runner) as counts:
+            core.step()
+        return statistics.mean(counts) if counts else None
 
     def throughput(self, mixes: list[str]) -> None:
         """Measure output tokens per second; see `throughput`."""

@@ -141,28 +141,23 @@ def vocab_used(vocab_size: int) -> int:
 VOCAB_USED = vocab_used(LLAMA_8B["vocab_size"])
 
 
-def distinct_experts(config: ModelConfig, batch: int) -> float | None:
-    """Return the expected number of distinct experts of a layer in a step; None without experts."""
-    if not isinstance(config, MoeConfig):
-        return None
-    count, chosen = config.experts.count, config.experts.routing.top_k
-    return float(count * (1 - (1 - chosen / count) ** batch))
-
-
-def weights_read(config: ModelConfig, batch: int) -> float:
+def weights_read(config: ModelConfig, experts: float | None) -> float:
     """Return the bytes of bf16 weights that a decode step reads.
 
     These are all weights without two exceptions: the embedding table, unless it is also the output
     head (a step reads one row for each sequence), and experts that no sequence of the batch has.
+
+    Args:
+        config: the model's shape.
+        experts: distinct experts of a layer in the step; None if the model has none.
     """
     size = torch.bfloat16.itemsize
     read: float = weight_bytes(config, torch.bfloat16)
     if not config.tie_word_embeddings:
         read -= config.vocab_size * config.hidden_size * size
-    distinct = distinct_experts(config, batch)
-    if isinstance(config, MoeConfig) and distinct is not None:
+    if isinstance(config, MoeConfig) and experts is not None:
         expert = 3 * config.hidden_size * config.experts.intermediate_size * size
-        read -= sum(config.sparse) * (config.experts.count - distinct) * expert
+        read -= sum(config.sparse) * (config.experts.count - experts) * expert
     return read
 
 

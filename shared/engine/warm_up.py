@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 import torch
@@ -18,6 +20,8 @@ from pagewire.shared.engine.scheduling.step import (
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.sampling import RequestSpec
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str], None]
 
 
@@ -33,8 +37,18 @@ def prepare(
     for tokens in (*shorter, most):
         warm_up(runner, tokens)
     if settings.cuda_graphs:
-        longest = min(settings.max_num_batched_tokens, max_model_len)
-        runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
+        _capture_graphs(runner, min(settings.max_num_batched_tokens, max_model_len), progress)
+
+
+def _capture_graphs(runner: ModelRunner, longest: int, progress: Progress) -> None:
+    """Capture the CUDA graphs of steps; logs their time and memory."""
+    device = runner.kv_pool.device
+    torch.cuda.empty_cache()  # as a capture does first: what that frees is not counted
+    start_s, (free_before, _) = time.monotonic(), torch.cuda.mem_get_info(device)
+    runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
+    gib = (free_before - torch.cuda.mem_get_info(device)[0]) / (1 << 30)
+    seconds = time.monotonic() - start_s
+    logger.info("the CUDA graphs of steps take %.2f GiB, captured in %.1f s", gib, seconds)
 
 
 def warm_up(runner: ModelRunner, most_tokens: int) -> None:

@@ -9,8 +9,12 @@ import torch
 
 from pagewire.kernels import paged_prefill as launcher
 from pagewire.kernels import paged_prefill_hopper
+from pagewire.kernels._prefill_cut import TILES, choose_cut
 from pagewire.kernels.bench.inputs import PagedCase
 
+# Short chunks on contexts of any length, of which some are cut into parts, and not all rows of a
+# program see all of the last part.
+CUT = ((9, 70, 9, 3), (5009, 1093, 8, 700))
 CHUNKS = (1, 17, 127, 128, 129, 512)
 PREFIXES = (0, 1, 16, 8191)
 # Several sequences: chunks of each length, one of them empty, on prefixes of any length.
@@ -38,6 +42,7 @@ OPTIONS = {
     "window-of-13": {"window": 13},
     "window-of-a-tile": {"window": 128},
     "window-of-300": {"window": 300},
+    "window-of-1500": {"window": 1500},
     "window-longer-than-all": {"window": 10000},
     "cap": {"soft_cap": 2.0},
     "sinks": {"has_sinks": True},
@@ -101,16 +106,35 @@ def test_head_dimensions(dim, block_size, dtype, hopper_prefill, reference, asse
     [
         pytest.param(dim, tiles, *shape, id=f"dim-{dim}-groups-{tiles.warp_groups}-{shape}")
         for dim, shape in ((64, (14, 16)), (128, (8, 16)), (128, (2, 128)), (256, (6, 32)))
-        for tiles in paged_prefill_hopper.TILES[dim]
+        for tiles in TILES[dim]
     ],
 )
 def test_windows_caps_and_sinks(
     dim, tiles, heads, block_size, options, hopper_prefill, reference, assert_close, monkeypatch
 ):
     """With all tiles of a head dimension, whichever the launcher would choose."""
-    monkeypatch.setitem(paged_prefill_hopper.TILES, dim, (tiles,))
+    monkeypatch.setitem(TILES, dim, (tiles,))
     case = PagedCase(*PACKED, heads=heads, kv_heads=2, dim=dim, block_size=block_size)
     _check(replace(case, **options), torch.bfloat16, hopper_prefill, reference, assert_close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 11, 100])
+@pytest.mark.parametrize("name", ["plain", "window-of-300", "window-of-1500", "sinks", "all-three"])
+@pytest.mark.parametrize(
+    ("dim", "tiles"),
+    [
+        pytest.param(dim, tiles, id=f"dim-{dim}-groups-{tiles.warp_groups}")
+        for dim in (64, 128, 256)
+        for tiles in TILES[dim]
+    ],
+)
+def test_parts_of_contexts(
+    dim, tiles, name, parts, hopper_prefill, reference, assert_close, monkeypatch
+):
+    monkeypatch.setattr(paged_prefill_hopper, "choose_cut", lambda *_: (tiles, parts))
+    case = replace(PagedCase(*CUT, heads=14, kv_heads=2, dim=dim), **OPTIONS[name])
+    _check(case, torch.bfloat16, hopper_prefill, reference, assert_close)
 
 
 @pytest.mark.gpu
@@ -130,7 +154,7 @@ def test_chunks_at_every_offset_of_a_window(dim, hopper_prefill, reference, asse
     [
         pytest.param(dim, tiles, id=f"dim-{dim}-groups-{tiles.warp_groups}")
         for dim in (64, 128, 256)
-        for tiles in paged_prefill_hopper.TILES[dim]
+        for tiles in TILES[dim]
         if tiles.warp_groups > 1
     ],
 )
@@ -138,7 +162,7 @@ def test_a_window_and_the_end_in_one_page(
     dim, tiles, hopper_prefill, reference, assert_close, monkeypatch
 ):
     """Each warp group clears both ends of the page, in any order with the others."""
-    monkeypatch.setitem(paged_prefill_hopper.TILES, dim, (tiles,))
+    monkeypatch.setitem(TILES, dim, (tiles,))
     prefixes = [*range(10, 54)] * 8
     lengths = tuple(prefix + 9 for prefix in prefixes)
     case = PagedCase((9,) * len(prefixes), lengths, 16, 2, dim, block_size=64, window=6)
@@ -235,16 +259,20 @@ def test_supported_caches(cache, supported):
 
 
 @pytest.mark.parametrize(
-    ("dim", "rows", "grids", "groups"),
+    ("dim", "rows", "grids", "groups", "parts"),
     [
-        pytest.param(64, 64, 1, 1, id="one-program"),
-        pytest.param(64, 64, 132, 1, id="one-for-each-sm"),
-        pytest.param(64, 65, 132, 2, id="two-for-each-sm"),
-        pytest.param(64, 2048, 8, 2, id="just-fits-with-128-rows"),
-        pytest.param(64, 100_000, 8, 3, id="never-all-at-once"),
-        pytest.param(256, 1024, 8, 1, id="dim-256"),
-        pytest.param(256, 100_000, 8, 2, id="dim-256-never-all-at-once"),
+        pytest.param(64, 64, 1, 1, 32, id="one-program"),
+        pytest.param(64, 64, 132, 1, 1, id="one-for-each-sm"),
+        pytest.param(128, 40, 8, 1, 16, id="few-rows"),
+        pytest.param(128, 400, 8, 2, 4, id="some-rows"),
+        pytest.param(64, 3584, 2, 3, 3, id="one-of-64-rows-for-most-sms"),
+        pytest.param(128, 192, 44, 1, 1, id="rows-that-twice-as-many-would-not-fill"),
+        pytest.param(64, 2048, 8, 2, 1, id="just-fits-with-128-rows"),
+        pytest.param(256, 1024, 8, 2, 2, id="dim-256"),
+        pytest.param(64, 100_000, 8, 3, 1, id="never-all-at-once"),
+        pytest.param(256, 100_000, 8, 2, 1, id="dim-256-never-all-at-once"),
     ],
 )
-def test_rows_of_a_program(dim, rows, grids, groups):
-    assert paged_prefill_hopper.choose_tiles(dim, rows, grids, 132).warp_groups == groups
+def test_rows_of_a_program_and_parts_of_a_context(dim, rows, grids, groups, parts):
+    tiles, number = choose_cut(dim, rows, grids, 132)
+    assert (tiles.warp_groups, number) == (groups, parts)

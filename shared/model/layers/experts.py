@@ -90,8 +90,7 @@ class Experts:
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
-        logits = self.router.apply(hidden.float() if self._wide_router else hidden)
-        chosen, weights = self._route(logits, self._routing, self.correction)
+        chosen, weights = self.choose(hidden)
         return self._op(
             hidden,
             chosen,
@@ -103,6 +102,11 @@ class Experts:
             self._activation,
             self._interleaved,
         )
+
+    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each token's experts, `[T, K]` int32, and their weights, `[T, K]` float32."""
+        logits = self.router.apply(hidden.float() if self._wide_router else hidden)
+        return self._route(logits, self._routing, self.correction)
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills router and experts."""
