@@ -35,9 +35,9 @@ from pagewire.kernels._hopper_rings import (
     make_ring,
 )
 from pagewire.kernels._launch import sm_count
-from pagewire.kernels._prefill_cut import LEAST_PART, ROWS, TILES, choose_cut
 from pagewire.kernels._prefill_parts import combine_parts
 from pagewire.kernels._scores import LOG2_E
+from pagewire.kernels.prefill_cut import LEAST_PART, ROWS, TILES, choose_cut
 
 _LOG2_E = gl.constexpr(LOG2_E)
 _ROWS = gl.constexpr(ROWS)
@@ -426,7 +426,8 @@ def hopper_prefill(
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
     sequences, rows = seq_lens.shape[0], max_query_len * group
-    tiles, parts = choose_cut(dim, rows, kv_heads * sequences, sm_count(q.device))
+    longest = block_tables.shape[1] * block_size
+    tiles, parts = choose_cut(dim, rows, kv_heads * sequences, longest, sm_count(q.device))
     least = LEAST_PART // tiles.block_n
     program_rows = tiles.warp_groups * ROWS
     partial = lse = q  # unused without parts

@@ -100,7 +100,7 @@ class EngineSettings(Settings):
         "Longest prompt plus answer, in tokens.",
         unset="the model's, or what the KV pool holds if that is less",
     )
-    max_num_seqs: Positive = described(256, "Sequences that run at once.")
+    max_num_seqs: Positive = described(512, "Sequences that run at once.")
     max_num_batched_tokens: Positive = described(
         2048, "Tokens of one step; longer prompts run in chunks."
     )

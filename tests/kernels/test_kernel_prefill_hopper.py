@@ -9,8 +9,8 @@ import torch
 
 from pagewire.kernels import paged_prefill as launcher
 from pagewire.kernels import paged_prefill_hopper
-from pagewire.kernels._prefill_cut import TILES, choose_cut
 from pagewire.kernels.bench.inputs import PagedCase
+from pagewire.kernels.prefill_cut import LONGEST_WHOLE, TILES, choose_cut
 
 # Short chunks on contexts of any length, of which some are cut into parts, and not all rows of a
 # program see all of the last part.
@@ -274,5 +274,10 @@ def test_supported_caches(cache, supported):
     ],
 )
 def test_rows_of_a_program_and_parts_of_a_context(dim, rows, grids, groups, parts):
-    tiles, number = choose_cut(dim, rows, grids, 132)
+    tiles, number = choose_cut(dim, rows, grids, 4096, 132)
     assert (tiles.warp_groups, number) == (groups, parts)
+
+
+def test_short_contexts_stay_whole():
+    assert choose_cut(128, 400, 8, LONGEST_WHOLE, 132) == (TILES[128][0], 1)
+    assert choose_cut(128, 400, 8, LONGEST_WHOLE + 16, 132) == (TILES[128][1], 4)

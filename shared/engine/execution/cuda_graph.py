@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from pagewire.kernels.prefill_cut import LONGEST_WHOLE
 from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
@@ -28,6 +29,9 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 # slower than the host. After a pause, as prefill workers have them, launching the kernels for 1k
 # tokens takes up to twice as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
+# Attention of up to this many tokens in one chunk may cut its context into parts, which costs more
+# than it gains where that is short: there are steps for short contexts, too.
+LARGEST_CUT = 512
 # Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
 # few. Above 256 tokens they are dense, because much padding would cost more than a replay saves.
 # With more rows, the device is slower than the host.
@@ -49,10 +53,12 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
     """Return the shapes of steps with prefill chunks to capture: without decode rows, then with."""
     alone = [
-        StepShape(0, size, min(chunks, max_num_seqs))
+        StepShape(0, size, min(chunks, max_num_seqs), max_context)
         for chunks, largest in LARGEST_PREFILL.items()
+        for max_context in (LONGEST_WHOLE, None)
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
         if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
+        if max_context is None or (chunks == 1 and size <= LARGEST_CUT)
     ]
     most = min(MIXED_ROWS[-1], max_num_seqs)
     mixed = [
@@ -231,7 +237,8 @@ class PrefillGraphs:
             step = partial(graphs._keep_events, forward, shape)
             graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
             rows = f" and decode of {shape.num_decodes}" if shape.num_decodes else ""
-            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}{rows}")
+            context = "" if shape.max_context is None else f", context up to {shape.max_context}"
+            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}{rows}{context}")
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
@@ -239,11 +246,13 @@ class PrefillGraphs:
         if any(chunk.scored or chunk.pooling for chunk in chunks):
             return None  # a graph keeps no hidden states
         tokens = sum(chunk.length for chunk in chunks)
+        context = max((chunk.end for chunk in chunks), default=0)
         for shape in self.shapes:
             if (
                 num_decodes <= shape.num_decodes
                 and tokens <= shape.num_tokens
                 and len(chunks) <= shape.num_chunks
+                and (shape.max_context is None or context <= shape.max_context)
             ):
                 return shape
         return None

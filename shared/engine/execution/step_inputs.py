@@ -24,11 +24,13 @@ class StepShape:
         num_decodes: B, decode rows.
         num_tokens: T, tokens of all chunks together.
         num_chunks: P, chunks; each may sample a token.
+        max_context: most tokens of a chunk and the context before it; None for any number.
     """
 
     num_decodes: int
     num_tokens: int
     num_chunks: int
+    max_context: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -44,6 +46,9 @@ class StepInputs:
     KV slots [G, T] of the cache groups, device slots [P], sequence lengths [P], cumulative query
     lengths [P + 1], then of the rows that sample, decode rows first: index of their hidden state
     [N], device slot [N], position of the new token [N].
+
+    Attributes:
+        table_blocks: entries of a block table that the chunks may need; None for all.
     """
 
     buffer: torch.Tensor
@@ -53,6 +58,7 @@ class StepInputs:
     num_samples: int
     max_query_len: int
     num_groups: int
+    table_blocks: int | None
 
     @classmethod
     def build(
@@ -76,7 +82,8 @@ class StepInputs:
         counts = (len(decodes), tokens, len(chunks), samples)
         groups = tables.shape[1]
         flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), 0)
-        return cls(torch.from_numpy(flat), *counts, longest, groups)
+        blocks = -(-max(chunk.end for chunk in chunks) // block_size)
+        return cls(torch.from_numpy(flat), *counts, longest, groups, blocks)
 
     @classmethod
     def build_padded(
@@ -97,7 +104,8 @@ class StepInputs:
         counts = (shape.num_decodes, shape.num_tokens, shape.num_chunks, shape.num_samples)
         groups = tables.shape[1]
         flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), padding_slot)
-        return cls(torch.from_numpy(flat), *counts, shape.num_tokens, groups)
+        blocks = None if shape.max_context is None else -(-shape.max_context // block_size)
+        return cls(torch.from_numpy(flat), *counts, shape.num_tokens, groups, blocks)
 
     def to(self, device: torch.device) -> StepInputs:
         """Copy to the device without waiting."""
@@ -113,7 +121,7 @@ class StepInputs:
         sizes = self._sizes()[:7]
         parts = self.buffer[: sum(sizes)].split(sizes)
         _, ids, positions, mapping, slots, lengths, cumulative = parts
-        tables = block_tables[slots]
+        tables = block_tables[slots][..., : self.table_blocks]
         seq_lens, cu_query_lens = lengths.to(torch.int32), cumulative.to(torch.int32)
         return ForwardBatch.of_groups(
             ForwardBatch(

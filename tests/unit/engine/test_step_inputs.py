@@ -54,8 +54,9 @@ def test_padding_tokens_are_written_nowhere_and_padding_chunks_are_empty(
     blocks = TABLES[owners, :, np.array(positions) // BLOCK_SIZE].T  # [G, T]
     kv_slots = (blocks * BLOCK_SIZE + np.array(positions) % BLOCK_SIZE).tolist()
     ends = [0, *accumulate(chunk.length for chunk in chunks)]
-    padding = [(0, 0), (16 - len(ids), 8 - len(chunks))]
-    for inputs, (tokens, rows) in zip(both([2], chunks), padding, strict=True):
+    longest = -(-max(chunk.end for chunk in chunks) // BLOCK_SIZE)
+    padding = [(0, 0, longest), (16 - len(ids), 8 - len(chunks), TABLES.shape[2])]
+    for inputs, (tokens, rows, blocks_read) in zip(both([2], chunks), padding, strict=True):
         batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
         assert batch.input_ids.tolist() == ids + [0] * tokens
         assert batch.positions.tolist() == positions + [0] * tokens
@@ -63,7 +64,20 @@ def test_padding_tokens_are_written_nowhere_and_padding_chunks_are_empty(
         for group, part in enumerate(batch.groups):
             assert part.slot_mapping.tolist() == kv_slots[group] + [-1] * tokens
             assert part.prefill_block_tables is not None
-            assert part.prefill_block_tables.tolist() == TABLES[slots, group].tolist()
+            tables = TABLES[slots, group, :blocks_read]
+            assert part.prefill_block_tables.tolist() == tables.tolist()
         assert batch.prefill_cu_query_lens is not None and batch.prefill_seq_lens is not None
         assert batch.prefill_cu_query_lens.tolist() == ends + ends[-1:] * rows
         assert batch.prefill_seq_lens.tolist() == [chunk.end for chunk in chunks] + [0] * rows
+
+
+@pytest.mark.parametrize(("max_context", "blocks"), [(8, 2), (9, 3), (100, 5), (None, 5)])
+def test_a_shape_for_short_contexts_reads_their_part_of_block_tables(
+    max_context: int | None, blocks: int
+) -> None:
+    shape = StepShape(0, 16, 1, max_context)
+    inputs = StepInputs.build_padded([], CHUNKS[:1], BLOCK_SIZE, TABLES, shape, PADDING_SLOT)
+    batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
+    for group, part in enumerate(batch.groups):
+        assert part.prefill_block_tables is not None
+        assert part.prefill_block_tables.tolist() == [TABLES[3, group, :blocks].tolist()]

@@ -22,7 +22,8 @@ def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
 @pytest.mark.parametrize(
     ("decodes", "lengths", "shape"),
     [
-        (0, [1], StepShape(0, 16, 1)),
+        (0, [1], StepShape(0, 16, 1, 2048)),
+        (0, [512], StepShape(0, 512, 1, 2048)),
         (0, [1000], StepShape(0, 1024, 1)),
         (0, [100, 28], StepShape(0, 128, 8)),
         (1, [1], StepShape(4, 32, 8)),
@@ -36,6 +37,12 @@ def test_a_step_takes_the_smallest_shape_that_holds_it(
     decodes: int, lengths: list[int], shape: StepShape
 ) -> None:
     assert graphs().shape_of(decodes, chunks(*lengths)) == shape
+
+
+def test_a_step_on_a_longer_context_takes_a_shape_for_any() -> None:
+    for end, max_context in ((2048, 2048), (2049, None), (100_000, None)):
+        chunk = PrefillChunk(0, end - 100, [7] * 100, samples=True)
+        assert graphs().shape_of(0, [chunk]) == StepShape(0, 128, 1, max_context)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROWS = 64  # of a warp group
+# Positions of a context. If block tables hold no more, it is faster whole than combined from parts.
+LONGEST_WHOLE = 2048
 LEAST_PART = 512  # positions
 _MOST_PARTS = 32
 
@@ -32,7 +34,7 @@ TILES = {
 _TIMES = {1: (1.0, 0.0), 2: (1.5, 0.04), 3: (2.1, 0.08)}
 
 
-def choose_cut(dim: int, rows: int, grids: int, sms: int) -> tuple[Tiles, int]:
+def choose_cut(dim: int, rows: int, grids: int, longest: int, sms: int) -> tuple[Tiles, int]:
     """Return the tiles, and the largest number of parts of each context.
 
     Programs that all run at once leave SMs, for further parts or for fewer rows each. Where no
@@ -42,6 +44,7 @@ def choose_cut(dim: int, rows: int, grids: int, sms: int) -> tuple[Tiles, int]:
         dim: dimension of a head.
         rows: rows of the longest chunk, counted as in `paged_prefill_hopper`.
         grids: sequences times key/value heads.
+        longest: positions that the block tables can hold.
         sms: streaming multiprocessors of the device; each runs one program.
     """
 
@@ -49,7 +52,8 @@ def choose_cut(dim: int, rows: int, grids: int, sms: int) -> tuple[Tiles, int]:
         return grids * -(-rows // (tiles.warp_groups * ROWS))
 
     def parts(tiles: Tiles) -> int:
-        return min(sms // programs(tiles), _MOST_PARTS)
+        most = 1 if longest <= LONGEST_WHOLE else _MOST_PARTS
+        return min(sms // programs(tiles), most)
 
     def cost(tiles: Tiles) -> float:
         time, overhead = _TIMES[tiles.warp_groups]
