@@ -103,8 +103,8 @@ def _linear_kernel(
 def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     """Return the tiling of a product; None if cuBLAS should compute it.
 
-    Measured on an H200: few rows are fastest with about 1.5 programs per SM; more rows, which make
-    splits costly to add, with 0.8 at least; many rows and outputs with larger tiles.
+    Measured on an H200: few rows are fastest with about 1.5 programs per SM; more rows, whose
+    splits are costly to add, with 0.8 to 1.6; many rows and outputs with larger tiles.
 
     Args:
         rows: rows of x.

@@ -10,8 +10,8 @@ groups' products keep the tensor cores busy.
 Only tiles across the diagonal, or across the start of a window, compare positions. Blocks
 before all windows of a program are not copied, nor are their entries in the block table read.
 
-Short chunks on long contexts would leave SMs idle: there the context is cut into parts, see
-`_prefill_parts`.
+Short chunks on long contexts would leave SMs idle: there the context is split, see
+`_prefill_splits`.
 """
 
 from __future__ import annotations
@@ -34,51 +34,20 @@ from pagewire.kernels._hopper_rings import (
     is_matrix,
     make_ring,
 )
+from pagewire.kernels._hopper_rows import (
+    row_pointers,
+    softmax,
+    store_out,
+    store_split,
+    thread_sums,
+)
 from pagewire.kernels._launch import sm_count
-from pagewire.kernels._prefill_parts import combine_parts
+from pagewire.kernels._prefill_splits import combine_prefill_splits
 from pagewire.kernels._scores import LOG2_E
-from pagewire.kernels.prefill_cut import LEAST_PART, ROWS, TILES, choose_cut
+from pagewire.kernels.prefill_tiles import LEAST_SPLIT, ROWS, TILES, choose_tiles_and_splits
 
 _LOG2_E = gl.constexpr(LOG2_E)
-_ROWS = gl.constexpr(ROWS)
-
-
-@gluon.jit
-def _softmax(scores, positions, tile, m_i, scale, options, MASKED: gl.constexpr):
-    """One step of the online softmax: `p`, the factor for earlier sums, new maxima."""
-    WINDOW: gl.constexpr = options[0]
-    CAP: gl.constexpr = options[1]
-    IS_CUT: gl.constexpr = options[3]
-    factor = scale
-    if CAP > 0:
-        # One instruction, with a relative error of up to 2**-11. It changes a weight by up to 0.2 %
-        # at a score of 4, as rounding `p` to bfloat16 does, and by 2.4 % at a score of 50.
-        scores = gl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [scores * (scale / CAP)], gl.float32, True, 1
-        )
-        factor = CAP
-    if MASKED:
-        BLOCK_N: gl.constexpr = scores.shape[1]
-        columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-        tokens = (tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=columns))[None, :]
-        # A position past the context is past every query too.
-        is_seen = tokens <= positions[:, None]
-        if WINDOW > 0:
-            is_seen = is_seen & (tokens > positions[:, None] - WINDOW)
-        scores = gl.where(is_seen, scores, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(scores, axis=1) * factor)
-    if MASKED and (WINDOW > 0 or IS_CUT):
-        # A query may have seen no key yet: a finite maximum avoids -inf minus -inf.
-        m_new = gl.maximum(m_new, -1.0e30)
-    p = gl.exp2(scores * factor - m_new[:, None])
-    return p, gl.exp2(m_i - m_new), m_new
-
-
-@gluon.jit
-def _thread_sums(p):
-    """Sum each thread's part of a row: 2 of 8 columns, 4 threads; the sums are added last."""
-    pairs = gl.reshape(p, [_ROWS, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(pairs, axis=3), axis=1)  # [_ROWS, 4]
+_ROWS = gl.constexpr(ROWS)  # of a warp group
 
 
 @gluon.jit
@@ -124,8 +93,8 @@ def _attend(
         acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         mbarrier.arrive(k_free.index(stage), count=1)
-        p, rescale, m_i = _softmax(scores, positions, tile, m_i, scale, options, MASKED)
-        l_i = _rescaled(l_i, rescale) + _thread_sums(p)
+        p, rescale, m_i = softmax(scores, positions, tile, m_i, scale, options, MASKED)
+        l_i = _rescaled(l_i, rescale) + thread_sums(p)
         used = v_stage
         v_stage = stage
         v_phase = phase
@@ -139,53 +108,17 @@ def _attend(
 
 
 @gluon.jit
-def _row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
-    pointer, stride_row, stride_head = tensor
-    token = (query_start + row // GROUP).to(gl.int64)
-    head = (first_head + row % GROUP).to(gl.int64)
-    return pointer + token * stride_row + head * stride_head
-
-
-@gluon.jit
-def _store_part(acc, lse, part, first_row, chunk, GROUP: gl.constexpr):
-    """Store the normalised output of 64 rows over a part of the context, and its `lse`."""
-    query_start, _, rows, _, first_head = chunk
-    partial, lses = part
-    DIM: gl.constexpr = acc.shape[1]
-    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc.type.layout))
-    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, acc.type.layout))
-    targets = _row_pointers(partial, query_start, row, first_head, GROUP)
-    gl.store(targets[:, None] + dims[None, :], acc, mask=(row < rows)[:, None])
-    row = first_row + gl.arange(0, _ROWS, layout=lse.type.layout)
-    targets = _row_pointers(lses, query_start, row, first_head, GROUP)
-    gl.store(targets, lse, mask=row < rows)
-
-
-@gluon.jit
-def _store_out(acc, q_tile, out, first_row, chunk, GROUP: gl.constexpr):
-    """Store the output of 64 rows, by way of shared memory."""
-    query_start, _, rows, _, first_head = chunk
-    DIM: gl.constexpr = acc.shape[1]
-    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [512 // DIM, DIM // 16], [4, 1], [1, 0])
-    q_tile.store(acc.to(q_tile.dtype))
-    dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
-    row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORED))
-    out_rows = _row_pointers(out, query_start, row, first_head, GROUP)
-    gl.store(out_rows[:, None] + dims[None, :], q_tile.load(STORED), mask=(row < rows)[:, None])
-
-
-@gluon.jit
 def _compute(
     buffers, tensors, span, chunk, scale, options, NUMBER: gl.constexpr, GROUP: gl.constexpr
 ):
     """Compute attention for 64 of the program's rows, in the warp group of this number."""
     q_tiles, keys, values, v_parts = buffers
-    q, out, part, is_whole, sinks_ptr = tensors
+    q, out, split_out, is_whole, sinks_ptr = tensors
     start, end, lowest, seq_len = span
     query_start, program_row, rows, context, first_head = chunk
     WINDOW: gl.constexpr = options[0]
     HAS_SINKS: gl.constexpr = options[2]
-    IS_CUT: gl.constexpr = options[3]
+    IS_SPLIT: gl.constexpr = options[3]
     k_tiles, k_full, k_free = keys
     v_tiles, v_full, _ = values
     BLOCK_N: gl.constexpr = k_tiles.shape[1]
@@ -199,7 +132,7 @@ def _compute(
     q_tile = q_tiles.index(NUMBER)
     dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, GLOBAL))
     row = first_row + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, GLOBAL))
-    q_rows = _row_pointers(q, query_start, row, first_head, GROUP)
+    q_rows = row_pointers(q, query_start, row, first_head, GROUP)
     valid = (row < rows)[:, None]
     q_tile.store(gl.load(q_rows[:, None] + dims[None, :], mask=valid, other=0.0))
     fence_async_shared()
@@ -215,9 +148,9 @@ def _compute(
     scores = warpgroup_mma_wait(0, deps=(_start_scores(queries, k_tiles, 0),))
     mbarrier.arrive(k_free.index(0), count=1)
     m_i = gl.full([_ROWS], float("-inf"), gl.float32, layout=ROW)
-    p, rescale, m_i = _softmax(scores, positions, start, m_i, scale, options, True)
+    p, rescale, m_i = softmax(scores, positions, start, m_i, scale, options, True)
     acc = gl.zeros([_ROWS, DIM], gl.float32, layout=ACC)
-    state = (p, rescale, acc, m_i, _thread_sums(p))
+    state = (p, rescale, acc, m_i, thread_sums(p))
     stage, phase = advance(gl.to_tensor(0), gl.to_tensor(0), STAGES)
     ring = (stage, phase, gl.to_tensor(0), gl.to_tensor(0))
     mbarrier.wait(k_full.index(stage), phase, pred=start + 1 < end)
@@ -226,7 +159,7 @@ def _compute(
     unmasked = gl.minimum((context + first_row // GROUP + 1) // BLOCK_N, end)
     if WINDOW > 0:
         mbarrier.wait(v_full.index(0), 0)
-        seen = gl.maximum(lowest - start * BLOCK_N, 0)  # in a later part, all of the tile
+        seen = gl.maximum(lowest - start * BLOCK_N, 0)  # 0 in later splits: the whole tile
         # The sequence's end may lie in this page, too, and another group may be past its clearing.
         clear_unseen(v_parts, v_tiles, 0, seen, seen, seq_len - start * BLOCK_N)
         last_lowest = context + (first_row + _ROWS - 1) // GROUP - WINDOW + 1
@@ -254,24 +187,24 @@ def _compute(
     acc = warpgroup_mma(operand, v_tiles.index(v_stage), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     total = gl.sum(l_i, axis=1)
-    if HAS_SINKS or IS_CUT:
+    if HAS_SINKS or IS_SPLIT:
         total = gl.convert_layout(total, ROW)
     if HAS_SINKS:
         heads = first_head + score_rows % GROUP
         sinks = gl.load(sinks_ptr + heads).to(gl.float32) * _LOG2_E
         # See `sink_weight`.
         weights = gl.exp2(gl.minimum(sinks - m_i, 126.0))
-        total += gl.where(is_whole, weights, 0.0) if IS_CUT else weights
-    if IS_CUT:
-        total = gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
+        total += gl.where(is_whole, weights, 0.0) if IS_SPLIT else weights
+    if IS_SPLIT:
+        total = gl.where(total > 0, total, 1.0)  # a row may see nothing of a split
     acc = _rescaled(acc, 1.0 / total)
-    if IS_CUT:
+    if IS_SPLIT:
         if is_whole:
-            _store_out(acc, q_tile, out, first_row, chunk, GROUP)
+            store_out(acc, q_tile, out, first_row, chunk, GROUP)
         else:
-            _store_part(acc, m_i + gl.log2(total), part, first_row, chunk, GROUP)
+            store_split(acc, m_i + gl.log2(total), split_out, first_row, chunk, GROUP)
     else:
-        _store_out(acc, q_tile, out, first_row, chunk, GROUP)
+        store_out(acc, q_tile, out, first_row, chunk, GROUP)
 
 
 @gluon.jit(
@@ -283,25 +216,25 @@ def _compute(
         "v_block_rows",
         "v_head_rows",
         "tokens",
-        "parts",
+        "splits",
         "least",
     ]
 )
 def _hopper_prefill_kernel(
     k_desc, v_desc, q_ptr, tables_ptr, cu_query_lens_ptr, seq_lens_ptr, out_ptr, sinks_ptr, scale,
     q_stride_row, q_stride_head, tables_stride, out_stride_row, out_stride_head, num_blocks,
-    k_block_rows, k_head_rows, v_block_rows, v_head_rows, partial_ptr, lse_ptr, tokens, parts,
+    k_block_rows, k_head_rows, v_block_rows, v_head_rows, partial_ptr, lse_ptr, tokens, splits,
     least,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, IS_CUT: gl.constexpr,
+    HAS_SINKS: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     sequence = gl.program_id(1)
-    number = 0  # of the part
-    if IS_CUT:
-        number = sequence % parts
-        sequence = sequence // parts
+    number = 0  # of the split
+    if IS_SPLIT:
+        number = sequence % splits
+        sequence = sequence // splits
     # The last rows have the longest context: they start first.
     first_row = (gl.num_programs(2) - 1 - gl.program_id(2)) * (WARP_GROUPS * _ROWS)
     query_start = gl.load(cu_query_lens_ptr + sequence)
@@ -318,8 +251,8 @@ def _hopper_prefill_kernel(
         lowest = gl.maximum(context + first_row // GROUP - WINDOW + 1, 0)
     start = lowest // BLOCK_N
     is_whole = True
-    if IS_CUT:
-        used = gl.maximum(gl.minimum(parts, (end - start) // least), 1)
+    if IS_SPLIT:
+        used = gl.maximum(gl.minimum(splits, (end - start) // least), 1)
         length = (end - start + used - 1) // used
         is_whole = used == 1
         start += number * length
@@ -340,12 +273,12 @@ def _hopper_prefill_kernel(
     q = (q_ptr, q_stride_row, q_stride_head)
     out = (out_ptr, out_stride_row, out_stride_head)
     heads = gl.num_programs(0) * GROUP
-    cells = (number * tokens).to(gl.int64) * heads if IS_CUT else 0
-    part = ((partial_ptr + cells * DIM, heads * DIM, DIM), (lse_ptr + cells, heads, 1))
-    tensors = (q, out, part, is_whole, sinks_ptr)
+    cells = (number * tokens).to(gl.int64) * heads if IS_SPLIT else 0
+    split_out = ((partial_ptr + cells * DIM, heads * DIM, DIM), (lse_ptr + cells, heads, 1))
+    tensors = (q, out, split_out, is_whole, sinks_ptr)
     span = (start, end, lowest, seq_len)
     chunk = (query_start, first_row, rows, context, kv_head * GROUP)
-    options: gl.constexpr = (WINDOW, CAP, HAS_SINKS, IS_CUT)
+    options: gl.constexpr = (WINDOW, CAP, HAS_SINKS, IS_SPLIT)
     table = tables_ptr + sequence.to(gl.int64) * tables_stride
     k_source = (table, span, num_blocks, k_block_rows, kv_head * k_head_rows)
     v_source = (table, span, num_blocks, v_block_rows, kv_head * v_head_rows)
@@ -427,15 +360,18 @@ def hopper_prefill(
     group = heads // kv_heads
     sequences, rows = seq_lens.shape[0], max_query_len * group
     longest = block_tables.shape[1] * block_size
-    tiles, parts = choose_cut(dim, rows, kv_heads * sequences, longest, sm_count(q.device))
-    least = LEAST_PART // tiles.block_n
+    if window:
+        longest = min(longest, window + max_query_len)
+    grids, sms = kv_heads * sequences, sm_count(q.device)
+    tiles, splits = choose_tiles_and_splits(dim, rows, grids, longest, sms)
+    least = LEAST_SPLIT // tiles.block_n
     program_rows = tiles.warp_groups * ROWS
-    partial = lse = q  # unused without parts
-    if parts > 1:
-        cells = (parts, len(q), heads)
+    partial = lse = q  # unused without splits
+    if splits > 1:
+        cells = (splits, len(q), heads)
         partial = torch.empty((*cells, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(cells, dtype=torch.float32, device=q.device)
-    _hopper_prefill_kernel[(kv_heads, sequences * parts, -(-rows // program_rows))](
+    _hopper_prefill_kernel[(kv_heads, sequences * splits, -(-rows // program_rows))](
         describe(k_cache, tiles.block_n),
         describe(v_cache, tiles.block_n),
         q,
@@ -458,7 +394,7 @@ def hopper_prefill(
         partial,
         lse,
         len(q),
-        parts,
+        splits,
         least,
         GROUP=group,
         DIM=dim,
@@ -469,10 +405,21 @@ def hopper_prefill(
         WINDOW=window or 0,
         CAP=(soft_cap or 0.0) * LOG2_E,
         HAS_SINKS=sinks is not None,
-        IS_CUT=parts > 1,
+        IS_SPLIT=splits > 1,
         num_warps=4,
     )
-    if parts > 1:
-        lengths = cu_query_lens, seq_lens, max_query_len
-        shape = group, program_rows, tiles.block_n, least
-        combine_parts(partial, lse, *lengths, out, *shape, window or 0, sinks)
+    if splits > 1:
+        combine_prefill_splits(
+            partial,
+            lse,
+            cu_query_lens,
+            seq_lens,
+            max_query_len,
+            out,
+            group=group,
+            rows=program_rows,
+            tile=tiles.block_n,
+            least=least,
+            window=window or 0,
+            sinks=sinks,
+        )

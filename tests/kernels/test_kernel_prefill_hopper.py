@@ -10,11 +10,11 @@ import torch
 from pagewire.kernels import paged_prefill as launcher
 from pagewire.kernels import paged_prefill_hopper
 from pagewire.kernels.bench.inputs import PagedCase
-from pagewire.kernels.prefill_cut import LONGEST_WHOLE, TILES, choose_cut
+from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, TILES, choose_tiles_and_splits
 
-# Short chunks on contexts of any length, of which some are cut into parts, and not all rows of a
-# program see all of the last part.
-CUT = ((9, 70, 9, 3), (5009, 1093, 8, 700))
+# Short chunks on contexts of any length, of which some are split, and not all rows of a program see
+# all of the last split.
+SPLIT = ((9, 70, 9, 3), (5009, 1093, 8, 700))
 CHUNKS = (1, 17, 127, 128, 129, 512)
 PREFIXES = (0, 1, 16, 8191)
 # Several sequences: chunks of each length, one of them empty, on prefixes of any length.
@@ -119,7 +119,7 @@ def test_windows_caps_and_sinks(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [2, 11, 100])
+@pytest.mark.parametrize("splits", [2, 11, 100])
 @pytest.mark.parametrize("name", ["plain", "window-of-300", "window-of-1500", "sinks", "all-three"])
 @pytest.mark.parametrize(
     ("dim", "tiles"),
@@ -129,11 +129,11 @@ def test_windows_caps_and_sinks(
         for tiles in TILES[dim]
     ],
 )
-def test_parts_of_contexts(
-    dim, tiles, name, parts, hopper_prefill, reference, assert_close, monkeypatch
+def test_splits_of_contexts(
+    dim, tiles, name, splits, hopper_prefill, reference, assert_close, monkeypatch
 ):
-    monkeypatch.setattr(paged_prefill_hopper, "choose_cut", lambda *_: (tiles, parts))
-    case = replace(PagedCase(*CUT, heads=14, kv_heads=2, dim=dim), **OPTIONS[name])
+    monkeypatch.setattr(paged_prefill_hopper, "choose_tiles_and_splits", lambda *_: (tiles, splits))
+    case = replace(PagedCase(*SPLIT, heads=14, kv_heads=2, dim=dim), **OPTIONS[name])
     _check(case, torch.bfloat16, hopper_prefill, reference, assert_close)
 
 
@@ -259,7 +259,7 @@ def test_supported_caches(cache, supported):
 
 
 @pytest.mark.parametrize(
-    ("dim", "rows", "grids", "groups", "parts"),
+    ("dim", "rows", "grids", "groups", "splits"),
     [
         pytest.param(64, 64, 1, 1, 32, id="one-program"),
         pytest.param(64, 64, 132, 1, 1, id="one-for-each-sm"),
@@ -273,11 +273,11 @@ def test_supported_caches(cache, supported):
         pytest.param(256, 100_000, 8, 2, 1, id="dim-256-never-all-at-once"),
     ],
 )
-def test_rows_of_a_program_and_parts_of_a_context(dim, rows, grids, groups, parts):
-    tiles, number = choose_cut(dim, rows, grids, 4096, 132)
-    assert (tiles.warp_groups, number) == (groups, parts)
+def test_rows_of_a_program_and_splits_of_a_context(dim, rows, grids, groups, splits):
+    tiles, number = choose_tiles_and_splits(dim, rows, grids, 4096, 132)
+    assert (tiles.warp_groups, number) == (groups, splits)
 
 
 def test_short_contexts_stay_whole():
-    assert choose_cut(128, 400, 8, LONGEST_WHOLE, 132) == (TILES[128][0], 1)
-    assert choose_cut(128, 400, 8, LONGEST_WHOLE + 16, 132) == (TILES[128][1], 4)
+    assert choose_tiles_and_splits(128, 400, 8, LONGEST_UNSPLIT, 132) == (TILES[128][0], 1)
+    assert choose_tiles_and_splits(128, 400, 8, LONGEST_UNSPLIT + 16, 132) == (TILES[128][1], 4)

@@ -69,12 +69,12 @@ MIXTURES = {
     "DeepSeek-V3": (256, 7168, 2048, _V3),
     "tiny": (5, 37, 19, Routing(top_k=3)),
 }
-# Hopper kernel with one to three warp groups, whole contexts and parts, with and without options;
+# Hopper kernel with one to three warp groups, whole and split contexts, with and without options;
 # the kernel of other GPUs.
 PREFILLS = (
     PagedCase((2,), (300,)),
     PagedCase((40,), (3000,)),
-    PagedCase((40,), (3000,), 16, dim=256, window=100, soft_cap=50.0, has_sinks=True),
+    PagedCase((40,), (3000,), 16, dim=256, window=2500, soft_cap=50.0, has_sinks=True),
     PagedCase((1000,), (1000,), heads=14, kv_heads=2, dim=64),
     PagedCase((3000,), (3000,)),
     PagedCase((3000,), (3000,), dim=64),

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from pagewire.kernels.prefill_cut import LONGEST_WHOLE
+from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
 from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
@@ -29,9 +29,9 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 # slower than the host. After a pause, as prefill workers have them, launching the kernels for 1k
 # tokens takes up to twice as long.
 LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
-# Attention of up to this many tokens in one chunk may cut its context into parts, which costs more
-# than it gains where that is short: there are steps for short contexts, too.
-LARGEST_CUT = 512
+# One chunk of up to this many tokens has two graphs, because to split its context gains only where
+# that is long. Larger steps are rarely split.
+LARGEST_SPLIT_CHUNK = 512
 # Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
 # few. Above 256 tokens they are dense, because much padding would cost more than a replay saves.
 # With more rows, the device is slower than the host.
@@ -55,10 +55,10 @@ def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
     alone = [
         StepShape(0, size, min(chunks, max_num_seqs), max_context)
         for chunks, largest in LARGEST_PREFILL.items()
-        for max_context in (LONGEST_WHOLE, None)
+        for max_context in (LONGEST_UNSPLIT, None)
         for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
         if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
-        if max_context is None or (chunks == 1 and size <= LARGEST_CUT)
+        if max_context is None or (chunks == 1 and size <= LARGEST_SPLIT_CHUNK)
     ]
     most = min(MIXED_ROWS[-1], max_num_seqs)
     mixed = [

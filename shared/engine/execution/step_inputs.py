@@ -25,6 +25,7 @@ class StepShape:
         num_tokens: T, tokens of all chunks together.
         num_chunks: P, chunks; each may sample a token.
         max_context: most tokens of a chunk and the context before it; None for any number.
+            Attention decides by it whether contexts are split.
     """
 
     num_decodes: int

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Combines the attention over parts of a context into the attention over all of it.
+"""Combines the splits of prefill attention's contexts.
 
-Where a chunk's rows do not fill the device, `paged_prefill_hopper` also cuts the context, as
-split-KV flash decoding does (Dao and others, 2023): each part has its own program, which writes its
+Where a chunk's rows do not fill the device, `paged_prefill_hopper` also splits the context, as
+flash decoding does (Dao and others, 2023): each split has its own program, which writes its
 normalised output and the logarithm of its sum of weights. Lengths are known on the device only: a
-short context has fewer parts, or stays whole, and is then not combined.
+short context has fewer splits, or stays whole, and is then not combined.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pagewire.kernels._scores import sink_weight
 _BLOCK = 16  # rows of a program
 
 
-@triton.jit(do_not_specialize=["tokens", "parts", "least"])
-def _combine_parts_kernel(
-    partial_ptr,  # [parts, T, H, D] float32
-    lse_ptr,  # [parts, T, H] float32, base 2
+@triton.jit(do_not_specialize=["tokens", "splits", "least"])
+def _combine_prefill_splits_kernel(
+    partial_ptr,  # [splits, T, H, D] float32
+    lse_ptr,  # [splits, T, H] float32, base 2
     cu_query_lens_ptr,
     seq_lens_ptr,
     out_ptr,
     sinks_ptr,  # [H], None without
     tokens,
-    parts,
+    splits,
     least,
     out_stride_row,
     out_stride_head,
@@ -56,7 +56,7 @@ def _combine_parts_kernel(
     tiles = (context + last_row // GROUP) // TILE + 1
     if WINDOW > 0:
         tiles -= tl.maximum(context + program_row // GROUP - WINDOW + 1, 0) // TILE
-    used = tl.maximum(tl.minimum(parts, tiles // least), 1)
+    used = tl.maximum(tl.minimum(splits, tiles // least), 1)
     if used == 1:
         return
     used = tl.cdiv(tiles, tl.cdiv(tiles, used))
@@ -68,11 +68,11 @@ def _combine_parts_kernel(
     token = (query_start + row // GROUP).to(tl.int64)
     cell = token * heads + head
     dims = tl.arange(0, DIM)
-    m_i = tl.full([BLOCK], -1.0e30, dtype=tl.float32)  # finite: a row may see nothing of a part
+    m_i = tl.full([BLOCK], -1.0e30, dtype=tl.float32)  # finite: a row may see nothing of a split
     l_i = tl.zeros([BLOCK], dtype=tl.float32)
     acc = tl.zeros([BLOCK, DIM], dtype=tl.float32)
-    for part in range(used):
-        at = cell + part * tokens * heads
+    for split in range(used):
+        at = cell + split * tokens * heads
         lse = tl.load(lse_ptr + at, mask=is_real, other=-1.0e30)
         values = tl.load(
             partial_ptr + at[:, None] * DIM + dims[None, :], mask=is_real[:, None], other=0.0
@@ -89,7 +89,7 @@ def _combine_parts_kernel(
     tl.store(out_rows[:, None] + dims[None, :], out, mask=is_real[:, None])
 
 
-def combine_parts(
+def combine_prefill_splits(
     partial: torch.Tensor,
     lse: torch.Tensor,
     cu_query_lens: torch.Tensor,
@@ -103,27 +103,27 @@ def combine_parts(
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write the attention of each row whose context is in several parts; leave other rows alone.
+    """Write the attention of each row whose context has several splits; leave other rows alone.
 
     A row is a (token, query head of the group) pair, as in `paged_prefill_hopper`.
 
     Args:
-        partial: [parts, T, H, D] float32, each part's output; D is a power of two.
-        lse: [parts, T, H] float32, the base 2 logarithm of each part's sum of weights.
+        partial: [splits, T, H, D] float32, each split's output; D is a power of two.
+        lse: [splits, T, H] float32, the base 2 logarithm of each split's sum of weights.
         cu_query_lens: [B + 1] int32.
         seq_lens: [B] int32.
         max_query_len: at least every sequence's query length.
         out: [T, H, D].
         group: query heads of a key/value head.
-        rows: of a program of the attention kernel; a multiple of 16.
+        rows: rows of a program of the attention kernel; a multiple of 16.
         tile: positions of a tile.
-        least: tiles of a part.
+        least: fewest tiles of a split.
         window: positions that a query sees; 0 for all.
         sinks: [H], or None.
     """
-    parts, tokens, heads, dim = partial.shape
+    splits, tokens, heads, dim = partial.shape
     programs = triton.cdiv(max_query_len * group, _BLOCK)
-    _combine_parts_kernel[(heads // group, seq_lens.shape[0], programs)](
+    _combine_prefill_splits_kernel[(heads // group, seq_lens.shape[0], programs)](
         partial,
         lse,
         cu_query_lens,
@@ -131,7 +131,7 @@ def combine_parts(
         out,
         sinks,
         tokens,
-        parts,
+        splits,
         least,
         out.stride(0),
         out.stride(1),

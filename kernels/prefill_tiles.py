@@ -1,14 +1,14 @@
-"""Divides the work of prefill attention on a Hopper GPU: rows of a program, parts of a context."""
+"""Divides the work of prefill attention on a Hopper GPU: rows of a program, splits of a context."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 ROWS = 64  # of a warp group
-# Positions of a context. If block tables hold no more, it is faster whole than combined from parts.
-LONGEST_WHOLE = 2048
-LEAST_PART = 512  # positions
-_MOST_PARTS = 32
+# Positions of a context. If block tables hold no more, splits cost more than they gain.
+LONGEST_UNSPLIT = 2048
+LEAST_SPLIT = 512  # positions of a split
+_MOST_SPLITS = 32
 
 
 class Tiles(NamedTuple):
@@ -28,39 +28,41 @@ TILES = {
 }
 
 
-# By the warp groups of a program: its time for as many positions, relative to a single group's, as
-# groups hide each other's softmax; and, in the same unit for a whole context, what it takes longer
-# to start and to end. Fitted to twelve chunks and contexts of five shapes on an H100.
+# By the warp groups of a program: its time for a context, relative to that of one group, because
+# groups hide each other's softmax; and what it takes longer to start and end, in the same unit.
+# Fitted to twelve chunks and contexts of five shapes on an H100.
 _TIMES = {1: (1.0, 0.0), 2: (1.5, 0.04), 3: (2.1, 0.08)}
 
 
-def choose_cut(dim: int, rows: int, grids: int, longest: int, sms: int) -> tuple[Tiles, int]:
-    """Return the tiles, and the largest number of parts of each context.
+def choose_tiles_and_splits(
+    dim: int, rows: int, grids: int, longest: int, sms: int
+) -> tuple[Tiles, int]:
+    """Return the tiles, and the largest number of splits of each context.
 
-    Programs that all run at once leave SMs, for further parts or for fewer rows each. Where no
-    tiles do, the largest have the highest throughput, and contexts stay whole.
+    If all programs run at once and SMs are left, contexts are split, or programs get fewer rows.
+    Otherwise the largest tiles have the highest throughput, and contexts stay whole.
 
     Args:
         dim: dimension of a head.
         rows: rows of the longest chunk, counted as in `paged_prefill_hopper`.
         grids: sequences times key/value heads.
-        longest: positions that the block tables can hold.
+        longest: most positions that a query may see.
         sms: streaming multiprocessors of the device; each runs one program.
     """
 
     def programs(tiles: Tiles) -> int:
         return grids * -(-rows // (tiles.warp_groups * ROWS))
 
-    def parts(tiles: Tiles) -> int:
-        most = 1 if longest <= LONGEST_WHOLE else _MOST_PARTS
+    def splits(tiles: Tiles) -> int:
+        most = 1 if longest <= LONGEST_UNSPLIT else _MOST_SPLITS
         return min(sms // programs(tiles), most)
 
     def cost(tiles: Tiles) -> float:
         time, overhead = _TIMES[tiles.warp_groups]
-        return time / parts(tiles) + overhead
+        return time / splits(tiles) + overhead
 
     fitting = [tiles for tiles in TILES[dim] if programs(tiles) <= sms]
     if not fitting:
         return TILES[dim][-1], 1
     best = min(fitting, key=cost)
-    return best, parts(best)
+    return best, splits(best)
