@@ -78,7 +78,7 @@ def test_tilings_fill_the_sms():
                 continue
             assert outs % tiling.block_out == 0
             assert ins % (tiling.split_k * 128) == 0
-            assert outs // tiling.block_out * tiling.split_k >= 0.9 * H200_SMS
+            assert outs // tiling.block_out * tiling.split_k >= 0.8 * H200_SMS
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
@@ -32,6 +33,13 @@ def _attend(scores, values, seen):
     return (powers.softmax(0) @ values.double()).float(), powers.logsumexp(0) / math.log(2)
 
 
+def _expected(scores, values, positions, sink):
+    """The attention of one row over the positions it sees, and its sink."""
+    base_2 = [*scores[positions], *([] if sink is None else [sink / math.log(2)])]
+    weights = (torch.stack(base_2).double() * math.log(2)).softmax(0).float()
+    return weights[: len(positions)] @ values[positions]
+
+
 @pytest.mark.parametrize("window", [0, 40, 1000])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("splits", [2, 5])
@@ -44,38 +52,42 @@ def test_splits_give_the_attention_of_the_whole(splits, has_sinks, window):
     out, expected = torch.full((2, tokens, heads, dim), untouched)
     partial = torch.full((splits, tokens, heads, dim), torch.nan)
     lse = torch.full((splits, tokens, heads), torch.nan)
-    token = 0
-    for query_len, seq_len in zip(query_lens, seq_lens, strict=True):
-        scores, values = 4 * torch.randn(seq_len, heads), torch.randn(seq_len + TILE, dim)
+    starts = [0, *accumulate(query_lens)]
+    for start, query_len, seq_len in zip(starts, query_lens, seq_lens, strict=False):
+        longest = seq_len + TILE  # a tile may reach past the end
+        scores, values = 4 * torch.randn(longest, heads), torch.randn(longest, dim)
         for row in range(query_len * group):
             program = row // ROWS * ROWS
             last = min(program + ROWS, query_len * group) - 1
             ends = (seq_len - query_len + each // group for each in (program, row, last))
             first_position, position, last_position = ends
             spans = _spans(first_position, last_position, splits, window)
-            lowest = max(position - window + 1, 0) if window else 0
             if len(spans) == 1:
                 continue  # the attention kernel has written it
+            seen = range(max(position - window + 1, 0) if window else 0, position + 1)
             for head in range(row % group, heads, group):
-                at = token + row // group, head
+                at = start + row // group, head
                 for split, span in enumerate(spans):
-                    seen = [lowest <= each <= position for each in span]
-                    span_scores = torch.zeros(len(span))
-                    inside = range(span.start, min(span.stop, seq_len))
-                    span_scores[: len(inside)] = scores[inside, head]
-                    span_values = values[span.start : span.start + len(span)]
-                    partial[split, *at], lse[split, *at] = _attend(span_scores, span_values, seen)
-                all_scores, all_values = scores[lowest : position + 1, head], values
-                sums = [*all_scores, *([] if sinks is None else [sinks[head] / math.log(2)])]
-                weights = (torch.stack(sums).double() * math.log(2)).softmax(0).float()
-                seen_values = all_values[lowest : position + 1]
-                expected[at] = weights[: len(seen_values)] @ seen_values
-        token += query_len
-    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32)
+                    of_span = [each in seen for each in span]
+                    partial[split, *at], lse[split, *at] = _attend(
+                        scores[list(span), head], values[list(span)], of_span
+                    )
+                sink = None if sinks is None else sinks[head]
+                expected[at] = _expected(scores[:, head], values, list(seen), sink)
     combine_prefill_splits(
-        partial, lse, starts, torch.tensor(seq_lens, dtype=torch.int32), max(query_lens), out,
-        group, ROWS, TILE, LEAST, window, sinks,
-    )  # fmt: skip
+        partial,
+        lse,
+        torch.tensor(starts, dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        max(query_lens),
+        out,
+        group=group,
+        rows=ROWS,
+        tile=TILE,
+        least=LEAST,
+        window=window,
+        sinks=sinks,
+    )
     torch.testing.assert_close(out, expected)
     assert (expected == untouched).any(), "some contexts stay whole"
     assert (expected != untouched).any()
