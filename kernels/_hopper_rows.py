@@ -54,6 +54,7 @@ def thread_sums(p):
 
 @gluon.jit
 def row_pointers(tensor, query_start, row, first_head, GROUP: gl.constexpr):
+    """Return the addresses of rows in a tensor [T, H, ...]: a pointer and its two strides."""
     pointer, stride_row, stride_head = tensor
     token = (query_start + row // GROUP).to(gl.int64)
     head = (first_head + row % GROUP).to(gl.int64)

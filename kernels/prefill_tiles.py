@@ -46,7 +46,7 @@ def choose_tiles_and_splits(
         dim: dimension of a head.
         rows: rows of the longest chunk, counted as in `paged_prefill_hopper`.
         grids: sequences times key/value heads.
-        longest: most positions that a query may see.
+        longest: most positions that the queries of a chunk may see.
         sms: streaming multiprocessors of the device; each runs one program.
     """
 
