@@ -1,7 +1,9 @@
 """Many clients in a closed loop: each sends its next request after the answer to the last one.
 
-The clients are spread over processes, so that they do not limit the server. Throughput is the
-median of `PARTS` equal parts of the measurement, with the lowest and the highest.
+The clients are spread over processes, so that they do not limit the server. They start one after
+the other: requests of one length that began together would also end together, and a measurement of
+a few of their lifetimes would depend on where it cuts these waves. Throughput is the mean of the
+measurement; `low` and `high` are those of `PARTS` equal parts of it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.bench.stats import percentile
 
 PROMPT, TOKENS = 256, 256
-WARM_UP_S = 15.0  # until requests begin and end at different times
+WARM_UP_S = 20.0
+SPREAD = 0.6  # part of the warm-up in which the clients start
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 16
 PARTS = 5  # of a measurement
@@ -37,19 +40,50 @@ class Job:
 
     Attributes:
         urls: URLs of endpoints, used in turn.
-        clients: number of clients.
-        start: start of the clients, by the monotonic clock.
+        delays: start of each client, in seconds from `start`.
+        start: start of the warm-up, by the monotonic clock.
         warm_up_s: duration of the warm-up.
         seconds: duration of the measurement after it.
         vocab: upper bound (exclusive) of token ids in prompts.
+        seed: of the prompts.
     """
 
     urls: Sequence[str]
-    clients: int
+    delays: Sequence[float]
     start: float
     warm_up_s: float
     seconds: float
     vocab: int
+    seed: str
+
+
+def jobs_of(
+    processes: int,
+    clients: int,
+    *,
+    urls: Sequence[str],
+    start: float,
+    warm_up_s: float,
+    seconds: float,
+    vocab: int,
+) -> list[Job]:
+    """Return the work of each process: its clients, and prompts that no other process sends.
+
+    A crowd of another size has other prompts, too: the servers may have cached the earlier ones.
+    """
+    starts = [SPREAD * warm_up_s * number / clients for number in range(clients)]
+    return [
+        Job(
+            urls,
+            delays=starts[number::processes],
+            start=start,
+            warm_up_s=warm_up_s,
+            seconds=seconds,
+            vocab=vocab,
+            seed=f"{number} of {clients}",
+        )
+        for number in range(processes)
+    ]
 
 
 @dataclass(slots=True)
@@ -105,10 +139,15 @@ def crowd(
     """
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
     start = time.monotonic() + START_S
-    jobs = [
-        Job(urls, len(range(number, clients, processes)), start, warm_up_s, seconds, vocab)
-        for number in range(processes)
-    ]
+    jobs = jobs_of(
+        processes,
+        clients,
+        urls=urls,
+        start=start,
+        warm_up_s=warm_up_s,
+        seconds=seconds,
+        vocab=vocab,
+    )
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         results = [pool.submit(_run, job) for job in jobs]
@@ -120,7 +159,7 @@ def crowd(
     return {
         "what": "crowd",
         "clients": clients,
-        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s": sum(tokens) / seconds,
         "low": min(rates),
         "high": max(rates),
         "gap_p50": percentile(gaps, 50),
@@ -153,11 +192,12 @@ def _run(job: Job) -> Seen:
 
 
 async def _ask(job: Job) -> Seen:
-    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab)
+    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab, seed=job.seed)
     begin = job.start + job.warm_up_s
     measured = (begin, begin + job.seconds)
 
-    async def loop() -> None:
+    async def loop(delay: float) -> None:
+        await asyncio.sleep(delay)
         while time.monotonic() < measured[1]:
             request = client.prepare(PROMPT, TOKENS)
             began = time.monotonic()
@@ -166,8 +206,8 @@ async def _ask(job: Job) -> Seen:
     await asyncio.sleep(max(0.0, job.start - time.monotonic()))
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(job.clients):
-                group.create_task(loop())
+            for delay in job.delays:
+                group.create_task(loop(delay))
     finally:
         await client.close()
     return seen
