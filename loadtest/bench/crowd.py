@@ -45,7 +45,6 @@ class Job:
         warm_up_s: duration of the warm-up.
         seconds: duration of the measurement after it.
         vocab: upper bound (exclusive) of token ids in prompts.
-        seed: of the prompts.
     """
 
     urls: Sequence[str]
@@ -54,36 +53,6 @@ class Job:
     warm_up_s: float
     seconds: float
     vocab: int
-    seed: str
-
-
-def jobs_of(
-    processes: int,
-    clients: int,
-    *,
-    urls: Sequence[str],
-    start: float,
-    warm_up_s: float,
-    seconds: float,
-    vocab: int,
-) -> list[Job]:
-    """Return the work of each process: its clients, and prompts that no other process sends.
-
-    A crowd of another size has other prompts, too: the servers may have cached the earlier ones.
-    """
-    starts = [SPREAD * warm_up_s * number / clients for number in range(clients)]
-    return [
-        Job(
-            urls,
-            delays=starts[number::processes],
-            start=start,
-            warm_up_s=warm_up_s,
-            seconds=seconds,
-            vocab=vocab,
-            seed=f"{number} of {clients}",
-        )
-        for number in range(processes)
-    ]
 
 
 @dataclass(slots=True)
@@ -118,6 +87,11 @@ class Seen:
                     self.gaps.append((at - before) * 1e3)
 
 
+def start_delays(clients: int, warm_up_s: float) -> list[float]:
+    """Return when each client starts, in seconds from the start of a warm-up."""
+    return [SPREAD * warm_up_s * number / clients for number in range(clients)]
+
+
 def crowd(
     urls: Sequence[str],
     clients: int,
@@ -139,15 +113,11 @@ def crowd(
     """
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
     start = time.monotonic() + START_S
-    jobs = jobs_of(
-        processes,
-        clients,
-        urls=urls,
-        start=start,
-        warm_up_s=warm_up_s,
-        seconds=seconds,
-        vocab=vocab,
-    )
+    delays = start_delays(clients, warm_up_s)
+    jobs = [
+        Job(urls, delays[number::processes], start, warm_up_s, seconds, vocab)
+        for number in range(processes)
+    ]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         results = [pool.submit(_run, job) for job in jobs]
@@ -192,7 +162,7 @@ def _run(job: Job) -> Seen:
 
 
 async def _ask(job: Job) -> Seen:
-    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab, seed=job.seed)
+    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab)
     begin = job.start + job.warm_up_s
     measured = (begin, begin + job.seconds)
 
