@@ -38,8 +38,8 @@ class PagedPrefill(Protocol):
 
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
-    are already in the cache. Rows of `out` past `cu_query_lens[-1]` are left as they are. Window,
-    soft cap and sinks are those of `PagedDecode`.
+    are already in the cache. Rows of `out` before `cu_query_lens[0]` and from `cu_query_lens[-1]`
+    on are left as they are. Window, soft cap and sinks are those of `PagedDecode`.
     """
 
     def __call__(
@@ -48,7 +48,7 @@ class PagedPrefill(Protocol):
         k_cache: torch.Tensor,  # [NB, KH, BS, D]
         v_cache: torch.Tensor,  # [NB, KH, BS, D]
         block_tables: torch.Tensor,  # [B, max_blocks] int32
-        cu_query_lens: torch.Tensor,  # [B + 1] int32, cumulative query lengths from 0
+        cu_query_lens: torch.Tensor,  # [B + 1] int32, first row of each sequence, end of the last
         seq_lens: torch.Tensor,  # [B] int32
         max_query_len: int,
         scale: float,
@@ -69,8 +69,8 @@ class LatentAttention(Protocol):
 
     Without `cu_query_lens`, each sequence has one query, its last token, and zeros as output if its
     length is 0. With it, queries are packed, and stand in their sequences as those of
-    `PagedPrefill`; rows of `out` past `cu_query_lens[-1]` are left as they are. The step's own rows
-    are already in the cache.
+    `PagedPrefill`; other rows of `out` are left as they are. The step's own rows are already in the
+    cache.
 
     Raises:
         UnsupportedShapeError: C or R is out of bounds, or a last dimension has gaps.

@@ -29,17 +29,20 @@ class LayerKv(NamedTuple):
 class ForwardBatch:
     """The tokens of one step: first one of each decode row, then the prefill chunks, packed.
 
-    The host reads none of its tensors, so that a CUDA graph can replay the step.
+    The host reads none of its tensors, so that a CUDA graph can replay the step. `num_decodes` is
+    then the most decode rows that it can have: the last ones may be padding rows, and the chunks
+    begin at the first of these.
 
     Attributes:
         input_ids: `[T]` int64.
         positions: `[T]` int64, each token's place in its sequence.
         slot_mapping: `[T]` int64, `block * block_size + offset` of each token; -1: no write.
-        num_decodes: leading tokens that are decode rows.
+        num_decodes: leading tokens that are decode rows, or places of padding rows.
         decode_block_tables: `[num_decodes, max_blocks]` int32; None without decode rows.
         decode_seq_lens: `[num_decodes]` int32, this token included; 0 is a padding row.
         prefill_block_tables: `[P, max_blocks]` int32; None without prefill chunks.
-        prefill_cu_query_lens: `[P + 1]` int32, cumulative chunk lengths, from 0 at the first chunk.
+        prefill_cu_query_lens: `[P + 1]` int32, index of each chunk's first token, and the end of
+            the last chunk.
         prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
         max_query_len: longest chunk; 0 without one.
         others: the same tokens with the blocks of the other cache groups.

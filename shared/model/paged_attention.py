@@ -22,6 +22,8 @@ def attend(
 ) -> None:
     """Fill `out` [T, H, D]: decode rows first, then the prefill chunks.
 
+    In this order, because decode attention writes zeros for padding rows, where chunks may be.
+
     Args:
         ops: kernels that suit the device.
         q: [T, H, D], rotated.
@@ -47,7 +49,7 @@ def attend(
     starts, lengths = batch.prefill_cu_query_lens, batch.prefill_seq_lens
     if batch.prefill_block_tables is not None and starts is not None and lengths is not None:
         ops.paged_prefill(
-            q[decodes:],
+            q,
             k_cache,
             v_cache,
             batch.prefill_block_tables,
@@ -55,7 +57,7 @@ def attend(
             lengths,
             batch.max_query_len,
             scale,
-            out=out[decodes:],
+            out=out,
             **options,
         )
 
@@ -69,7 +71,7 @@ def attend_latent(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Fill `out` [T, H, C]: decode rows first, then the prefill chunks.
+    """Fill `out` [T, H, C]: decode rows first, then the prefill chunks, as `attend` does.
 
     Args:
         ops: kernels that suit the device.
@@ -93,13 +95,13 @@ def attend_latent(
         )
     if batch.prefill_block_tables is not None and batch.prefill_seq_lens is not None:
         ops.latent_attention(
-            q_latent[decodes:],
-            q_rope[decodes:],
+            q_latent,
+            q_rope,
             cache,
             batch.prefill_block_tables,
             batch.prefill_seq_lens,
             scale,
             batch.prefill_cu_query_lens,
             batch.max_query_len,
-            out=out[decodes:],
+            out=out,
         )

@@ -118,6 +118,19 @@ def test_attention_writes_into_a_strided_out(device, kernels, reference, assert_
     assert not wide[:, 0].any() and not wide[:, 5].any()
 
 
+def test_chunks_may_stand_between_other_rows(device, kernels, reference, assert_close):
+    x = PagedCase((3, 17), (20, 40), 4, 2, 16).build(device, torch.float32)
+    starts = x.cu_query_lens + 2
+    q = torch.cat([x.q[:2], x.q, x.q[:5]])
+    for ops in (kernels, reference):
+        caches = (x.k_cache, x.v_cache, x.block_tables)
+        whole = ops.paged_prefill(x.q, *caches, x.cu_query_lens, x.seq_lens, 17, x.scale)
+        out = torch.full_like(q, 5.0)
+        ops.paged_prefill(q, *caches, starts, x.seq_lens, 17, x.scale, out=out)
+        assert torch.equal(out[2:22], whole)
+        assert (out[:2] == 5.0).all() and (out[22:] == 5.0).all()
+
+
 def test_prefill_of_one_token_equals_decode(device, kernels, assert_close):
     x = decode_case((70, 16), 4, 2, 32).build(device, torch.float32)
     decoded = kernels.paged_decode(x.q, x.k_cache, x.v_cache, x.block_tables, x.seq_lens, x.scale)

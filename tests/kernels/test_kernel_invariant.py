@@ -110,6 +110,31 @@ def test_attention_of_a_query(case, device, dtype, ops, reference, assert_close)
     assert torch.equal(_prefilled(_on_other_pages(x), ops, (LENGTH,), packed=True), whole)
 
 
+def test_chunks_may_stand_between_other_rows(device, ops):
+    if ops.backend == "torch":
+        device = "cpu"
+    x = PagedCase((LENGTH,), (LENGTH,), 4, 2, 16).build(device, torch.float32)
+    whole = _prefilled(x, ops, (LENGTH,), packed=True)
+    args = (x.k_cache, x.v_cache, x.block_tables, x.cu_query_lens + 3, x.seq_lens, LENGTH, x.scale)
+    q = torch.cat([x.q[:3], x.q, x.q[:1]])
+    out = ops.paged_prefill(q, *args, out=torch.full_like(q, 5.0))
+    assert torch.equal(out[3:-1], whole)
+    assert (out[:3] == 5.0).all() and (out[-1] == 5.0).all()
+
+
+def test_latent_chunks_may_stand_between_other_rows(device, ops):
+    if ops.backend == "torch":
+        device = "cpu"
+    x = LatentCase((LENGTH,), (LENGTH,), 4, 16, 16).build(device, torch.float32)
+    args = (x.cache, x.block_tables, x.seq_lens, x.scale)
+    whole = ops.latent_attention(x.q_latent, x.q_rope, *args, x.cu_query_lens, LENGTH)
+    q, q_rope = (torch.cat([each[:3], each, each[:1]]) for each in (x.q_latent, x.q_rope))
+    out = torch.full_like(q, 5.0)
+    ops.latent_attention(q, q_rope, *args, x.cu_query_lens + 3, LENGTH, out=out)
+    assert torch.equal(out[3:-1], whole)
+    assert (out[:3] == 5.0).all() and (out[-1] == 5.0).all()
+
+
 def test_the_usual_attention_depends_on_the_batch(device, kernels):
     """So these tests can fail."""
     x = PagedCase((LENGTH,), (LENGTH,), 4, 2, 16).build(device, torch.float32)

@@ -96,14 +96,17 @@ def test_a_graph_replays_with_other_lengths(kernels, reference, assert_close):
     assert_close(out, _attend(x, reference))
 
 
-def test_rows_past_the_last_query_stay(device, kernels, reference):
+def test_rows_around_the_queries_stay(device, kernels, reference):
     x = LatentCase((40, 20), (7, 3), *SMALL).build(device, torch.float32)
-    x.cu_query_lens.copy_(torch.tensor([0, 4, 6]))
-    for ops in (kernels, reference):
-        out = torch.full_like(x.q_latent, 5.0)
-        args = (x.q_latent, x.q_rope, x.cache, x.block_tables, x.seq_lens, x.scale)
-        ops.latent_attention(*args, x.cu_query_lens, 7, out=out)
-        assert (out[6:] == 5.0).all() and not (out[:6] == 5.0).any()
+    for starts in ([0, 4, 6], [2, 4, 7]):
+        x.cu_query_lens.copy_(torch.tensor(starts))
+        own = slice(starts[0], starts[-1])
+        for ops in (kernels, reference):
+            out = torch.full_like(x.q_latent, 5.0)
+            args = (x.q_latent, x.q_rope, x.cache, x.block_tables, x.seq_lens, x.scale)
+            ops.latent_attention(*args, x.cu_query_lens, 7, out=out)
+            assert (out[: own.start] == 5.0).all() and (out[own.stop :] == 5.0).all()
+            assert not (out[own] == 5.0).any()
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

@@ -65,7 +65,8 @@ class PagedModel:
             for sequence, length in parts
             for position in range(sequence.done, sequence.done + length)
         ]
-        tokens[len(decodes) : len(decodes)] = [(None, 0)] * padding_rows
+        # Places of padding rows are tokens of chunks, or padding tokens after them.
+        tokens += [(None, 0)] * (len(decodes) + padding_rows - len(tokens))
         batch = self._batch(tokens, decodes, prefills, padding_rows)
         logits = self.model.compute_logits(self.model.forward(batch, self.layers))
         for (sequence, _), row in zip(tokens, logits, strict=True):
@@ -110,7 +111,7 @@ class PagedModel:
         padding_rows: int,
     ) -> ForwardBatch:
         lengths = [length for _, length in prefills]
-        cumulative = torch.tensor([0, *lengths]).cumsum(0)
+        cumulative = torch.tensor([len(decodes), *lengths]).cumsum(0)
         seen = [s.done + 1 for s in decodes] + [0] * padding_rows
         has_decodes, has_prefills = bool(seen), bool(prefills)
         return ForwardBatch(

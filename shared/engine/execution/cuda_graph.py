@@ -25,18 +25,20 @@ from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
-# Most tokens of a captured step without decode rows, by number of chunks. With more, the device is
-# slower than the host. After a pause, as prefill workers have them, launching the kernels for 1k
-# tokens takes up to twice as long.
-LARGEST_PREFILL = {1: 1024, MOST_REPLAYED_CHUNKS: 512}
+# Tokens of captured steps with chunks. Above 320 only multiples of 128, because cuBLAS is slow at
+# many sizes between them: 448 rows take up to 1.5 times as long as 512 (docs/notes/engine.md).
+STEP_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+# The largest captured steps: of one chunk, and of several chunks or with decode rows. With more
+# tokens, the device is slower than the host. After a pause, as prefill workers have them, launching
+# the kernels for 1k tokens takes up to twice as long.
+LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # One chunk of up to this many tokens has two graphs, because to split its context gains only where
 # that is long. Larger steps are rarely split.
 LARGEST_SPLIT_CHUNK = 512
-# Sizes of captured steps with decode rows and chunks. Each pair of them is captured, so they are
-# few. Above 256 tokens they are dense, because much padding would cost more than a replay saves.
-# With more rows, the device is slower than the host.
-MIXED_ROWS = (4, 8, 16, 32, 64, 128, 256)
-MIXED_TOKENS = (32, 128, 256, 320, 384, 448, 512)
+# Most decode rows of captured steps with several chunks or decode rows. A step with fewer rows has
+# more tokens of chunks, so rows that are missing cost nothing but their programs in attention.
+# Contexts are split by these numbers: there is one for few rows, too.
+STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 ResultT = TypeVar("ResultT")
 
@@ -51,23 +53,34 @@ def batch_buckets(max_num_seqs: int) -> list[int]:
 
 
 def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
-    """Return the shapes of steps with prefill chunks to capture: without decode rows, then with."""
-    alone = [
-        StepShape(0, size, min(chunks, max_num_seqs), max_context)
-        for chunks, largest in LARGEST_PREFILL.items()
-        for max_context in (LONGEST_UNSPLIT, None)
-        for size in (16, 32, 64, 128, *range(192, largest + 1, 64))
-        if size <= max_tokens and (chunks == 1 or max_num_seqs > 1)
-        if max_context is None or (chunks == 1 and size <= LARGEST_SPLIT_CHUNK)
+    """Return the shapes of steps with prefill chunks to capture; a step takes the first that fits.
+
+    Args:
+        max_tokens: most tokens of a step, decode rows included.
+        max_num_seqs: most sequences of a step.
+    """
+    sizes = [size for size in STEP_TOKENS if size < max_tokens]
+    sizes += [size for size in STEP_TOKENS if size >= max_tokens][:1]
+    one_chunk = [
+        StepShape(0, size, 1, max_context)
+        for max_context, largest in ((LONGEST_UNSPLIT, LARGEST_SPLIT_CHUNK), (None, LARGEST_CHUNK))
+        for size in sizes
+        if size <= largest
     ]
-    most = min(MIXED_ROWS[-1], max_num_seqs)
-    mixed = [
+    if max_num_seqs == 1:
+        return one_chunk
+    several = [
         StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
-        for rows in [*(rows for rows in MIXED_ROWS if rows < most), most]
-        for size in MIXED_TOKENS
-        if size <= max_tokens and max_num_seqs > 1
+        for size in sizes
+        if size <= LARGEST_STEP
+        for rows in _row_buckets(min(STEP_ROWS[-1], max_num_seqs, size))
     ]
-    return alone + mixed
+    return one_chunk + several
+
+
+def _row_buckets(most: int) -> list[int]:
+    """Return the numbers of decode rows to capture up to some number, this one included."""
+    return [rows for rows in STEP_ROWS if rows < most] + [most]
 
 
 @lru_cache(maxsize=16)
@@ -236,16 +249,16 @@ class PrefillGraphs:
             graphs._inputs[shape] = graphs._padded([], [], shape, tables).to(device)
             step = partial(graphs._keep_events, forward, shape)
             graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
-            rows = f" and decode of {shape.num_decodes}" if shape.num_decodes else ""
+            rows = f", {shape.num_decodes} of them decode rows" if shape.num_decodes else ""
             context = "" if shape.max_context is None else f", context up to {shape.max_context}"
-            progress(f"prefill of {shape.num_tokens} in {shape.num_chunks}{rows}{context}")
+            progress(f"{shape.num_tokens} tokens, {shape.num_chunks} chunks{rows}{context}")
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
         """Return the captured shape for a step, or None if the step is better launched eagerly."""
         if any(chunk.scored or chunk.pooling for chunk in chunks):
             return None  # a graph keeps no hidden states
-        tokens = sum(chunk.length for chunk in chunks)
+        tokens = num_decodes + sum(chunk.length for chunk in chunks)
         context = max((chunk.end for chunk in chunks), default=0)
         for shape in self.shapes:
             if (

@@ -183,10 +183,11 @@ class ModelRunner:
         return self._rows_of(inputs, self._hidden_states(inputs, on_layer_end))
 
     def _hidden_states(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None) -> torch.Tensor:
-        """Run the layers of a step with prefill chunks: [decode rows + tokens, hidden]."""
+        """Run the layers of a step with prefill chunks: [T, hidden], decode rows first."""
         batch = inputs.forward_batch(self.state.block_tables)
         if inputs.num_decodes:
-            batch = _joined(self._decode_inputs(inputs.decode_slots), batch)
+            slots = inputs.decode_slots
+            batch = _joined(self._decode_inputs(slots), batch, slots != self.state.padding_slot)
         return self.model.forward(batch, self._layers, on_layer_end)
 
     def _rows_of(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
@@ -329,15 +330,26 @@ def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
     return [chunk.slot for chunk in chunks if chunk.samples]
 
 
-def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
-    """Put decode rows in front of prefill chunks."""
-    input_ids = torch.cat([decodes.input_ids, prefills.input_ids])
-    positions = torch.cat([decodes.positions, prefills.positions])
+def _joined(decodes: ForwardBatch, prefills: ForwardBatch, is_real: torch.Tensor) -> ForwardBatch:
+    """Put decode rows in front of prefill chunks, where these have no tokens of their own.
+
+    Args:
+        decodes: B decode rows, the last of which may be padding rows.
+        prefills: a step of T tokens; those of the chunks begin after the last real decode row.
+        is_real: [B] bool, false for padding rows.
+    """
+    end = decodes.num_decodes
+
+    def with_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.where(is_real, rows, tokens[:end]), tokens[end:]])
+
+    input_ids = with_rows(prefills.input_ids, decodes.input_ids)
+    positions = with_rows(prefills.positions, decodes.positions)
     return ForwardBatch.of_groups(
         ForwardBatch(
             input_ids=input_ids,
             positions=positions,
-            slot_mapping=torch.cat([rows.slot_mapping, chunks.slot_mapping]),
+            slot_mapping=with_rows(chunks.slot_mapping, rows.slot_mapping),
             num_decodes=rows.num_decodes,
             decode_block_tables=rows.decode_block_tables,
             decode_seq_lens=rows.decode_seq_lens,

@@ -21,9 +21,9 @@ class StepShape:
     """The shape that a step's inputs are padded to, so that one CUDA graph serves many steps.
 
     Attributes:
-        num_decodes: B, decode rows.
-        num_tokens: T, tokens of all chunks together.
-        num_chunks: P, chunks; each may sample a token.
+        num_decodes: B, most decode rows.
+        num_tokens: T, most tokens: decode rows and all chunks together.
+        num_chunks: P, most chunks; each may sample a token.
         max_context: most tokens of a chunk and the context before it; None for any number.
             Attention decides by it whether contexts are split.
     """
@@ -43,10 +43,15 @@ class StepShape:
 class StepInputs:
     """All inputs of a step with prefill chunks in one int64 buffer, and where each part lies.
 
-    The order: device slots of the decode rows [B], then of the chunks token ids [T], positions [T],
-    KV slots [G, T] of the cache groups, device slots [P], sequence lengths [P], cumulative query
-    lengths [P + 1], then of the rows that sample, decode rows first: index of their hidden state
-    [N], device slot [N], position of the new token [N].
+    The order: device slots of the decode rows [B], then of the step's tokens ids [T], positions
+    [T], KV slots [G, T] of the cache groups, then of the chunks device slots [P], sequence lengths
+    [P], where their tokens begin and the last ones end [P + 1], then of the rows that sample,
+    decode rows first: index of their hidden state [N], device slot [N], position of the new token
+    [N].
+
+    The step's tokens are those of the decode rows, which only the device knows, then those of the
+    chunks. Padding tokens come after all of them, so the chunks of a padded step may begin among
+    its first B tokens.
 
     Attributes:
         table_blocks: entries of a block table that the chunks may need; None for all.
@@ -78,7 +83,7 @@ class StepInputs:
             tables: the device slots' block tables.
         """
         samples = len(decodes) + sum(chunk.samples for chunk in chunks)
-        tokens = sum(chunk.length for chunk in chunks)
+        tokens = len(decodes) + sum(chunk.length for chunk in chunks)
         longest = max(chunk.length for chunk in chunks)
         counts = (len(decodes), tokens, len(chunks), samples)
         groups = tables.shape[1]
@@ -114,7 +119,7 @@ class StepInputs:
         return replace(self, buffer=buffer.to(device, non_blocking=True))
 
     def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
-        """Return the model's view of the chunks, with their device slots' block tables.
+        """Return the model's view of the step without its decode rows.
 
         Args:
             block_tables: [S, G, max_blocks], of all device slots.
@@ -155,7 +160,7 @@ class StepInputs:
 
     @property
     def sample_rows(self) -> torch.Tensor:
-        """[N] hidden states that are sampled from, of B decode rows and T tokens."""
+        """[N] hidden states that are sampled from, of T."""
         return self._tail(0)
 
     @property
@@ -193,10 +198,9 @@ def _lay_out(
     mapping[:] = -1
     decode_slots[:] = slots[:] = sample_slots[:] = padding_slot
     mapping = mapping.reshape(tables.shape[1], -1)
-    count = len(decodes)
+    cumulative[:] = end = count = len(decodes)
     decode_slots[:count] = sample_slots[:count] = decodes
     rows[:count], sampled[:count] = np.arange(count), -1
-    end = 0
     for i, chunk in enumerate(chunks):
         start, end = end, end + chunk.length
         position = np.arange(chunk.start, chunk.end)
@@ -207,7 +211,7 @@ def _lay_out(
         slots[i], lengths[i] = chunk.slot, chunk.end
         cumulative[i + 1 :] = end
         if chunk.samples:
-            rows[count] = len(decode_slots) + end - 1
+            rows[count] = end - 1
             sample_slots[count], sampled[count] = chunk.slot, chunk.end
             count += 1
     return flat

@@ -39,9 +39,9 @@ def test_rows_that_sample_come_first_and_padding_after_them(decodes: list[int]) 
     assert padded.sample_slots.tolist() == slots + [PADDING_SLOT] * (10 - count)
     assert plain.sample_positions.tolist() == positions
     assert padded.sample_positions.tolist() == positions + [0] * (10 - count)
-    # Hidden states of chunks come after those of all decode rows.
-    assert plain.sample_rows.tolist() == [*range(count), count + 4, count + 8]
-    assert padded.sample_rows[: count + 2].tolist() == [*range(count), 4 + 4, 4 + 8]
+    # Hidden states of chunks come after those of all decode rows, without padding in between.
+    for inputs in (plain, padded):
+        assert inputs.sample_rows[: count + 2].tolist() == [*range(count), count + 4, count + 8]
 
 
 @pytest.mark.parametrize("chunks", [CHUNKS[:1], CHUNKS[1:2], CHUNKS], ids=len)
@@ -53,16 +53,16 @@ def test_padding_tokens_are_written_nowhere_and_padding_chunks_are_empty(
     owners = [chunk.slot for chunk in chunks for _ in chunk.token_ids]
     blocks = TABLES[owners, :, np.array(positions) // BLOCK_SIZE].T  # [G, T]
     kv_slots = (blocks * BLOCK_SIZE + np.array(positions) % BLOCK_SIZE).tolist()
-    ends = [0, *accumulate(chunk.length for chunk in chunks)]
+    ends = [*accumulate((chunk.length for chunk in chunks), initial=1)]  # after the decode row
     longest = -(-max(chunk.end for chunk in chunks) // BLOCK_SIZE)
-    padding = [(0, 0, longest), (16 - len(ids), 8 - len(chunks), TABLES.shape[2])]
+    padding = [(0, 0, longest), (16 - 1 - len(ids), 8 - len(chunks), TABLES.shape[2])]
     for inputs, (tokens, rows, blocks_read) in zip(both([2], chunks), padding, strict=True):
         batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
-        assert batch.input_ids.tolist() == ids + [0] * tokens
-        assert batch.positions.tolist() == positions + [0] * tokens
+        assert batch.input_ids.tolist() == [0, *ids] + [0] * tokens
+        assert batch.positions.tolist() == [0, *positions] + [0] * tokens
         slots = [*(chunk.slot for chunk in chunks), *[PADDING_SLOT] * rows]
         for group, part in enumerate(batch.groups):
-            assert part.slot_mapping.tolist() == kv_slots[group] + [-1] * tokens
+            assert part.slot_mapping.tolist() == [-1, *kv_slots[group]] + [-1] * tokens
             assert part.prefill_block_tables is not None
             tables = TABLES[slots, group, :blocks_read]
             assert part.prefill_block_tables.tolist() == tables.tolist()

@@ -15,7 +15,7 @@ def chunks(*lengths: int) -> list[PrefillChunk]:
     ]
 
 
-def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
+def graphs(max_tokens: int = 2048, max_num_seqs: int = 512) -> PrefillGraphs:
     return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs)
 
 
@@ -26,11 +26,17 @@ def graphs(max_tokens: int = 2048, max_num_seqs: int = 256) -> PrefillGraphs:
         (0, [512], StepShape(0, 512, 1, 2048)),
         (0, [1000], StepShape(0, 1024, 1)),
         (0, [100, 28], StepShape(0, 128, 8)),
-        (1, [1], StepShape(4, 32, 8)),
-        (5, [100, 28], StepShape(8, 128, 8)),
-        (64, [448], StepShape(64, 448, 8)),
-        (65, [448], StepShape(128, 448, 8)),
-        (200, [300], StepShape(256, 320, 8)),
+        (0, [500, 268], StepShape(0, 768, 8)),
+        (1, [1], StepShape(4, 16, 8)),
+        (5, [100, 23], StepShape(8, 128, 8)),
+        (5, [100, 24], StepShape(8, 192, 8)),
+        (64, [448], StepShape(64, 512, 8)),
+        (65, [448], StepShape(128, 640, 8)),
+        (250, [262], StepShape(256, 512, 8)),
+        (256, [56], StepShape(256, 320, 8)),
+        (257, [100], StepShape(384, 384, 8)),
+        (257, [255], StepShape(512, 512, 8)),
+        (257, [256], StepShape(512, 640, 8)),
     ],
 )
 def test_a_step_takes_the_smallest_shape_that_holds_it(
@@ -46,7 +52,7 @@ def test_a_step_on_a_longer_context_takes_a_shape_for_any() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decodes", "lengths"), [(0, [1025]), (0, [500, 13]), (1, [513]), (8, [1] * 9), (257, [8])]
+    ("decodes", "lengths"), [(0, [1025]), (0, [500, 269]), (1, [768]), (8, [1] * 9), (513, [8])]
 )
 def test_larger_steps_are_launched(decodes: int, lengths: list[int]) -> None:
     assert graphs().shape_of(decodes, chunks(*lengths)) is None
@@ -65,18 +71,22 @@ def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
 def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -> None:
     shapes = step_shapes(max_tokens, max_num_seqs)
     assert len(shapes) == len(set(shapes))
-    assert all(shape.num_tokens <= max_tokens for shape in shapes)
+    assert all(shape.num_decodes <= shape.num_tokens for shape in shapes)
     assert max(shape.num_decodes for shape in shapes) <= max_num_seqs
     assert max(shape.num_chunks for shape in shapes) <= max_num_seqs
     found = graphs(max_tokens, max_num_seqs)
     for decodes in range(max_num_seqs):  # each chunk's sequence has a device slot, too
         for num_chunks in range(1, 1 + min(8, max_num_seqs - decodes)):
             shape = found.shape_of(decodes, chunks(*[2] * num_chunks))
-            if decodes > 256 or (decodes and max_tokens < 32):
-                assert shape is None
-            else:
+            tokens = decodes + 2 * num_chunks
+            if tokens <= max_tokens and decodes <= 512:
                 assert shape is not None
-                assert decodes <= shape.num_decodes
+                assert decodes <= shape.num_decodes and tokens <= shape.num_tokens
+
+
+@pytest.mark.parametrize(("max_tokens", "largest"), [(16, 16), (100, 128), (512, 512), (513, 640)])
+def test_the_largest_shape_holds_a_full_step(max_tokens: int, largest: int) -> None:
+    assert max(shape.num_tokens for shape in step_shapes(max_tokens, 256)) == largest
 
 
 def test_one_sequence_alone_has_no_shapes_for_several() -> None:
