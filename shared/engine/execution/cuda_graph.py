@@ -25,9 +25,10 @@ from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
-# Tokens of captured steps with chunks. Above 320 only multiples of 128, because cuBLAS is slow at
-# many sizes between them: 448 rows take up to 1.5 times as long as 512 (docs/notes/engine.md).
-STEP_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 640, 768, 896, 1024)
+# Tokens of captured steps with chunks. Those between 384 and 512 or above 640 are multiples of 128,
+# because cuBLAS is slow at many sizes between them: with an 8B shape, products of 448 rows take 1.4
+# times as long as those of 512 (docs/notes/engine.md).
+STEP_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024)
 # The largest captured steps: of one chunk, and of several chunks or with decode rows. With more
 # tokens, the device is slower than the host. After a pause, as prefill workers have them, launching
 # the kernels for 1k tokens takes up to twice as long.
@@ -36,8 +37,8 @@ LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # that is long. Larger steps are rarely split.
 LARGEST_SPLIT_CHUNK = 512
 # Most decode rows of captured steps with several chunks or decode rows. A step with fewer rows has
-# more tokens of chunks, so rows that are missing cost nothing but their programs in attention.
-# Contexts are split by these numbers: there is one for few rows, too.
+# more tokens of chunks instead, so missing rows cost only their programs in decode attention. That
+# splits contexts by these numbers, so there are small ones, too.
 STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 ResultT = TypeVar("ResultT")
@@ -47,8 +48,9 @@ DeviceEvent = torch.cuda.Event | None
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: dense for small ones, every 16 above 32."""
-    sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(48, max_num_seqs + 16, 16)]
+    """Return the batch sizes to capture: dense for small ones, those of `STEP_TOKENS` above 256."""
+    sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(48, 257, 16)]
+    sizes += [*(size for size in STEP_TOKENS if size > 256), *range(1152, max_num_seqs, 128)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 

@@ -31,12 +31,12 @@ def graphs(max_tokens: int = 2048, max_num_seqs: int = 512) -> PrefillGraphs:
         (5, [100, 23], StepShape(8, 128, 8)),
         (5, [100, 24], StepShape(8, 192, 8)),
         (64, [448], StepShape(64, 512, 8)),
-        (65, [448], StepShape(128, 640, 8)),
+        (65, [448], StepShape(128, 576, 8)),
         (250, [262], StepShape(256, 512, 8)),
         (256, [56], StepShape(256, 320, 8)),
         (257, [100], StepShape(384, 384, 8)),
         (257, [255], StepShape(512, 512, 8)),
-        (257, [256], StepShape(512, 640, 8)),
+        (257, [256], StepShape(512, 576, 8)),
     ],
 )
 def test_a_step_takes_the_smallest_shape_that_holds_it(
@@ -84,7 +84,7 @@ def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -
                 assert decodes <= shape.num_decodes and tokens <= shape.num_tokens
 
 
-@pytest.mark.parametrize(("max_tokens", "largest"), [(16, 16), (100, 128), (512, 512), (513, 640)])
+@pytest.mark.parametrize(("max_tokens", "largest"), [(16, 16), (100, 128), (512, 512), (513, 576)])
 def test_the_largest_shape_holds_a_full_step(max_tokens: int, largest: int) -> None:
     assert max(shape.num_tokens for shape in step_shapes(max_tokens, 256)) == largest
 
