@@ -77,13 +77,13 @@ def _queries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return block tables and lengths of the context of each query, as if each were a sequence."""
     counts = cu_query_lens.diff()
-    after = cu_query_lens[1:].repeat_interleave(counts)
-    queries = torch.arange(*_ends(cu_query_lens), device=after.device)
-    lengths = seq_lens.repeat_interleave(counts) - (after - 1 - queries)
+    ends = cu_query_lens[1:].repeat_interleave(counts)
+    queries = torch.arange(*_span(cu_query_lens), device=ends.device)
+    lengths = seq_lens.repeat_interleave(counts) - (ends - 1 - queries)
     return block_tables.repeat_interleave(counts, dim=0), lengths
 
 
-def _ends(cu_query_lens: torch.Tensor) -> tuple[int, int]:
+def _span(cu_query_lens: torch.Tensor) -> tuple[int, int]:
     """Return the first row of all queries, and the row after their last one."""
     return int(cu_query_lens[0]), int(cu_query_lens[-1])
 
@@ -105,7 +105,7 @@ def paged_prefill(
     """Return causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
     out = torch.empty_like(q) if out is None else out
     tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
-    own, options = slice(*_ends(cu_query_lens)), (window, soft_cap, sinks)
+    own, options = slice(*_span(cu_query_lens)), (window, soft_cap, sinks)
     paged_decode(q[own], k_cache, v_cache, tables, lengths, scale, out[own], *options)
     return out
 
@@ -126,7 +126,7 @@ def latent_attention(
     own = slice(len(seq_lens))
     if cu_query_lens is not None:
         block_tables, seq_lens = _queries(block_tables, cu_query_lens, seq_lens)
-        own = slice(*_ends(cu_query_lens))
+        own = slice(*_span(cu_query_lens))
     attend = usual_latent_attention.latent_attention
     attend(q_latent[own], q_rope[own], cache, block_tables, seq_lens, scale, out=out[own])
     return out

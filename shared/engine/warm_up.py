@@ -37,15 +37,15 @@ def prepare(
     for tokens in (*shorter, most):
         warm_up(runner, tokens)
     if settings.cuda_graphs:
-        _capture_graphs(runner, min(settings.max_num_batched_tokens, max_model_len), progress)
+        _capture_graphs(runner, settings.max_num_batched_tokens, progress)
 
 
-def _capture_graphs(runner: ModelRunner, longest: int, progress: Progress) -> None:
+def _capture_graphs(runner: ModelRunner, max_tokens: int, progress: Progress) -> None:
     """Capture the CUDA graphs of steps; logs their time, and by how much free memory shrank."""
     device = runner.kv_pool.device
     torch.cuda.empty_cache()  # as a capture does first: what that frees is not counted
     start_s, (free_before, _) = time.monotonic(), torch.cuda.mem_get_info(device)
-    runner.capture_graphs(longest, lambda step: progress(f"capturing CUDA graphs: {step}"))
+    runner.capture_graphs(max_tokens, lambda step: progress(f"capturing CUDA graphs: {step}"))
     gib = (free_before - torch.cuda.mem_get_info(device)[0]) / (1 << 30)
     seconds = time.monotonic() - start_s
     logger.info("the CUDA graphs of steps take %.2f GiB, captured in %.1f s", gib, seconds)

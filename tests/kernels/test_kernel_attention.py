@@ -118,8 +118,8 @@ def test_attention_writes_into_a_strided_out(device, kernels, reference, assert_
     assert not wide[:, 0].any() and not wide[:, 5].any()
 
 
-def test_chunks_may_stand_between_other_rows(device, kernels, reference, assert_close):
-    x = PagedCase((3, 17), (20, 40), 4, 2, 16).build(device, torch.float32)
+def test_chunks_may_stand_between_other_rows(device, dtype, kernels, reference):
+    x = PagedCase((3, 17), (20, 40), 4, 2, 64).build(device, dtype)
     starts = x.cu_query_lens + 2
     q = torch.cat([x.q[:2], x.q, x.q[:5]])
     for ops in (kernels, reference):

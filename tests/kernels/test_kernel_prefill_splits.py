@@ -46,13 +46,13 @@ def _expected(scores, values, positions, sink):
 def test_splits_give_the_attention_of_the_whole(splits, has_sinks, window):
     torch.manual_seed(0)
     query_lens, seq_lens, group, kv_heads, dim = (9, 0, 1, 14, 2), (200, 3, 40, 61, 12), 3, 2, 16
-    heads, tokens = group * kv_heads, sum(query_lens)
+    heads, tokens = group * kv_heads, 4 + sum(query_lens) + 3  # decode rows before, padding after
     sinks = torch.randn(heads) * 3 if has_sinks else None
     untouched = 7.0
     out, expected = torch.full((2, tokens, heads, dim), untouched)
     partial = torch.full((splits, tokens, heads, dim), torch.nan)
     lse = torch.full((splits, tokens, heads), torch.nan)
-    starts = [0, *accumulate(query_lens)]
+    starts = [*accumulate(query_lens, initial=4)]
     for start, query_len, seq_len in zip(starts, query_lens, seq_lens, strict=False):
         longest = seq_len + TILE  # a tile may reach past the end
         scores, values = 4 * torch.randn(longest, heads), torch.randn(longest, dim)

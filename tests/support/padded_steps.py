@@ -37,5 +37,5 @@ class Reruns(GraphPool):
 
 
 def run_padded(runner: ModelRunner, max_tokens: int = 512) -> None:
-    """Let a runner's steps, of up to `max_tokens` of prompts, run as if they were captured."""
+    """Let a runner's steps, of up to `max_tokens`, run as if they were captured."""
     runner.capture_graphs(max_tokens, lambda _step: None, Reruns)

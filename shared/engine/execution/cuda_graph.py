@@ -1,8 +1,9 @@
-"""Steps captured as CUDA graphs: decode batches, and steps with few tokens of prompts.
+"""Steps captured as CUDA graphs: decode batches, and steps with chunks of prompts.
 
 A graph reads everything that changes from step to step from device memory, so that a replay needs
-one small copy. For short decode steps, and for up to some hundred tokens of prompts, the host would
-need longer to launch the kernels one by one than the device needs to run them.
+one small copy. For short decode steps, and for some hundred tokens of decode rows and chunks
+together, the host would need longer to launch the kernels one by one than the device needs to run
+them.
 
 A step is two graphs. The forward leaves logits in memory that nothing else in the step writes.
 Sampling reads them there, at once or when a supply has come, in one of two variants
@@ -25,9 +26,9 @@ from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
-# Tokens of captured steps with chunks. Those between 384 and 512 or above 640 are multiples of 128,
-# because cuBLAS is slow at many sizes between them: with an 8B shape, products of 448 rows take 1.4
-# times as long as those of 512 (docs/notes/engine.md).
+# Tokens of captured steps with chunks. There is none between 384 and 512, and above 640 all are
+# multiples of 128, because cuBLAS is slow at many sizes in between: with an 8B shape, products of
+# 448 rows take 1.4 times as long as those of 512 (docs/notes/engine.md).
 STEP_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024)
 # The largest captured steps: of one chunk, and of several chunks or with decode rows. With more
 # tokens, the device is slower than the host. After a pause, as prefill workers have them, launching
@@ -36,9 +37,9 @@ LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # One chunk of up to this many tokens has two graphs, because to split its context gains only where
 # that is long. Larger steps are rarely split.
 LARGEST_SPLIT_CHUNK = 512
-# Most decode rows of captured steps with several chunks or decode rows. A step with fewer rows has
-# more tokens of chunks instead, so missing rows cost only their programs in decode attention. That
-# splits contexts by these numbers, so there are small ones, too.
+# Limits on the decode rows of captured steps with several chunks, or with decode rows. What a step
+# has fewer is room for tokens of chunks, and costs only programs of decode attention. Decode
+# attention chooses its splits by the limit, so there are small ones, too.
 STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 ResultT = TypeVar("ResultT")
@@ -48,40 +49,47 @@ DeviceEvent = torch.cuda.Event | None
 
 
 def batch_buckets(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture: dense for small ones, those of `STEP_TOKENS` above 256."""
+    """Return the batch sizes to capture, up to `max_num_seqs`.
+
+    Small ones are dense. Above 256 they are those of `STEP_TOKENS`, then multiples of 128.
+    """
     sizes = [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, *range(48, 257, 16)]
     sizes += [*(size for size in STEP_TOKENS if size > 256), *range(1152, max_num_seqs, 128)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def step_shapes(max_tokens: int, max_num_seqs: int) -> list[StepShape]:
+def step_shapes(max_tokens: int, max_num_seqs: int, max_chunk: int) -> list[StepShape]:
     """Return the shapes of steps with prefill chunks to capture; a step takes the first that fits.
 
     Args:
         max_tokens: most tokens of a step, decode rows included.
         max_num_seqs: most sequences of a step.
+        max_chunk: most tokens of a chunk.
     """
-    sizes = [size for size in STEP_TOKENS if size < max_tokens]
-    sizes += [size for size in STEP_TOKENS if size >= max_tokens][:1]
     one_chunk = [
         StepShape(0, size, 1, max_context)
         for max_context, largest in ((LONGEST_UNSPLIT, LARGEST_SPLIT_CHUNK), (None, LARGEST_CHUNK))
-        for size in sizes
+        for size in _sizes_for(min(max_tokens, max_chunk))
         if size <= largest
     ]
     if max_num_seqs == 1:
         return one_chunk
     several = [
         StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
-        for size in sizes
+        for size in _sizes_for(max_tokens)
         if size <= LARGEST_STEP
-        for rows in _row_buckets(min(STEP_ROWS[-1], max_num_seqs, size))
+        for rows in _row_limits(min(STEP_ROWS[-1], max_num_seqs, size))
     ]
     return one_chunk + several
 
 
-def _row_buckets(most: int) -> list[int]:
-    """Return the numbers of decode rows to capture up to some number, this one included."""
+def _sizes_for(max_tokens: int) -> list[int]:
+    """Return the sizes of `STEP_TOKENS` that steps of up to `max_tokens` need."""
+    return list(STEP_TOKENS[: bisect.bisect_left(STEP_TOKENS, max_tokens) + 1])
+
+
+def _row_limits(most: int) -> list[int]:
+    """Return the limits on decode rows up to `most`, this one included."""
     return [rows for rows in STEP_ROWS if rows < most] + [most]
 
 
@@ -251,9 +259,9 @@ class PrefillGraphs:
             graphs._inputs[shape] = graphs._padded([], [], shape, tables).to(device)
             step = partial(graphs._keep_events, forward, shape)
             graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
-            rows = f", {shape.num_decodes} of them decode rows" if shape.num_decodes else ""
+            rows = f", up to {shape.num_decodes} decode rows" if shape.num_decodes else ""
             context = "" if shape.max_context is None else f", context up to {shape.max_context}"
-            progress(f"{shape.num_tokens} tokens, {shape.num_chunks} chunks{rows}{context}")
+            progress(f"{shape.num_tokens} tokens{rows}, chunks up to {shape.num_chunks}{context}")
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:

@@ -186,8 +186,7 @@ class ModelRunner:
         """Run the layers of a step with prefill chunks: [T, hidden], decode rows first."""
         batch = inputs.forward_batch(self.state.block_tables)
         if inputs.num_decodes:
-            slots = inputs.decode_slots
-            batch = _joined(self._decode_inputs(slots), batch, slots != self.state.padding_slot)
+            batch = _joined(self._decode_inputs(inputs.decode_slots), batch)
         return self.model.forward(batch, self._layers, on_layer_end)
 
     def _rows_of(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
@@ -300,7 +299,13 @@ class ModelRunner:
         progress: Callable[[str], None],
         make_pool: Callable[[torch.device], GraphPool] = GraphPool,
     ) -> None:
-        """Capture decode steps, and steps with up to `max_tokens` of prompts; reports each."""
+        """Capture decode steps, and steps with chunks; reports each.
+
+        Args:
+            max_tokens: most tokens of a step, decode rows included.
+            progress: called with a name of each.
+            make_pool: makes what captures them.
+        """
         state, sampling = self.state, self.sampling
         with torch.inference_mode():
             every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
@@ -316,7 +321,7 @@ class ModelRunner:
         self.prefill_graphs = PrefillGraphs.capture(
             self._captured,
             sampling.sample,
-            step_shapes(max_tokens, state.num_slots),
+            step_shapes(max_tokens, state.num_slots, state.max_blocks * self.block_size),
             self.block_size,
             state.padding_slot,
             state.num_groups,
@@ -330,18 +335,18 @@ def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
     return [chunk.slot for chunk in chunks if chunk.samples]
 
 
-def _joined(decodes: ForwardBatch, prefills: ForwardBatch, is_real: torch.Tensor) -> ForwardBatch:
+def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
     """Put decode rows in front of prefill chunks, where these have no tokens of their own.
 
     Args:
-        decodes: B decode rows, the last of which may be padding rows.
-        prefills: a step of T tokens; those of the chunks begin after the last real decode row.
-        is_real: [B] bool, false for padding rows.
+        decodes: B decode rows; the last ones may be padding rows, without KV slots.
+        prefills: T tokens, at least B; those of the chunks begin after the last real decode row.
     """
-    end = decodes.num_decodes
+    count = decodes.num_decodes
+    is_real = decodes.slot_mapping >= 0
 
     def with_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.where(is_real, rows, tokens[:end]), tokens[end:]])
+        return torch.cat([torch.where(is_real, rows, tokens[:count]), tokens[count:]])
 
     input_ids = with_rows(prefills.input_ids, decodes.input_ids)
     positions = with_rows(prefills.positions, decodes.positions)

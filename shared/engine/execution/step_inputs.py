@@ -21,7 +21,7 @@ class StepShape:
     """The shape that a step's inputs are padded to, so that one CUDA graph serves many steps.
 
     Attributes:
-        num_decodes: B, most decode rows.
+        num_decodes: B, most decode rows; at most T.
         num_tokens: T, most tokens: decode rows and all chunks together.
         num_chunks: P, most chunks; each may sample a token.
         max_context: most tokens of a chunk and the context before it; None for any number.
@@ -43,11 +43,14 @@ class StepShape:
 class StepInputs:
     """All inputs of a step with prefill chunks in one int64 buffer, and where each part lies.
 
-    The order: device slots of the decode rows [B], then of the step's tokens ids [T], positions
-    [T], KV slots [G, T] of the cache groups, then of the chunks device slots [P], sequence lengths
-    [P], where their tokens begin and the last ones end [P + 1], then of the rows that sample,
-    decode rows first: index of their hidden state [N], device slot [N], position of the new token
-    [N].
+    The order:
+
+    - of the decode rows: device slots [B];
+    - of the step's tokens: ids [T], positions [T], KV slots [G, T] in the cache groups;
+    - of the chunks: device slots [P], sequence lengths [P], index of each chunk's first token and
+      the end of the last chunk [P + 1];
+    - of the rows that sample, decode rows first: index of their hidden state [N], device slot [N],
+      position of the new token [N].
 
     The step's tokens are those of the decode rows, which only the device knows, then those of the
     chunks. Padding tokens come after all of them, so the chunks of a padded step may begin among

@@ -16,7 +16,7 @@ def chunks(*lengths: int) -> list[PrefillChunk]:
 
 
 def graphs(max_tokens: int = 2048, max_num_seqs: int = 512) -> PrefillGraphs:
-    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs), 16, max_num_seqs)
+    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs, 8192), 16, max_num_seqs)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8, 100, 256, 600])
 @pytest.mark.parametrize("max_tokens", [16, 100, 512, 8192])
 def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -> None:
-    shapes = step_shapes(max_tokens, max_num_seqs)
+    shapes = step_shapes(max_tokens, max_num_seqs, max_tokens)
     assert len(shapes) == len(set(shapes))
     assert all(shape.num_decodes <= shape.num_tokens for shape in shapes)
     assert max(shape.num_decodes for shape in shapes) <= max_num_seqs
@@ -86,8 +86,16 @@ def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -
 
 @pytest.mark.parametrize(("max_tokens", "largest"), [(16, 16), (100, 128), (512, 512), (513, 576)])
 def test_the_largest_shape_holds_a_full_step(max_tokens: int, largest: int) -> None:
-    assert max(shape.num_tokens for shape in step_shapes(max_tokens, 256)) == largest
+    shapes = step_shapes(max_tokens, 256, 8192)
+    assert max(shape.num_tokens for shape in shapes) == largest
+
+
+def test_short_contexts_limit_the_chunk_but_not_the_step() -> None:
+    shapes = step_shapes(2048, 256, 100)
+    assert max(shape.num_tokens for shape in shapes if shape.num_chunks == 1) == 128
+    found = PrefillGraphs(shapes, 16, 256)
+    assert found.shape_of(200, chunks(100, 99)) == StepShape(256, 512, 8)
 
 
 def test_one_sequence_alone_has_no_shapes_for_several() -> None:
-    assert {shape.num_samples for shape in step_shapes(2048, 1)} == {1}
+    assert {shape.num_samples for shape in step_shapes(2048, 1, 2048)} == {1}
