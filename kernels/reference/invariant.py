@@ -74,18 +74,17 @@ experts = partial(usual_experts.experts, product=linear)
 
 def _queries(
     block_tables: torch.Tensor, cu_query_lens: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block tables and lengths of the context of each query, as if each were a sequence."""
+) -> tuple[slice, torch.Tensor, torch.Tensor]:
+    """Return the rows of the queries, and each one's block table and length of context.
+
+    As if each query were a sequence.
+    """
     counts = cu_query_lens.diff()
     ends = cu_query_lens[1:].repeat_interleave(counts)
-    queries = torch.arange(*_span(cu_query_lens), device=ends.device)
-    lengths = seq_lens.repeat_interleave(counts) - (ends - 1 - queries)
-    return block_tables.repeat_interleave(counts, dim=0), lengths
-
-
-def _span(cu_query_lens: torch.Tensor) -> tuple[int, int]:
-    """Return the first row of all queries, and the row after their last one."""
-    return int(cu_query_lens[0]), int(cu_query_lens[-1])
+    first, last = int(cu_query_lens[0]), int(cu_query_lens[-1])
+    after = ends - 1 - torch.arange(first, last, device=ends.device)  # queries of its sequence
+    lengths = seq_lens.repeat_interleave(counts) - after
+    return slice(first, last), block_tables.repeat_interleave(counts, dim=0), lengths
 
 
 def paged_prefill(
@@ -104,8 +103,8 @@ def paged_prefill(
 ) -> torch.Tensor:
     """Return causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
     out = torch.empty_like(q) if out is None else out
-    tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
-    own, options = slice(*_span(cu_query_lens)), (window, soft_cap, sinks)
+    own, tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
+    options = (window, soft_cap, sinks)
     paged_decode(q[own], k_cache, v_cache, tables, lengths, scale, out[own], *options)
     return out
 
@@ -125,8 +124,7 @@ def latent_attention(
     out = torch.empty_like(q_latent) if out is None else out
     own = slice(len(seq_lens))
     if cu_query_lens is not None:
-        block_tables, seq_lens = _queries(block_tables, cu_query_lens, seq_lens)
-        own = slice(*_span(cu_query_lens))
+        own, block_tables, seq_lens = _queries(block_tables, cu_query_lens, seq_lens)
     attend = usual_latent_attention.latent_attention
     attend(q_latent[own], q_rope[own], cache, block_tables, seq_lens, scale, out=out[own])
     return out

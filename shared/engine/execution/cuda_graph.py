@@ -37,9 +37,9 @@ LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # One chunk of up to this many tokens has two graphs, because to split its context gains only where
 # that is long. Larger steps are rarely split.
 LARGEST_SPLIT_CHUNK = 512
-# Limits on the decode rows of captured steps with several chunks, or with decode rows. What a step
-# has fewer is room for tokens of chunks, and costs only programs of decode attention. Decode
-# attention chooses its splits by the limit, so there are small ones, too.
+# Limits on the decode rows of captured steps with several chunks, or with decode rows. A step with
+# fewer rows has room for more tokens of chunks; a missing row costs only its programs in decode
+# attention. This chooses its splits by the limit, so there are small limits, too.
 STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
 
 ResultT = TypeVar("ResultT")
