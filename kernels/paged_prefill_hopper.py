@@ -44,10 +44,17 @@ from pagewire.kernels._hopper_rows import (
 from pagewire.kernels._launch import sm_count
 from pagewire.kernels._prefill_splits import combine_prefill_splits
 from pagewire.kernels._scores import LOG2_E
-from pagewire.kernels.prefill_tiles import LEAST_SPLIT, ROWS, TILES, choose_tiles_and_splits
+from pagewire.kernels.prefill_tiles import (
+    LEAST_SPLIT,
+    ROWS,
+    TILES,
+    Rows,
+    choose_tiles_and_splits,
+)
 
 _LOG2_E = gl.constexpr(LOG2_E)
 _ROWS = gl.constexpr(ROWS)  # of a warp group
+_CHUNKS = gl.constexpr(128)  # looked at together, in search of a tile's chunk
 
 
 @gluon.jit
@@ -207,6 +214,25 @@ def _compute(
         store_out(acc, q_tile, out, first_row, chunk, GROUP)
 
 
+@gluon.jit
+def _find_chunk(cu_query_lens_ptr, tile, chunks, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """Return the chunk that has a tile of rows, and the tile's number in it (see `Rows.tiles`)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    before = gl.load(cu_query_lens_ptr)
+    chunk = gl.to_tensor(0)
+    if chunks > 1:
+        begun = gl.to_tensor(0)
+        for first in range(0, chunks, _CHUNKS):
+            index = first + gl.arange(0, _CHUNKS, layout=LAYOUT)
+            is_chunk = index < chunks
+            start = gl.load(cu_query_lens_ptr + index, mask=is_chunk, other=0) - before
+            is_begun = is_chunk & (start * GROUP // SIZE + index <= tile)
+            begun += gl.sum(is_begun.to(gl.int32), axis=0)
+        chunk = begun - 1
+    start = gl.load(cu_query_lens_ptr + chunk) - before
+    return chunk, tile - start * GROUP // SIZE - chunk
+
+
 @gluon.jit(
     do_not_specialize=[
         "tables_stride",
@@ -216,6 +242,7 @@ def _compute(
         "v_block_rows",
         "v_head_rows",
         "tokens",
+        "chunks",
         "splits",
         "least",
     ]
@@ -223,28 +250,30 @@ def _compute(
 def _hopper_prefill_kernel(
     k_desc, v_desc, q_ptr, tables_ptr, cu_query_lens_ptr, seq_lens_ptr, out_ptr, sinks_ptr, scale,
     q_stride_row, q_stride_head, tables_stride, out_stride_row, out_stride_head, num_blocks,
-    k_block_rows, k_head_rows, v_block_rows, v_head_rows, partial_ptr, lse_ptr, tokens, splits,
-    least,
+    k_block_rows, k_head_rows, v_block_rows, v_head_rows, partial_ptr, lse_ptr, tokens, chunks,
+    splits, least,
     GROUP: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr, WINDOW: gl.constexpr, CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, IS_SPLIT: gl.constexpr,
 ):  # fmt: skip
     kv_head = gl.program_id(0)
-    sequence = gl.program_id(1)
+    tile = gl.program_id(1)
     number = 0  # of the split
     if IS_SPLIT:
-        number = sequence % splits
-        sequence = sequence // splits
-    # The last rows have the longest context: they start first.
-    first_row = (gl.num_programs(2) - 1 - gl.program_id(2)) * (WARP_GROUPS * _ROWS)
+        number = tile % splits
+        tile = tile // splits
+    SIZE: gl.constexpr = WARP_GROUPS * _ROWS
+    sequence, tile = _find_chunk(cu_query_lens_ptr, tile, chunks, SIZE, GROUP)
     query_start = gl.load(cu_query_lens_ptr + sequence)
     query_len = gl.load(cu_query_lens_ptr + sequence + 1) - query_start
     rows = query_len * GROUP
-    if first_row >= rows:
+    # The last rows have the longest context: they start first.
+    first_row = ((rows + SIZE - 1) // SIZE - 1 - tile) * SIZE
+    if first_row < 0:
         return
     seq_len = gl.load(seq_lens_ptr + sequence)
     context = seq_len - query_len
-    last_row = gl.minimum(first_row + WARP_GROUPS * _ROWS, rows) - 1
+    last_row = gl.minimum(first_row + SIZE, rows) - 1
     end = (context + last_row // GROUP) // BLOCK_N + 1
     lowest = gl.to_tensor(0)
     if WINDOW > 0:
@@ -358,20 +387,22 @@ def hopper_prefill(
     heads, dim = q.shape[1:]
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
-    sequences, rows = seq_lens.shape[0], max_query_len * group
+    chunks = seq_lens.shape[0]
+    tokens = min(len(q), chunks * max_query_len)
+    rows = Rows(tokens * group, max_query_len * group, chunks)
     longest = block_tables.shape[1] * block_size
     if window:
         longest = min(longest, window + max_query_len)
-    grids, sms = kv_heads * sequences, sm_count(q.device)
-    tiles, splits = choose_tiles_and_splits(dim, rows, grids, longest, sms)
+    sms = sm_count(q.device)
+    tiles, splits = choose_tiles_and_splits(dim, rows, kv_heads, longest, sms)
     least = LEAST_SPLIT // tiles.block_n
-    program_rows = tiles.warp_groups * ROWS
     partial = lse = q  # unused without splits
     if splits > 1:
         cells = (splits, len(q), heads)
         partial = torch.empty((*cells, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(cells, dtype=torch.float32, device=q.device)
-    _hopper_prefill_kernel[(kv_heads, sequences * splits, -(-rows // program_rows))](
+    size = tiles.warp_groups * ROWS
+    _hopper_prefill_kernel[(kv_heads, rows.tiles(size) * splits)](
         describe(k_cache, tiles.block_n),
         describe(v_cache, tiles.block_n),
         q,
@@ -394,6 +425,7 @@ def hopper_prefill(
         partial,
         lse,
         len(q),
+        chunks,
         splits,
         least,
         GROUP=group,
@@ -417,7 +449,7 @@ def hopper_prefill(
             max_query_len,
             out,
             group=group,
-            rows=program_rows,
+            rows=size,
             tile=tiles.block_n,
             least=least,
             window=window or 0,

@@ -34,8 +34,28 @@ TILES = {
 _TIMES = {1: (1.0, 0.0), 2: (1.5, 0.04), 3: (2.1, 0.08)}
 
 
+class Rows(NamedTuple):
+    """The rows of a launch, counted as in `paged_prefill_hopper`."""
+
+    total: int  # of all chunks, at most
+    longest: int  # of one chunk, at most
+    chunks: int
+
+    def tiles(self, size: int) -> int:
+        """Return how many tiles of this size hold every chunk's rows, however long each is.
+
+        Chunk i begins with tile `i + (rows before it) // size`, so a chunk may have a tile too
+        many.
+        """
+        return -(-self.total // size) if self.chunks == 1 else self.total // size + self.chunks
+
+    def used_tiles(self, size: int) -> int:
+        """Return how many of them have rows, at most."""
+        return min(self.tiles(size), self.chunks * -(-self.longest // size))
+
+
 def choose_tiles_and_splits(
-    dim: int, rows: int, grids: int, longest: int, sms: int
+    dim: int, rows: Rows, heads: int, longest: int, sms: int
 ) -> tuple[Tiles, int]:
     """Return the tiles, and the largest number of splits of each context.
 
@@ -44,14 +64,14 @@ def choose_tiles_and_splits(
 
     Args:
         dim: dimension of a head.
-        rows: rows of the longest chunk, counted as in `paged_prefill_hopper`.
-        grids: sequences times key/value heads.
+        rows: rows of the chunks.
+        heads: key/value heads.
         longest: most positions that the queries of a chunk may see.
         sms: streaming multiprocessors of the device; each runs one program.
     """
 
     def programs(tiles: Tiles) -> int:
-        return grids * -(-rows // (tiles.warp_groups * ROWS))
+        return heads * rows.used_tiles(tiles.warp_groups * ROWS)
 
     def splits(tiles: Tiles) -> int:
         most = 1 if longest <= LONGEST_UNSPLIT else _MOST_SPLITS

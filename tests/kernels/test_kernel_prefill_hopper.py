@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from pagewire.kernels import paged_prefill as launcher
 from pagewire.kernels import paged_prefill_hopper
 from pagewire.kernels.bench.inputs import PagedCase
-from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, TILES, choose_tiles_and_splits
+from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, TILES, Rows, choose_tiles_and_splits
 
 # Short chunks on contexts of any length, of which some are split, and not all rows of a program see
 # all of the last split.
@@ -259,7 +260,7 @@ def test_supported_caches(cache, supported):
 
 
 @pytest.mark.parametrize(
-    ("dim", "rows", "grids", "groups", "splits"),
+    ("dim", "rows", "heads", "groups", "splits"),
     [
         pytest.param(64, 64, 1, 1, 32, id="one-program"),
         pytest.param(64, 64, 132, 1, 1, id="one-for-each-sm"),
@@ -273,11 +274,29 @@ def test_supported_caches(cache, supported):
         pytest.param(256, 100_000, 8, 2, 1, id="dim-256-never-all-at-once"),
     ],
 )
-def test_rows_of_a_program_and_splits_of_a_context(dim, rows, grids, groups, splits):
-    tiles, number = choose_tiles_and_splits(dim, rows, grids, 4096, 132)
+def test_rows_of_a_program_and_splits_of_a_context(dim, rows, heads, groups, splits):
+    tiles, number = choose_tiles_and_splits(dim, Rows(rows, rows, 1), heads, 4096, 132)
     assert (tiles.warp_groups, number) == (groups, splits)
 
 
 def test_short_contexts_stay_whole():
-    assert choose_tiles_and_splits(128, 400, 8, LONGEST_UNSPLIT, 132) == (TILES[128][0], 1)
-    assert choose_tiles_and_splits(128, 400, 8, LONGEST_UNSPLIT + 16, 132) == (TILES[128][1], 4)
+    rows = Rows(400, 400, 1)
+    assert choose_tiles_and_splits(128, rows, 8, LONGEST_UNSPLIT, 132) == (TILES[128][0], 1)
+    assert choose_tiles_and_splits(128, rows, 8, LONGEST_UNSPLIT + 16, 132) == (TILES[128][1], 4)
+
+
+@pytest.mark.parametrize("size", [1, 64, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (128,), (129,), (64, 64), (0, 0, 256, 0), (1, 127, 129, 5), (500, 1, 1)],
+    ids=str,
+)
+def test_every_chunk_has_tiles_for_its_rows(lengths, size):
+    rows = Rows(sum(lengths), max(lengths), len(lengths))
+    starts = [0, *accumulate(lengths)]
+    first_tiles = [index + start // size for index, start in enumerate(starts[:-1])]
+    ends = [*first_tiles[1:], rows.tiles(size)]
+    used = [-(-length // size) for length in lengths]
+    for first, end, tiles in zip(first_tiles, ends, used, strict=True):
+        assert tiles <= end - first <= tiles + 1
+    assert sum(used) <= rows.used_tiles(size)
