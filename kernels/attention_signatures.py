@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 class PagedDecode(Protocol):
     """One query token per sequence against its paged context (split-KV flash decoding).
 
+    A sequence of length 0 has zeros as output. One of length -1 is none: its row of `out` is left
+    as it is.
+
     With a window, a query at position p sees positions p - window + 1 to p only; blocks that no
     query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,
     a score s (after `scale`) becomes `soft_cap * tanh(s / soft_cap)`. A head's sink is a further
@@ -24,7 +27,7 @@ class PagedDecode(Protocol):
         k_cache: torch.Tensor,  # [NB, KH, BS, D]
         v_cache: torch.Tensor,  # [NB, KH, BS, D]
         block_tables: torch.Tensor,  # [B, max_blocks] int32
-        seq_lens: torch.Tensor,  # [B] int32, the current token included; 0: padding, output zeros
+        seq_lens: torch.Tensor,  # [B] int32, the current token included
         scale: float,
         out: torch.Tensor | None = None,  # [B, H, D]
         window: int | None = None,
@@ -67,8 +70,8 @@ class LatentAttention(Protocol):
     first C and the last R numbers of its row in the cache. The result is the weighted sum of latent
     vectors.
 
-    Without `cu_query_lens`, each sequence has one query, its last token, and zeros as output if its
-    length is 0. With it, queries are packed, and stand in their sequences as those of
+    Without `cu_query_lens`, each sequence has one query, its last token; lengths of 0 and -1 are
+    those of `PagedDecode`. With it, queries are packed, and stand in their sequences as those of
     `PagedPrefill`; other rows of `out` are left as they are. The step's own rows are already in the
     cache.
 

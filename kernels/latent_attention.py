@@ -72,6 +72,8 @@ def _latent_attention_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + sequence)
+    if seq_len < 0:
+        return
     if cu_query_lens_ptr is None:
         query_start = sequence
         query_len = 1

@@ -76,6 +76,8 @@ def _paged_decode_kernel(
     row = tl.program_id(2)
     await_predecessor(OVERLAPS)
     seq_len = tl.load(seq_lens_ptr + row)
+    if seq_len < 0:
+        return
     visible = seq_len
     if WINDOW > 0:
         visible = tl.minimum(seq_len, WINDOW)
@@ -168,6 +170,8 @@ def _combine_splits_kernel(
     row = tl.program_id(1)
     await_predecessor(OVERLAPS)
     visible = tl.load(seq_lens_ptr + row)
+    if visible < 0:
+        return
     if WINDOW > 0:
         visible = tl.minimum(visible, WINDOW)
     split_len = tl.cdiv(tl.cdiv(visible, TILE), splits) * TILE

@@ -82,6 +82,8 @@ def _attention_kernel(
     if first_row >= query_len * GROUP:
         return
     seq_len = tl.load(seq_lens_ptr + sequence)
+    if seq_len < 0:
+        return
     rows = first_row + tl.arange(0, BLOCK_M)
     valid = rows < query_len * GROUP
     queries = rows // GROUP

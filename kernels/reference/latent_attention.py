@@ -29,7 +29,7 @@ def latent_attention(
     starts = list(range(len(lengths) + 1)) if cu_query_lens is None else cu_query_lens.tolist()
     for row, context_len in enumerate(lengths):
         part = slice(starts[row], starts[row + 1])
-        if part.start == part.stop:
+        if part.start == part.stop or context_len < 0:
             continue
         if context_len == 0:
             out[part].zero_()

@@ -25,6 +25,8 @@ def paged_decode(
     """
     out = torch.empty_like(q) if out is None else out
     for row, context_len in enumerate(seq_lens.tolist()):
+        if context_len < 0:
+            continue
         if context_len == 0:
             out[row].zero_()
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ def attend(
     out: torch.Tensor,
     **options: Any,
 ) -> None:
-    """Fill `out` [T, H, D]: decode rows first, then the prefill chunks.
+    """Fill `out` [T, H, D] for prefill chunks and decode rows.
 
-    In this order, because decode attention writes zeros for padding rows, where chunks may be.
+    In a CUDA graph, decode rows are a branch beside the chunks. Small chunks leave SMs idle, and
+    the memory limits decode attention even on half of the SMs.
 
     Args:
         ops: kernels that suit the device.
@@ -34,19 +37,11 @@ def attend(
         out: [T, H, D], where the result goes.
         options: `window`, `soft_cap` and `sinks` of the kernels.
     """
-    decodes = batch.num_decodes
-    if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
-        ops.paged_decode(
-            q[:decodes],
-            k_cache,
-            v_cache,
-            batch.decode_block_tables,
-            batch.decode_seq_lens,
-            scale,
-            out=out[:decodes],
-            **options,
-        )
+    tables, seq_lens, rows = batch.decode_block_tables, batch.decode_seq_lens, batch.num_decodes
     starts, lengths = batch.prefill_cu_query_lens, batch.prefill_seq_lens
+    branch = _branch_stream(q.device) if _has_branch(batch, q) else None
+    if branch is not None:
+        branch.wait_stream(torch.cuda.current_stream())
     if batch.prefill_block_tables is not None and starts is not None and lengths is not None:
         ops.paged_prefill(
             q,
@@ -60,6 +55,22 @@ def attend(
             out=out,
             **options,
         )
+    if tables is not None and seq_lens is not None:
+        with nullcontext() if branch is None else torch.cuda.stream(branch):
+            own, target = q[:rows], out[:rows]
+            ops.paged_decode(own, k_cache, v_cache, tables, seq_lens, scale, out=target, **options)
+    if branch is not None:
+        torch.cuda.current_stream().wait_stream(branch)
+
+
+def _has_branch(batch: ForwardBatch, q: torch.Tensor) -> bool:
+    has_both = batch.decode_block_tables is not None and batch.prefill_block_tables is not None
+    return has_both and q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=16)
+def _branch_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def attend_latent(
@@ -71,7 +82,7 @@ def attend_latent(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Fill `out` [T, H, C]: decode rows first, then the prefill chunks, as `attend` does.
+    """Fill `out` [T, H, C] for decode rows and prefill chunks, one after the other.
 
     Args:
         ops: kernels that suit the device.

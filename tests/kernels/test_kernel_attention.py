@@ -87,6 +87,20 @@ def test_decode_is_right_for_any_number_of_splits(
     _check_decode(case, device, torch.float32, kernels, reference, assert_close)
 
 
+@pytest.mark.parametrize("splits", [1, 7])
+def test_decode_leaves_rows_without_a_sequence(splits, device, kernels, reference, monkeypatch):
+    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
+    x = decode_case((20, 300, 40), 4, 2, 32).build(device, torch.float32)
+    lengths = x.seq_lens.clone()
+    lengths[1] = -1
+    for ops in (kernels, reference):
+        caches = (x.k_cache, x.v_cache, x.block_tables)
+        whole = ops.paged_decode(x.q, *caches, x.seq_lens, x.scale)
+        out = ops.paged_decode(x.q, *caches, lengths, x.scale, out=torch.full_like(x.q, 5.0))
+        assert torch.equal(out[::2], whole[::2])
+        assert (out[1] == 5.0).all()
+
+
 @pytest.mark.parametrize("case", PREFILL_CASES.values(), ids=PREFILL_CASES)
 def test_prefill_matches_reference(case, device, dtype, kernels, reference, assert_close):
     _check_prefill(case, device, dtype, kernels, reference, assert_close)

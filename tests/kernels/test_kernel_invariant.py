@@ -122,6 +122,23 @@ def test_chunks_may_stand_between_other_rows(device, ops):
     assert (out[:3] == 5.0).all() and (out[-1] == 5.0).all()
 
 
+def test_decode_leaves_rows_without_a_sequence(device, ops):
+    if ops.backend == "torch":
+        device = "cpu"
+    lengths = _integers([20, -1, 40], device)
+    x = PagedCase((1, 1, 1), (20, 30, 40), 4, 2, 16).build(device, torch.float32)
+    args = (x.k_cache, x.v_cache, x.block_tables)
+    whole = ops.paged_decode(x.q, *args, x.seq_lens, x.scale)
+    out = ops.paged_decode(x.q, *args, lengths, x.scale, out=torch.full_like(x.q, 5.0))
+    assert torch.equal(out[::2], whole[::2]) and (out[1] == 5.0).all()
+
+    y = LatentCase((20, 30, 40), None, 4, 16, 16).build(device, torch.float32)
+    latents = (y.q_latent, y.q_rope, y.cache, y.block_tables)
+    whole = ops.latent_attention(*latents, y.seq_lens, y.scale)
+    out = ops.latent_attention(*latents, lengths, y.scale, out=torch.full_like(whole, 5.0))
+    assert torch.equal(out[::2], whole[::2]) and (out[1] == 5.0).all()
+
+
 def test_latent_chunks_may_stand_between_other_rows(device, ops):
     if ops.backend == "torch":
         device = "cpu"

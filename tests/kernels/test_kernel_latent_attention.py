@@ -66,6 +66,11 @@ def test_any_number_of_splits(splits, device, kernels, reference, assert_close, 
     monkeypatch.setattr(attention_module, "choose_splits", lambda *_: splits)
     x = LatentCase((1, 0, 129, 300), None, *WIDE).build(device, torch.float32)
     assert_close(_attend(x, kernels), _attend(x, reference))
+    x.seq_lens[2] = -1  # no sequence
+    for ops in (kernels, reference):
+        args = (x.q_latent, x.q_rope, x.cache, x.block_tables, x.seq_lens, x.scale)
+        out = ops.latent_attention(*args, out=torch.full_like(x.q_latent, 5.0))
+        assert (out[2] == 5.0).all() and not (out[[0, 1, 3]] == 5.0).any()
 
 
 def test_half_precision(device, dtype, kernels, reference, assert_close):

@@ -112,7 +112,7 @@ class PagedModel:
     ) -> ForwardBatch:
         lengths = [length for _, length in prefills]
         cumulative = torch.tensor([len(decodes), *lengths]).cumsum(0)
-        seen = [s.done + 1 for s in decodes] + [0] * padding_rows
+        seen = [s.done + 1 for s in decodes] + [-1 if prefills else 0] * padding_rows
         has_decodes, has_prefills = bool(seen), bool(prefills)
         return ForwardBatch(
             input_ids=self._tensor([s.token_ids[p] if s else 0 for s, p in tokens]),
