@@ -39,13 +39,16 @@ class ForwardBatch:
         slot_mapping: `[T]` int64, `block * block_size + offset` of each token; -1: no write.
         num_decodes: leading tokens that are decode rows, or places of padding rows.
         decode_block_tables: `[num_decodes, max_blocks]` int32; None without decode rows.
-        decode_seq_lens: `[num_decodes]` int32, this token included; 0 is a padding row.
+        decode_seq_lens: `[num_decodes]` int32, this token included; 0 is a padding row, -1 the
+            place of one, where a chunk's token may be.
         prefill_block_tables: `[P, max_blocks]` int32; None without prefill chunks.
         prefill_cu_query_lens: `[P + 1]` int32, index of each chunk's first token, and the end of
             the last chunk.
         prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
         max_query_len: longest chunk; 0 without one.
         others: the same tokens with the blocks of the other cache groups.
+        kept_rows: `[N]` int64, the tokens whose outputs the layer returns; None for all. The model
+            sets it for its last layer.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +62,7 @@ class ForwardBatch:
     prefill_seq_lens: torch.Tensor | None
     max_query_len: int
     others: tuple[ForwardBatch, ...] = ()
+    kept_rows: torch.Tensor | None = None
 
     @classmethod
     def of_groups(cls, batches: Iterable[ForwardBatch]) -> ForwardBatch:
@@ -70,3 +74,7 @@ class ForwardBatch:
     def groups(self) -> tuple[ForwardBatch, ...]:
         """The batch as each cache group's layers see it."""
         return (self, *self.others)
+
+    def kept(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `[T, ...]` whose outputs the layer returns, `[N, ...]`."""
+        return tokens if self.kept_rows is None else tokens[self.kept_rows]

@@ -14,15 +14,20 @@ class CausalLM(Protocol):
     """The methods of a model that a step calls."""
 
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKv],
+        on_layer_end: OnLayerEnd | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run one step; returns the final hidden states `[T, hidden]`.
+        """Run one step; returns the final hidden states `[N, hidden]`.
 
         Args:
             batch: the step's tokens, `[T]`.
             kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, in order, once its keys and
                 values are written.
+            rows: `[N]` int64, the tokens whose hidden states are returned; None for all.
         """
         ...
 

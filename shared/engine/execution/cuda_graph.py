@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
-from pagewire.shared.engine.execution.sampling_stage import MOST_REPLAYED_CHUNKS, Forwarded, Sampled
+from pagewire.shared.engine.execution.sampling_stage import Forwarded, Sampled
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
@@ -38,9 +38,11 @@ LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # that is long. Larger steps are rarely split.
 LARGEST_SPLIT_CHUNK = 512
 # Limits on the decode rows of captured steps with several chunks, or with decode rows. A step with
-# fewer rows has room for more tokens of chunks; a missing row costs only its programs in decode
-# attention. This chooses its splits by the limit, so there are small limits, too.
-STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 512)
+# fewer rows has room for more tokens of chunks; a missing row costs its programs in decode
+# attention, and its part of the last layer and of the logits. Decode attention chooses its splits
+# by the limit, so there are small limits, too.
+STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 320, 384, 512)
+MOST_CHUNKS = 8  # of a captured step
 
 ResultT = TypeVar("ResultT")
 
@@ -75,7 +77,7 @@ def step_shapes(max_tokens: int, max_num_seqs: int, max_chunk: int) -> list[Step
     if max_num_seqs == 1:
         return one_chunk
     several = [
-        StepShape(rows, size, min(MOST_REPLAYED_CHUNKS, max_num_seqs))
+        StepShape(rows, size, min(MOST_CHUNKS, max_num_seqs))
         for size in _sizes_for(max_tokens)
         if size <= LARGEST_STEP
         for rows in _row_limits(min(STEP_ROWS[-1], max_num_seqs, size))
@@ -95,8 +97,12 @@ def _row_limits(most: int) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device: cuBLAS keeps a workspace for each stream."""
-    return torch.cuda.Stream(device)
+    """Return the stream of all captures on a device: cuBLAS keeps a workspace for each stream.
+
+    Its priority is above that of other streams, so that its launches get free SMs before those of a
+    branch, see `attend`.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class GraphPool:
@@ -266,13 +272,15 @@ class PrefillGraphs:
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
         """Return the captured shape for a step, or None if the step is better launched eagerly."""
-        if any(chunk.scored or chunk.pooling for chunk in chunks):
-            return None  # a graph keeps no hidden states
+        if any(chunk.reads_hidden_states for chunk in chunks):
+            return None
         tokens = num_decodes + sum(chunk.length for chunk in chunks)
+        samples = num_decodes + sum(chunk.samples for chunk in chunks)
         context = max((chunk.end for chunk in chunks), default=0)
         for shape in self.shapes:
             if (
                 num_decodes <= shape.num_decodes
+                and samples <= shape.num_samples
                 and tokens <= shape.num_tokens
                 and len(chunks) <= shape.num_chunks
                 and (shape.max_context is None or context <= shape.max_context)

@@ -180,21 +180,25 @@ class ModelRunner:
 
     def run_chunks(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a step with prefill chunks; can be captured, too."""
-        return self._rows_of(inputs, self._hidden_states(inputs, on_layer_end))
+        return self._forwarded(
+            inputs, self._hidden_states(inputs, on_layer_end, inputs.sample_rows)
+        )
 
-    def _hidden_states(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None) -> torch.Tensor:
-        """Run the layers of a step with prefill chunks: [T, hidden], decode rows first."""
+    def _hidden_states(
+        self, inputs: StepInputs, on_layer_end: OnLayerEnd | None, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the layers of a step with prefill chunks; returns [T, hidden], or only `rows`."""
         batch = inputs.forward_batch(self.state.block_tables)
         if inputs.num_decodes:
             batch = _joined(self._decode_inputs(inputs.decode_slots), batch)
-        return self.model.forward(batch, self._layers, on_layer_end)
+        return self.model.forward(batch, self._layers, on_layer_end, rows)
 
-    def _rows_of(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
-        """Compute the logits of the rows that sample."""
+    def _forwarded(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
+        """Compute the logits of the rows that sample, [N, hidden]."""
         slots, positions = inputs.sample_slots, inputs.sample_positions
         if inputs.num_decodes:
             positions = torch.where(positions < 0, self.state.position[slots] + 1, positions)
-        return Forwarded(self._compute_logits(hidden[inputs.sample_rows]), slots, positions)
+        return Forwarded(self._compute_logits(hidden), slots, positions)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits; with CUDA graphs, into static memory that outlives the replay."""
@@ -238,9 +242,12 @@ class ModelRunner:
         if chunks:
             inputs = StepInputs.build(slots, chunks, self.block_size, state.host_tables)
             inputs = inputs.to(state.device)
-            hidden = self._hidden_states(inputs, on_layer_end)
-            self._read_prompts(hidden[len(slots) :], chunks)
-            forwarded = self._rows_of(inputs, hidden)
+            if any(chunk.reads_hidden_states for chunk in chunks):
+                every = self._hidden_states(inputs, on_layer_end, None)
+                self._read_prompts(every[len(slots) :], chunks)
+                forwarded = self._forwarded(inputs, every[inputs.sample_rows])
+            else:
+                forwarded = self.run_chunks(inputs, on_layer_end)
         else:
             forwarded = self.decode(state.upload([slots])[0], on_layer_end)
         rows = [*slots, *_sampling_slots(chunks)]
@@ -350,6 +357,9 @@ def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
 
     input_ids = with_rows(prefills.input_ids, decodes.input_ids)
     positions = with_rows(prefills.positions, decodes.positions)
+    # A padding row would otherwise get zeros, perhaps after a chunk's token got its result there.
+    lengths = decodes.decode_seq_lens
+    lengths = None if lengths is None else torch.where(is_real, lengths, -1)
     return ForwardBatch.of_groups(
         ForwardBatch(
             input_ids=input_ids,
@@ -357,7 +367,7 @@ def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
             slot_mapping=with_rows(chunks.slot_mapping, rows.slot_mapping),
             num_decodes=rows.num_decodes,
             decode_block_tables=rows.decode_block_tables,
-            decode_seq_lens=rows.decode_seq_lens,
+            decode_seq_lens=lengths,
             prefill_block_tables=chunks.prefill_block_tables,
             prefill_cu_query_lens=chunks.prefill_cu_query_lens,
             prefill_seq_lens=chunks.prefill_seq_lens,

@@ -6,7 +6,7 @@ with a device slot that asks for more. The variant is chosen for the whole batch
 for nothing more gets the same token in both.
 
 With CUDA graphs, the two halves share static rows, one for each row of a step that may sample: its
-decode rows, then its prefill chunks.
+decode rows, then the prefill chunks that sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from pagewire.shared.engine.execution.shaping_state import ShapingState
 from pagewire.shared.engine.scheduling.step import StepPlan
 
 _UNMASKED, _HELD = -1, -2  # in place of a mask
-MOST_REPLAYED_CHUNKS = 8  # of a step that is a CUDA graph
 
 
 class Forwarded(NamedTuple):
@@ -85,8 +84,8 @@ class SamplingStage:
 
     @property
     def num_rows(self) -> int:
-        """Static rows: enough for the largest captured step."""
-        return self.state.num_slots + MOST_REPLAYED_CHUNKS
+        """Static rows: each sequence samples at most once in a step."""
+        return self.state.num_slots
 
     def apply(self, plan: StepPlan) -> None:
         """Begin a step, without masks so far; store what the device slots' new owners ask for."""

@@ -23,7 +23,7 @@ class StepShape:
     Attributes:
         num_decodes: B, most decode rows; at most T.
         num_tokens: T, most tokens: decode rows and all chunks together.
-        num_chunks: P, most chunks; each may sample a token.
+        num_chunks: P, most chunks.
         max_context: most tokens of a chunk and the context before it; None for any number.
             Attention decides by it whether contexts are split.
     """
@@ -35,8 +35,8 @@ class StepShape:
 
     @property
     def num_samples(self) -> int:
-        """N, the rows that may sample."""
-        return self.num_decodes + self.num_chunks
+        """N, the most rows that sample: decode rows, and chunks that end their prompt."""
+        return max(self.num_decodes, self.num_chunks)
 
 
 @dataclass(frozen=True, slots=True)

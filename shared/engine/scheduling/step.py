@@ -116,6 +116,11 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
         """Position after the last token."""
         return self.start + len(self.token_ids)
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether hidden states of other tokens than the last one are wanted."""
+        return bool(self.scored) or self.pooling is not None
+
 
 class Export(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a prefill job that are final once the plan has run.

@@ -58,7 +58,7 @@ class Scaled:
         self.multiplier = multiplier
 
     def forward(self, hidden: torch.Tensor, *more: object) -> torch.Tensor:
-        """Map `[T, hidden]` to `[T, hidden]`."""
+        """Map hidden states as the part does."""
         out: torch.Tensor = self.part.forward(hidden, *more)  # type: ignore[arg-type]
         return out.mul_(self.multiplier)
 

@@ -80,7 +80,7 @@ class Attention:
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Apply attention to `[T, hidden]`; write KV to `kv_cache` [NB, 2, KH, BS, D]."""
+        """Map `[T, hidden]` to `[N, hidden]`; write KV to `kv_cache` [NB, 2, KH, BS, D]."""
         tokens = hidden.shape[0]
         qkv = self.qkv_proj.apply(hidden)
         if self._projection_norms is None:
@@ -104,7 +104,7 @@ class Attention:
             tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device
         )
         attend(self._ops, q, k_cache, v_cache, batch, self._scale, out, **self._options)
-        return self.o_proj.apply(out.view(tokens, -1))
+        return self.o_proj.apply(batch.kept(out.view(tokens, -1)))
 
     def _normed(self, qkv: torch.Tensor, q_norm: Norm, k_norm: Norm) -> tuple[torch.Tensor, ...]:
         """Return queries and keys, each normalised as a whole, and values: [T, heads, D]."""

@@ -7,7 +7,7 @@ layer is a plain list of fused operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -26,7 +26,10 @@ class AttentionPart(Protocol):
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Map `[T, hidden]` to `[T, hidden]`, writing to `kv_cache`; see `LayerKv.cache`."""
+        """Map `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`.
+
+        See `LayerKv.cache`, and `ForwardBatch.kept_rows` for N.
+        """
         ...
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -56,7 +59,10 @@ class DecoderLayer(Protocol):
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states and the residual stream to add to them, if any; `[T, hidden]`."""
+        """Map `[T, hidden]` to hidden states and the residual stream to add to them, if any.
+
+        Both are `[N, hidden]`, see `ForwardBatch.kept_rows`.
+        """
         ...
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -90,10 +96,10 @@ class PreNormLayer:
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        """Return hidden states and residual stream, `[N, hidden]`, not yet added together."""
         hidden, residual = self.input_norm(hidden, residual)
         hidden = self.attention.forward(hidden, batch, kv_cache)
-        hidden, residual = self.post_attention_norm(hidden, residual)
+        hidden, residual = self.post_attention_norm(hidden, batch.kept(residual))
         return self.mlp.forward(hidden), residual
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -128,8 +134,8 @@ class PostNormLayer:
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, None]:
-        """Return the hidden states `[T, hidden]`, complete."""
-        hidden = hidden + self.post_attention_norm(
+        """Return the hidden states `[N, hidden]`, complete."""
+        hidden = batch.kept(hidden) + self.post_attention_norm(
             self.attention.forward(hidden, batch, kv_cache)
         )[0]  # fmt: skip
         return hidden + self.post_mlp_norm(self.mlp.forward(hidden))[0], None
@@ -177,11 +183,11 @@ class SandwichLayer:
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        """Return hidden states and residual stream, `[N, hidden]`, not yet added together."""
         hidden, residual = self.input_norm(hidden, residual)
         hidden = self.attention.forward(hidden, batch, kv_cache)
         hidden = self.post_attention_norm(hidden)[0]
-        hidden, residual = self.pre_mlp_norm(hidden, residual)
+        hidden, residual = self.pre_mlp_norm(hidden, batch.kept(residual))
         return self.post_mlp_norm(self.mlp.forward(hidden))[0], residual
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
@@ -244,26 +250,37 @@ class DecoderModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKv],
+        on_layer_end: OnLayerEnd | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step.
+
+        The last layer's output projection and feed-forward layer, which need no other token, are
+        computed for `rows` alone.
 
         Args:
             batch: the step's tokens, `[T]`.
             kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, in order, once its work is
                 launched.
+            rows: `[N]` int64, the tokens whose hidden states are returned; None for all.
 
         Returns:
-            Hidden states after the last normalisation, `[T, hidden]`.
+            Hidden states after the last normalisation, `[N, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
         if self._scaling.embedding != 1.0:
             hidden.mul_(self._scaling.embedding)
         residual: torch.Tensor | None = None
-        groups = batch.groups
+        groups, last = batch.groups, len(self.layers) - 1
         for index, (layer, (group, cache)) in enumerate(zip(self.layers, kv, strict=True)):
-            hidden, residual = layer.forward(hidden, residual, groups[group], cache)
+            of_layer = groups[group]
+            if index == last and rows is not None:
+                of_layer = replace(of_layer, kept_rows=rows)
+            hidden, residual = layer.forward(hidden, residual, of_layer, cache)
             if on_layer_end is not None:
                 on_layer_end(index)
         return self.norm(hidden, residual)[0]

@@ -65,7 +65,7 @@ class LatentAttention:
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
-        """Apply attention to `[T, hidden]`; write to `kv_cache` [NB, 1, 1, BS, C + R]."""
+        """Map `[T, hidden]` to `[N, hidden]`; write to `kv_cache` [NB, 1, 1, BS, C + R]."""
         config = self._config
         q, latent, k = self.down.apply(hidden).split_with_sizes(self._parts, dim=1)
         if self.q_norm is not None and self.q_up is not None:
@@ -88,7 +88,7 @@ class LatentAttention:
         q_latent = self._ops.head_products(q_nope, self._key_up)  # [T, H, C]
         out = torch.empty_like(q_latent)
         attend_latent(self._ops, q_latent, q_rope, cache, batch, config.score_scale, out)
-        values = self._ops.head_products(out, self._value_up)  # [T, H, V]
+        values = self._ops.head_products(batch.kept(out), self._value_up)  # [N, H, V]
         return self.o_proj.apply(values.flatten(1))
 
     def targets(self, name: str) -> Iterator[NamedTarget]:

@@ -29,10 +29,10 @@ class ParallelLayer:
         batch: ForwardBatch,
         kv_cache: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states and residual stream, `[T, hidden]`, not yet added together."""
+        """Return hidden states and residual stream, `[N, hidden]`, not yet added together."""
         hidden, residual = self.input_norm(hidden, residual)
         attended = self.attention.forward(hidden, batch, kv_cache)
-        return self.mlp.forward(hidden), residual + attended
+        return self.mlp.forward(batch.kept(hidden)), batch.kept(residual) + attended
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the layer."""

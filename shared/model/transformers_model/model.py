@@ -73,7 +73,11 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv: Sequence[LayerKv], on_layer_end: OnLayerEnd | None = None
+        self,
+        batch: ForwardBatch,
+        kv: Sequence[LayerKv],
+        on_layer_end: OnLayerEnd | None = None,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run one step.
 
@@ -81,9 +85,10 @@ class TransformersModel:
             batch: the step's tokens, `[T]`.
             kv: each layer's KV cache; the tokens' keys and values are written there.
             on_layer_end: called with the number of each layer, from 0, once its KV is written.
+            rows: `[N]` int64, the tokens whose hidden states are returned; None for all.
 
         Returns:
-            Hidden states after the last normalisation, `[T, hidden]`.
+            Hidden states after the last normalisation, `[N, hidden]`.
         """
         self.attention.begin(batch, kv, on_layer_end)
         output = self.decoder(
@@ -91,7 +96,7 @@ class TransformersModel:
         )
         self.attention.end()
         hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        return hidden if rows is None else hidden[rows]
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

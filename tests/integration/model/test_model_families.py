@@ -59,6 +59,17 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
         assert error <= TOLERANCE * expected.abs().max()
 
 
+@pytest.mark.parametrize("rows", [[], [2], [1, 0, 1]], ids=len)
+def test_hidden_states_of_some_rows(pair: Pair, rows: list[int]) -> None:
+    paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
+    sequences = [paged.add(prompt) for prompt in random_prompts((20, 9, 33), VOCAB)]
+    paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
+    batch = paged.decode_batch(sequences)
+    every = pair.ours.forward(batch, paged.layers)
+    some = pair.ours.forward(batch, paged.layers, rows=torch.tensor(rows, dtype=torch.int64))
+    torch.testing.assert_close(some, every[rows], rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     "device",
     [
@@ -105,6 +116,9 @@ def test_triton_kernels(
     paged = PagedModel(pair.ours, num_blocks=16, block_size=16, seed=5)
     sequences = [paged.add([source.randrange(VOCAB) for _ in range(n)]) for n in (2, 18)]
     paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    batch = paged.decode_batch(sequences)
+    assert len(pair.ours.forward(batch, paged.layers, rows=nothing)) == 0
     paged.step(sequences, [], padding_rows=1)
     for sequence in sequences:
         expected = pair.expected(sequence.token_ids)

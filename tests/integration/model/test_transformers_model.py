@@ -81,8 +81,10 @@ def test_layers_end_in_order(tmp_path: Path) -> None:
     sequence = paged.add([1, 2, 3])
     batch = paged.decode_batch([sequence])
     ended: list[int] = []
-    ours.forward(batch, paged.layers, ended.append)
+    every = ours.forward(batch, paged.layers, ended.append)
     assert ended == [0, 1, 2]
+    rows = torch.tensor([0, 0])
+    assert torch.equal(ours.forward(batch, paged.layers, rows=rows), every[rows])
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -36,9 +36,9 @@ def test_rows_that_sample_come_first_and_padding_after_them(decodes: list[int]) 
     assert padded.decode_slots.tolist() == decodes + [PADDING_SLOT] * (4 - count)
     slots, positions = [*decodes, 3, 5], [-1] * count + [5, 5]
     assert plain.sample_slots.tolist() == slots
-    assert padded.sample_slots.tolist() == slots + [PADDING_SLOT] * (10 - count)
+    assert padded.sample_slots.tolist() == slots + [PADDING_SLOT] * (6 - count)
     assert plain.sample_positions.tolist() == positions
-    assert padded.sample_positions.tolist() == positions + [0] * (10 - count)
+    assert padded.sample_positions.tolist() == positions + [0] * (6 - count)
     # Hidden states of chunks come after those of all decode rows, without padding in between.
     for inputs in (plain, padded):
         assert inputs.sample_rows[: count + 2].tolist() == [*range(count), count + 4, count + 8]

@@ -30,13 +30,15 @@ def graphs(max_tokens: int = 2048, max_num_seqs: int = 512) -> PrefillGraphs:
         (1, [1], StepShape(4, 16, 8)),
         (5, [100, 23], StepShape(8, 128, 8)),
         (5, [100, 24], StepShape(8, 192, 8)),
-        (64, [448], StepShape(64, 512, 8)),
+        (63, [449], StepShape(64, 512, 8)),
+        (64, [448], StepShape(128, 512, 8)),
         (65, [448], StepShape(128, 576, 8)),
         (250, [262], StepShape(256, 512, 8)),
-        (256, [56], StepShape(256, 320, 8)),
-        (257, [100], StepShape(384, 384, 8)),
-        (257, [255], StepShape(512, 512, 8)),
-        (257, [256], StepShape(512, 576, 8)),
+        (255, [57], StepShape(256, 320, 8)),
+        (256, [56], StepShape(320, 320, 8)),
+        (257, [255], StepShape(320, 512, 8)),
+        (384, [128], StepShape(512, 512, 8)),
+        (384, [129], StepShape(512, 576, 8)),
     ],
 )
 def test_a_step_takes_the_smallest_shape_that_holds_it(
@@ -56,6 +58,12 @@ def test_a_step_on_a_longer_context_takes_a_shape_for_any() -> None:
 )
 def test_larger_steps_are_launched(decodes: int, lengths: list[int]) -> None:
     assert graphs().shape_of(decodes, chunks(*lengths)) is None
+
+
+def test_chunks_that_sample_nothing_take_no_row() -> None:
+    begun = PrefillChunk(0, 0, [7] * 100, samples=False)
+    assert graphs().shape_of(64, [begun]) == StepShape(64, 192, 8)
+    assert graphs().shape_of(64, [begun, *chunks(20)]) == StepShape(128, 192, 8)
 
 
 def test_steps_whose_hidden_states_are_wanted_are_launched() -> None:
@@ -79,9 +87,10 @@ def test_batches_have_shapes_of_their_size(max_tokens: int, max_num_seqs: int) -
         for num_chunks in range(1, 1 + min(8, max_num_seqs - decodes)):
             shape = found.shape_of(decodes, chunks(*[2] * num_chunks))
             tokens = decodes + 2 * num_chunks
-            if tokens <= max_tokens and decodes <= 512:
+            if tokens <= max_tokens and decodes + num_chunks <= 512:
                 assert shape is not None
                 assert decodes <= shape.num_decodes and tokens <= shape.num_tokens
+                assert decodes + num_chunks <= shape.num_samples
 
 
 @pytest.mark.parametrize(("max_tokens", "largest"), [(16, 16), (100, 128), (512, 512), (513, 576)])
