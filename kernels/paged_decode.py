@@ -29,6 +29,10 @@ _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
 _RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
+# Programs that fill the device about twice, or more often, hold one tile each in half as many
+# warps, and an SM runs four: 5 to 17 % faster on an H200 (docs/notes/kernels.md).
+_STAGES_OF_MANY = 4
+_RESIDENT_OF_MANY, _LEAST_WAVES_OF_MANY = 4, 1.9
 _MAX_SPLITS = 128
 # Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
@@ -239,6 +243,11 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
     return min(range(1, most + 1), key=cost)
 
 
+def are_many(programs: int, splits: int, sms: int) -> bool:
+    """Return whether programs of whole contexts fill a device's SMs about twice, or more often."""
+    return splits == 1 and programs >= _LEAST_WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
+
+
 def paged_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -274,6 +283,12 @@ def paged_decode(
         partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     group = heads // kv_heads
+    group_pad = max(16, next_power_of_2(group))
+    programs = splits * rows * kv_heads
+    stages, warps = _STAGES, 4
+    # Two warps have registers for 16 heads of a group, in 16 bits.
+    if group_pad == 16 and q.element_size() == 2 and are_many(programs, splits, sm_count(q.device)):
+        stages, warps = _STAGES_OF_MANY, 2
     _paged_decode_kernel[(kv_heads, splits, rows)](
         q,
         k_cache,
@@ -298,16 +313,16 @@ def paged_decode(
         out.stride(1),
         sinks,
         GROUP=group,
-        GROUP_PAD=max(16, next_power_of_2(group)),
+        GROUP_PAD=group_pad,
         DIM=dim,
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
         SINGLE=splits == 1,
-        STAGES=_STAGES,
+        STAGES=stages,
         WINDOW=window or 0,
         CAP=(soft_cap or 0.0) * LOG2_E,
-        num_warps=4,
+        num_warps=warps,
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if splits > 1:

@@ -30,6 +30,8 @@ LARGE_DECODE_CASES = {
     "dim-256": decode_case((1000, 33, 2047), 16, 4, 256),
     "group-8": decode_case((5000, 17), 64, 8),
     "dim-96": decode_case((1000, 33, 2047), 32, 32, 96),
+    "174-ragged": decode_case(tuple(range(0, 4000, 23))),
+    "300-short-dim-256-group-10": decode_case(tuple(range(300)), 40, 4, 256),
 }
 PREFILL_CASES = {
     "one-token": PagedCase((1,), (1,), 4, 2, 16),
