@@ -29,10 +29,9 @@ _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
 _RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
-# Programs that fill the device about twice, or more often, hold one tile each in half as many
-# warps, and an SM runs four: 5 to 17 % faster on an H200 (docs/notes/kernels.md).
-_STAGES_OF_MANY = 4
-_RESIDENT_OF_MANY, _LEAST_WAVES_OF_MANY = 4, 1.9
+# Programs without splits that fill all SMs about twice are faster with half as many warps and one
+# tile in shared memory; an SM then runs four (docs/notes/kernels.md).
+_STAGES_OF_MANY, _RESIDENT_OF_MANY, _WAVES_OF_MANY = 4, 4, 1.9
 _MAX_SPLITS = 128
 # Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
@@ -243,9 +242,20 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
     return min(range(1, most + 1), key=cost)
 
 
-def are_many(programs: int, splits: int, sms: int) -> bool:
-    """Return whether programs of whole contexts fill a device's SMs about twice, or more often."""
-    return splits == 1 and programs >= _LEAST_WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
+def choose_stages_and_warps(
+    programs: int, members: int, itemsize: int, sms: int
+) -> tuple[int, int]:
+    """Return how a program reads tiles, if contexts are not split.
+
+    Args:
+        programs: batch rows times KV heads.
+        members: query heads of a program, padded.
+        itemsize: bytes of a number.
+        sms: streaming multiprocessors of the device.
+    """
+    are_many = programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
+    # Two warps have registers for 16 query heads, in 16 bits.
+    return (_STAGES_OF_MANY, 2) if are_many and members == 16 and itemsize == 2 else (_STAGES, 4)
 
 
 def paged_decode(
@@ -277,18 +287,17 @@ def paged_decode(
     tile = min(max(_TILE_BYTES // (dim_pad * q.element_size()), 16), 128)
     longest = block_tables.shape[1] * block_size
     tiles = max(1, -(-min(longest, window or longest) // tile))
-    splits = choose_splits(rows * kv_heads, tiles, sm_count(q.device))
+    programs, sms = rows * kv_heads, sm_count(q.device)
+    splits = choose_splits(programs, tiles, sms)
     partial = lse = out  # unused without a split
     if splits > 1:
         partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     group = heads // kv_heads
     group_pad = max(16, next_power_of_2(group))
-    programs = splits * rows * kv_heads
     stages, warps = _STAGES, 4
-    # Two warps have registers for 16 heads of a group, in 16 bits.
-    if group_pad == 16 and q.element_size() == 2 and are_many(programs, splits, sm_count(q.device)):
-        stages, warps = _STAGES_OF_MANY, 2
+    if splits == 1:
+        stages, warps = choose_stages_and_warps(programs, group_pad, q.element_size(), sms)
     _paged_decode_kernel[(kv_heads, splits, rows)](
         q,
         k_cache,

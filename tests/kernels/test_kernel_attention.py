@@ -180,3 +180,17 @@ def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
 )
 def test_choice_of_splits(programs, tiles, expected):
     assert decode_module.choose_splits(programs, tiles, 132) in expected
+
+
+@pytest.mark.parametrize(
+    ("programs", "members", "itemsize", "expected"),
+    [
+        pytest.param(1024, 16, 2, (4, 2), id="128-sequences-with-8-heads"),
+        pytest.param(800, 16, 2, (5, 4), id="too-few-to-fill-all-sms-twice"),
+        pytest.param(4096, 32, 2, (5, 4), id="wide-groups"),
+        pytest.param(4096, 16, 4, (5, 4), id="float32"),
+    ],
+)
+def test_many_programs_have_two_warps(programs, members, itemsize, expected):
+    chosen = decode_module.choose_stages_and_warps(programs, members, itemsize, 132)
+    assert chosen == expected
