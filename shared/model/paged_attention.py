@@ -24,8 +24,8 @@ def attend(
 ) -> None:
     """Fill `out` [T, H, D] for prefill chunks and decode rows.
 
-    In a CUDA graph, decode rows are a branch beside the chunks. Small chunks leave SMs idle, and
-    the memory limits decode attention even on half of the SMs.
+    In a CUDA graph, chunks and decode rows are two branches. Small chunks leave SMs idle, and the
+    memory limits decode attention even on half of the SMs.
 
     Args:
         ops: kernels that suit the device.
