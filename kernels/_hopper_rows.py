@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Rows of a warp group in prefill attention on Hopper GPUs: addresses, softmax, results.
+"""Rows in prefill attention on Hopper GPUs: their chunk, addresses, softmax, results.
 
 A row is a (token, query head of the group) pair; a warp group has 64 of them.
 """
@@ -12,6 +12,26 @@ from triton.experimental.gluon import language as gl
 from pagewire.kernels.prefill_tiles import ROWS
 
 _ROWS = gl.constexpr(ROWS)
+_CHUNKS = gl.constexpr(128)  # looked at together, in search of a tile's chunk
+
+
+@gluon.jit
+def find_chunk(cu_query_lens_ptr, tile, chunks, SIZE: gl.constexpr, GROUP: gl.constexpr):
+    """Return the chunk that has a tile of rows, and the tile's number in it (see `Rows.tiles`)."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    before = gl.load(cu_query_lens_ptr)
+    chunk = gl.to_tensor(0)
+    if chunks > 1:
+        begun = gl.to_tensor(0)
+        for first in range(0, chunks, _CHUNKS):
+            index = first + gl.arange(0, _CHUNKS, layout=LAYOUT)
+            is_chunk = index < chunks
+            start = gl.load(cu_query_lens_ptr + index, mask=is_chunk, other=0) - before
+            is_begun = is_chunk & (start * GROUP // SIZE + index <= tile)
+            begun += gl.sum(is_begun.to(gl.int32), axis=0)
+        chunk = begun - 1
+    start = gl.load(cu_query_lens_ptr + chunk) - before
+    return chunk, tile - start * GROUP // SIZE - chunk
 
 
 @gluon.jit

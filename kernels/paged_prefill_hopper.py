@@ -35,6 +35,7 @@ from pagewire.kernels._hopper_rings import (
     make_ring,
 )
 from pagewire.kernels._hopper_rows import (
+    find_chunk,
     row_pointers,
     softmax,
     store_out,
@@ -54,7 +55,6 @@ from pagewire.kernels.prefill_tiles import (
 
 _LOG2_E = gl.constexpr(LOG2_E)
 _ROWS = gl.constexpr(ROWS)  # of a warp group
-_CHUNKS = gl.constexpr(128)  # looked at together, in search of a tile's chunk
 
 
 @gluon.jit
@@ -214,25 +214,6 @@ def _compute(
         store_out(acc, q_tile, out, first_row, chunk, GROUP)
 
 
-@gluon.jit
-def _find_chunk(cu_query_lens_ptr, tile, chunks, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """Return the chunk that has a tile of rows, and the tile's number in it (see `Rows.tiles`)."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    before = gl.load(cu_query_lens_ptr)
-    chunk = gl.to_tensor(0)
-    if chunks > 1:
-        begun = gl.to_tensor(0)
-        for first in range(0, chunks, _CHUNKS):
-            index = first + gl.arange(0, _CHUNKS, layout=LAYOUT)
-            is_chunk = index < chunks
-            start = gl.load(cu_query_lens_ptr + index, mask=is_chunk, other=0) - before
-            is_begun = is_chunk & (start * GROUP // SIZE + index <= tile)
-            begun += gl.sum(is_begun.to(gl.int32), axis=0)
-        chunk = begun - 1
-    start = gl.load(cu_query_lens_ptr + chunk) - before
-    return chunk, tile - start * GROUP // SIZE - chunk
-
-
 @gluon.jit(
     do_not_specialize=[
         "tables_stride",
@@ -263,7 +244,7 @@ def _hopper_prefill_kernel(
         number = tile % splits
         tile = tile // splits
     SIZE: gl.constexpr = WARP_GROUPS * _ROWS
-    sequence, tile = _find_chunk(cu_query_lens_ptr, tile, chunks, SIZE, GROUP)
+    sequence, tile = find_chunk(cu_query_lens_ptr, tile, chunks, SIZE, GROUP)
     query_start = gl.load(cu_query_lens_ptr + sequence)
     query_len = gl.load(cu_query_lens_ptr + sequence + 1) - query_start
     rows = query_len * GROUP
