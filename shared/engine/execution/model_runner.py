@@ -242,12 +242,13 @@ class ModelRunner:
         if chunks:
             inputs = StepInputs.build(slots, chunks, self.block_size, state.host_tables)
             inputs = inputs.to(state.device)
-            if any(chunk.reads_hidden_states for chunk in chunks):
-                every = self._hidden_states(inputs, on_layer_end, None)
-                self._read_prompts(every[len(slots) :], chunks)
-                forwarded = self._forwarded(inputs, every[inputs.sample_rows])
-            else:
-                forwarded = self.run_chunks(inputs, on_layer_end)
+            reads_all = any(chunk.reads_hidden_states for chunk in chunks)
+            wanted = None if reads_all else inputs.sample_rows
+            hidden = self._hidden_states(inputs, on_layer_end, wanted)
+            if reads_all:
+                self._read_prompts(hidden[len(slots) :], chunks)
+                hidden = hidden[inputs.sample_rows]
+            forwarded = self._forwarded(inputs, hidden)
         else:
             forwarded = self.decode(state.upload([slots])[0], on_layer_end)
         rows = [*slots, *_sampling_slots(chunks)]

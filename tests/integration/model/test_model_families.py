@@ -59,15 +59,15 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
         assert error <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize("rows", [[], [2], [1, 0, 1]], ids=len)
-def test_hidden_states_of_some_rows(pair: Pair, rows: list[int]) -> None:
+def test_hidden_states_of_some_rows(pair: Pair) -> None:
     paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
     sequences = [paged.add(prompt) for prompt in random_prompts((20, 9, 33), VOCAB)]
     paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
     batch = paged.decode_batch(sequences)
     every = pair.ours.forward(batch, paged.layers)
-    some = pair.ours.forward(batch, paged.layers, rows=torch.tensor(rows, dtype=torch.int64))
-    torch.testing.assert_close(some, every[rows], rtol=TOLERANCE, atol=TOLERANCE)
+    for rows in ([], [2], [1, 0, 1]):
+        some = pair.ours.forward(batch, paged.layers, rows=torch.tensor(rows, dtype=torch.int64))
+        torch.testing.assert_close(some, every[rows], rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
