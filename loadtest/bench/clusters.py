@@ -116,7 +116,13 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 
 @contextmanager
 def running_vllm_pair(
-    model: Path, environment: dict[str, str], logs: Path, *, linked: bool, max_num_seqs: int
+    model: Path,
+    environment: dict[str, str],
+    logs: Path,
+    *,
+    linked: bool,
+    max_num_seqs: int,
+    api_servers: int = 1,
 ) -> Iterator[list[str]]:
     """Start a vLLM server on each of two GPUs; yield their URLs.
 
@@ -126,6 +132,7 @@ def running_vllm_pair(
         logs: folder for their output.
         linked: whether they can send KV to each other.
         max_num_seqs: number of sequences that a server runs at once.
+        api_servers: number of processes of a server that take requests.
 
     Raises:
         BenchError: a server did not start or stop.
@@ -134,8 +141,9 @@ def running_vllm_pair(
         started = []
         for gpu in range(2):
             port = late_port()
-            command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-            command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
+            command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+            command += ["--served-model-name", "m", "--port", str(port)]
+            command += ["--api-server-count", str(api_servers)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
             command += ["--max-num-seqs", str(max_num_seqs), "--gpu-memory-utilization", "0.8"]
             command += ["--no-enable-prefix-caching"]

@@ -132,6 +132,7 @@ def crowd(
         "tokens_per_s": sum(tokens) / seconds,
         "low": min(rates),
         "high": max(rates),
+        "parts": rates,
         "gap_p50": percentile(gaps, 50),
         "gap_p99": percentile(gaps, 99),
         "ttft_p50": statistics.median(ttft for seen in found for ttft in seen.ttft),

@@ -18,6 +18,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -124,17 +125,31 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             ask(topology.label, [cluster.url])
             if "idle" in args.phases:
                 note(topology.label, idle(cluster.pid))
+    if args.peer:
+        _measure_vllm(args, model, logs, ask)
+
+
+def _measure_vllm(
+    args: argparse.Namespace, model: Path, logs: Path, ask: Callable[..., None]
+) -> None:
     linked = vllm_environment(args.vllm, pair=True) is not None
     environment = vllm_environment(args.vllm, pair=False)
-    if args.peer and environment is not None:
-        with running_vllm_pair(
-            model, environment, logs, linked=linked, max_num_seqs=args.max_num_seqs
-        ) as urls:
-            ask("vLLM, 2 aggregated", urls)
-            if linked:
-                ask("vLLM, 1P1D", urls[1:], urls[0])
-    elif args.peer:
+    if environment is None:
         print("vLLM cannot be imported: no peer", file=sys.stderr)
+        return
+    for api_servers in args.vllm_api_servers:
+        more = "" if api_servers == 1 else f", {api_servers} API servers each"
+        with running_vllm_pair(
+            model,
+            environment,
+            logs,
+            linked=linked,
+            max_num_seqs=args.max_num_seqs,
+            api_servers=api_servers,
+        ) as urls:
+            ask(f"vLLM, 2 aggregated{more}", urls)
+            if linked:
+                ask(f"vLLM, 1P1D{more}", urls[1:], urls[0])
 
 
 async def _phases(client: Client, args: argparse.Namespace) -> list[Row]:
@@ -154,6 +169,13 @@ def main() -> int:
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
+    parser.add_argument(
+        "--vllm-api-servers",
+        nargs="+",
+        type=int,
+        default=[1],
+        help="processes of a vLLM server that take requests; measured one after the other",
+    )
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()
