@@ -12,25 +12,25 @@ from triton.experimental.gluon import language as gl
 from pagewire.kernels.prefill_tiles import ROWS
 
 _ROWS = gl.constexpr(ROWS)
-_CHUNKS = gl.constexpr(128)  # looked at together, in search of a tile's chunk
+_CHUNKS = gl.constexpr(128)  # compared at once, in search of a tile's chunk
 
 
 @gluon.jit
 def find_chunk(cu_query_lens_ptr, tile, chunks, SIZE: gl.constexpr, GROUP: gl.constexpr):
-    """Return the chunk that has a tile of rows, and the tile's number in it (see `Rows.tiles`)."""
+    """Return the chunk that has a tile of rows, and the tile's number in it: see `LaunchRows`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    before = gl.load(cu_query_lens_ptr)
+    first_token = gl.load(cu_query_lens_ptr)
     chunk = gl.to_tensor(0)
     if chunks > 1:
-        begun = gl.to_tensor(0)
+        num_begun = gl.to_tensor(0)
         for first in range(0, chunks, _CHUNKS):
             index = first + gl.arange(0, _CHUNKS, layout=LAYOUT)
             is_chunk = index < chunks
-            start = gl.load(cu_query_lens_ptr + index, mask=is_chunk, other=0) - before
+            start = gl.load(cu_query_lens_ptr + index, mask=is_chunk, other=0) - first_token
             is_begun = is_chunk & (start * GROUP // SIZE + index <= tile)
-            begun += gl.sum(is_begun.to(gl.int32), axis=0)
-        chunk = begun - 1
-    start = gl.load(cu_query_lens_ptr + chunk) - before
+            num_begun += gl.sum(is_begun.to(gl.int32), axis=0)
+        chunk = num_begun - 1
+    start = gl.load(cu_query_lens_ptr + chunk) - first_token
     return chunk, tile - start * GROUP // SIZE - chunk
 
 

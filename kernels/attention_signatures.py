@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 class PagedDecode(Protocol):
     """One query token per sequence against its paged context (split-KV flash decoding).
 
-    A sequence of length 0 has zeros as output. One of length -1 is none: its row of `out` is left
-    as it is.
+    A sequence of length 0 has zeros as output. Length -1 marks a row without a sequence: its row of
+    `out` is not written.
 
     With a window, a query at position p sees positions p - window + 1 to p only; blocks that no
     query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,

@@ -30,8 +30,10 @@ _TILE_BYTES = 16384
 _STAGES = 5
 _RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
 # Programs without splits that fill all SMs about twice are faster with half as many warps and one
-# tile in shared memory; an SM then runs four (docs/notes/kernels.md).
-_STAGES_OF_MANY, _RESIDENT_OF_MANY, _WAVES_OF_MANY = 4, 4, 1.9
+# tile in shared memory (docs/notes/kernels.md).
+_STAGES_OF_MANY = 4
+_RESIDENT_OF_MANY = 4  # such programs of an SM
+_WAVES_OF_MANY = 1.9  # how often they must fill all SMs
 _MAX_SPLITS = 128
 # Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
@@ -243,19 +245,20 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
 
 
 def choose_stages_and_warps(
-    programs: int, members: int, itemsize: int, sms: int
+    programs: int, splits: int, group_pad: int, itemsize: int, sms: int
 ) -> tuple[int, int]:
-    """Return how a program reads tiles, if contexts are not split.
+    """Return the stages and the warps of a program.
 
     Args:
         programs: batch rows times KV heads.
-        members: query heads of a program, padded.
+        splits: of each context.
+        group_pad: query heads of a program, padded.
         itemsize: bytes of a number.
         sms: streaming multiprocessors of the device.
     """
-    are_many = programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
+    are_many = splits == 1 and programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
     # Two warps have registers for 16 query heads, in 16 bits.
-    return (_STAGES_OF_MANY, 2) if are_many and members == 16 and itemsize == 2 else (_STAGES, 4)
+    return (_STAGES_OF_MANY, 2) if are_many and group_pad == 16 and itemsize == 2 else (_STAGES, 4)
 
 
 def paged_decode(
@@ -295,9 +298,7 @@ def paged_decode(
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     group = heads // kv_heads
     group_pad = max(16, next_power_of_2(group))
-    stages, warps = _STAGES, 4
-    if splits == 1:
-        stages, warps = choose_stages_and_warps(programs, group_pad, q.element_size(), sms)
+    stages, warps = choose_stages_and_warps(programs, splits, group_pad, q.element_size(), sms)
     _paged_decode_kernel[(kv_heads, splits, rows)](
         q,
         k_cache,

@@ -49,7 +49,7 @@ from pagewire.kernels.prefill_tiles import (
     LEAST_SPLIT,
     ROWS,
     TILES,
-    Rows,
+    LaunchRows,
     choose_tiles_and_splits,
 )
 
@@ -248,7 +248,7 @@ def _hopper_prefill_kernel(
     query_start = gl.load(cu_query_lens_ptr + sequence)
     query_len = gl.load(cu_query_lens_ptr + sequence + 1) - query_start
     rows = query_len * GROUP
-    # The last rows have the longest context: they start first.
+    # The last rows of a chunk have the longest context: they start first.
     first_row = ((rows + SIZE - 1) // SIZE - 1 - tile) * SIZE
     if first_row < 0:
         return
@@ -369,8 +369,8 @@ def hopper_prefill(
     num_blocks, kv_heads, block_size, _ = k_cache.shape
     group = heads // kv_heads
     chunks = seq_lens.shape[0]
-    tokens = min(len(q), chunks * max_query_len)
-    rows = Rows(tokens * group, max_query_len * group, chunks)
+    most_rows = min(len(q), chunks * max_query_len) * group
+    rows = LaunchRows(most_rows, max_query_len * group, chunks)
     longest = block_tables.shape[1] * block_size
     if window:
         longest = min(longest, window + max_query_len)

@@ -34,7 +34,7 @@ TILES = {
 _TIMES = {1: (1.0, 0.0), 2: (1.5, 0.04), 3: (2.1, 0.08)}
 
 
-class Rows(NamedTuple):
+class LaunchRows(NamedTuple):
     """The rows of a launch, counted as in `paged_prefill_hopper`."""
 
     total: int  # of all chunks, at most
@@ -44,18 +44,18 @@ class Rows(NamedTuple):
     def tiles(self, size: int) -> int:
         """Return how many tiles of this size hold every chunk's rows, however long each is.
 
-        Chunk i begins with tile `i + (rows before it) // size`, so a chunk may have a tile too
-        many.
+        Chunk i begins with tile `i + (rows before it) // size`, so a chunk may have one tile more
+        than its rows need.
         """
         return -(-self.total // size) if self.chunks == 1 else self.total // size + self.chunks
 
     def used_tiles(self, size: int) -> int:
-        """Return how many of them have rows, at most."""
+        """Return the largest number of tiles of this size that have rows."""
         return min(self.tiles(size), self.chunks * -(-self.longest // size))
 
 
 def choose_tiles_and_splits(
-    dim: int, rows: Rows, heads: int, longest: int, sms: int
+    dim: int, rows: LaunchRows, heads: int, longest: int, sms: int
 ) -> tuple[Tiles, int]:
     """Return the tiles, and the largest number of splits of each context.
 

@@ -57,8 +57,9 @@ def attend(
         )
     if tables is not None and seq_lens is not None:
         with nullcontext() if branch is None else torch.cuda.stream(branch):
-            own, target = q[:rows], out[:rows]
-            ops.paged_decode(own, k_cache, v_cache, tables, seq_lens, scale, out=target, **options)
+            ops.paged_decode(
+                q[:rows], k_cache, v_cache, tables, seq_lens, scale, out=out[:rows], **options
+            )
     if branch is not None:
         torch.cuda.current_stream().wait_stream(branch)
 

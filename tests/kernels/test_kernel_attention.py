@@ -183,14 +183,15 @@ def test_choice_of_splits(programs, tiles, expected):
 
 
 @pytest.mark.parametrize(
-    ("programs", "members", "itemsize", "expected"),
+    ("programs", "splits", "group_pad", "itemsize", "expected"),
     [
-        pytest.param(1024, 16, 2, (4, 2), id="128-sequences-with-8-heads"),
-        pytest.param(800, 16, 2, (5, 4), id="too-few-to-fill-all-sms-twice"),
-        pytest.param(4096, 32, 2, (5, 4), id="wide-groups"),
-        pytest.param(4096, 16, 4, (5, 4), id="float32"),
+        pytest.param(1024, 1, 16, 2, (4, 2), id="128-sequences-with-8-heads"),
+        pytest.param(800, 1, 16, 2, (5, 4), id="too-few-to-fill-all-sms-twice"),
+        pytest.param(1024, 2, 16, 2, (5, 4), id="splits"),
+        pytest.param(4096, 1, 32, 2, (5, 4), id="wide-groups"),
+        pytest.param(4096, 1, 16, 4, (5, 4), id="float32"),
     ],
 )
-def test_many_programs_have_two_warps(programs, members, itemsize, expected):
-    chosen = decode_module.choose_stages_and_warps(programs, members, itemsize, 132)
+def test_many_programs_have_two_warps(programs, splits, group_pad, itemsize, expected):
+    chosen = decode_module.choose_stages_and_warps(programs, splits, group_pad, itemsize, 132)
     assert chosen == expected

@@ -11,7 +11,12 @@ import torch
 from pagewire.kernels import paged_prefill as launcher
 from pagewire.kernels import paged_prefill_hopper
 from pagewire.kernels.bench.inputs import PagedCase
-from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, TILES, Rows, choose_tiles_and_splits
+from pagewire.kernels.prefill_tiles import (
+    LONGEST_UNSPLIT,
+    TILES,
+    LaunchRows,
+    choose_tiles_and_splits,
+)
 
 # Short chunks on contexts of any length, of which some are split, and not all rows of a program see
 # all of the last split.
@@ -275,12 +280,12 @@ def test_supported_caches(cache, supported):
     ],
 )
 def test_rows_of_a_program_and_splits_of_a_context(dim, rows, heads, groups, splits):
-    tiles, number = choose_tiles_and_splits(dim, Rows(rows, rows, 1), heads, 4096, 132)
+    tiles, number = choose_tiles_and_splits(dim, LaunchRows(rows, rows, 1), heads, 4096, 132)
     assert (tiles.warp_groups, number) == (groups, splits)
 
 
 def test_short_contexts_stay_whole():
-    rows = Rows(400, 400, 1)
+    rows = LaunchRows(400, 400, 1)
     assert choose_tiles_and_splits(128, rows, 8, LONGEST_UNSPLIT, 132) == (TILES[128][0], 1)
     assert choose_tiles_and_splits(128, rows, 8, LONGEST_UNSPLIT + 16, 132) == (TILES[128][1], 4)
 
@@ -292,7 +297,7 @@ def test_short_contexts_stay_whole():
     ids=str,
 )
 def test_every_chunk_has_tiles_for_its_rows(lengths, size):
-    rows = Rows(sum(lengths), max(lengths), len(lengths))
+    rows = LaunchRows(sum(lengths), max(lengths), len(lengths))
     starts = [0, *accumulate(lengths)]
     first_tiles = [index + start // size for index, start in enumerate(starts[:-1])]
     ends = [*first_tiles[1:], rows.tiles(size)]

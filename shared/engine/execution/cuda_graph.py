@@ -40,7 +40,7 @@ LARGEST_SPLIT_CHUNK = 512
 # Limits on the decode rows of captured steps with several chunks, or with decode rows. A step with
 # fewer rows has room for more tokens of chunks; a missing row costs its programs in decode
 # attention, and its part of the last layer and of the logits. Decode attention chooses its splits
-# by the limit, so there are small limits, too.
+# by the limit, so there are small limits, too. 320 and 384 keep the last layer's part small.
 STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 320, 384, 512)
 MOST_CHUNKS = 8  # of a captured step
 
@@ -99,8 +99,8 @@ def _row_limits(most: int) -> list[int]:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all captures on a device: cuBLAS keeps a workspace for each stream.
 
-    Its priority is above that of other streams, so that its launches get free SMs before those of a
-    branch, see `attend`.
+    Its priority is above that of a branch (see `attend`) and of steps launched eagerly: they get
+    free SMs after it. Block moves have the same priority.
     """
     return torch.cuda.Stream(device, priority=-1)
 
@@ -271,9 +271,9 @@ class PrefillGraphs:
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
-        """Return the captured shape for a step, or None if the step is better launched eagerly."""
+        """Return the captured shape for a step, or None if the step is launched eagerly."""
         if any(chunk.reads_hidden_states for chunk in chunks):
-            return None
+            return None  # a graph leaves only logits
         tokens = num_decodes + sum(chunk.length for chunk in chunks)
         samples = num_decodes + sum(chunk.samples for chunk in chunks)
         context = max((chunk.end for chunk in chunks), default=0)

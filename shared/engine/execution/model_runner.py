@@ -194,7 +194,7 @@ class ModelRunner:
         return self.model.forward(batch, self._layers, on_layer_end, rows)
 
     def _forwarded(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
-        """Compute the logits of the rows that sample, [N, hidden]."""
+        """Compute logits from the hidden states `[N, hidden]` of the rows that sample."""
         slots, positions = inputs.sample_slots, inputs.sample_positions
         if inputs.num_decodes:
             positions = torch.where(positions < 0, self.state.position[slots] + 1, positions)

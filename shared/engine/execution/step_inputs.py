@@ -35,7 +35,10 @@ class StepShape:
 
     @property
     def num_samples(self) -> int:
-        """N, the most rows that sample: decode rows, and chunks that end their prompt."""
+        """N, the most rows that sample: decode rows, and chunks that end their prompt.
+
+        A step with B decode rows and such a chunk needs a shape with more decode rows.
+        """
         return max(self.num_decodes, self.num_chunks)
 
 

@@ -118,7 +118,7 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether hidden states of other tokens than the last one are wanted."""
+        """Whether hidden states are wanted, not only the token sampled after the last one."""
         return bool(self.scored) or self.pooling is not None
 
 

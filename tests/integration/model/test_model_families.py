@@ -61,13 +61,20 @@ def test_chunks_and_decode_rows_in_one_batch(pair: Pair) -> None:
 
 def test_hidden_states_of_some_rows(pair: Pair) -> None:
     paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
-    sequences = [paged.add(prompt) for prompt in random_prompts((20, 9, 33), VOCAB)]
-    paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
-    batch = paged.decode_batch(sequences)
+    sequences = [paged.add(prompt) for prompt in random_prompts((20, 9, 33, 40), VOCAB)]
+    paged.step([], [(sequence, 5) for sequence in sequences])
+    batch = paged.batch(sequences[:2], [(sequences[2], 7), (sequences[3], 11)], padding_rows=2)
+    before = paged.pool.clone()
     every = pair.ours.forward(batch, paged.layers)
-    for rows in ([], [2], [1, 0, 1]):
-        some = pair.ours.forward(batch, paged.layers, rows=torch.tensor(rows, dtype=torch.int64))
+    written = paged.pool.clone()
+    for rows in ([], [2], [0, 1, 8, 19, 0, 0]):
+        paged.pool.copy_(before)
+        ended: list[int] = []
+        index = torch.tensor(rows, dtype=torch.int64)
+        some = pair.ours.forward(batch, paged.layers, ended.append, index)
         torch.testing.assert_close(some, every[rows], rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(paged.pool, written, rtol=TOLERANCE, atol=TOLERANCE)
+        assert ended == list(range(len(pair.ours.layers)))
 
 
 @pytest.mark.parametrize(

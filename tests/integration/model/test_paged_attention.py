@@ -7,6 +7,7 @@ import torch
 
 from pagewire.kernels import Ops, load_ops
 from pagewire.kernels.bench.inputs import PagedCase, PagedInputs
+from pagewire.shared.engine.execution.cuda_graph import GraphPool
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.paged_attention import attend
 
@@ -17,12 +18,12 @@ def mixed_step(decodes: int, device: str, dtype: torch.dtype) -> tuple[PagedInpu
     """Return decode rows and two chunks; the places of two padding rows have tokens of a chunk."""
     lengths = tuple(1 + 37 * row % 900 for row in range(decodes))
     x = PagedCase((1,) * decodes + CHUNKS, lengths + CONTEXTS, 8, 2, 64).build(device, dtype)
-    nothing = x.seq_lens.new_tensor([-1, -1])
+    nothing = x.seq_lens.new_tensor([-1] * len(CHUNKS))  # block tables of chunks, not read
     batch = ForwardBatch(
         input_ids=torch.zeros(len(x.q), dtype=torch.int64, device=device),
         positions=torch.zeros(len(x.q), dtype=torch.int64, device=device),
         slot_mapping=torch.full((len(x.q),), -1, dtype=torch.int64, device=device),
-        num_decodes=decodes + 2,
+        num_decodes=decodes + len(CHUNKS),
         decode_block_tables=x.block_tables,
         decode_seq_lens=torch.cat([x.seq_lens[:decodes], nothing]),
         prefill_block_tables=x.block_tables[decodes:],
@@ -62,3 +63,27 @@ def test_a_cuda_graph_has_the_same_result(decodes: int) -> None:
         captured.fill_(torch.nan)
         graph.replay()
         assert torch.equal(captured, eager)
+
+
+@pytest.mark.gpu
+def test_graphs_that_share_memory_take_turns() -> None:
+    """Three layers each; few decode rows split their contexts, into memory of the branch."""
+    ops, pool = load_ops("triton", "cuda"), GraphPool(torch.device("cuda"))
+    steps = []
+    for decodes in (3, 20):
+        x, batch = mixed_step(decodes, "cuda", torch.bfloat16)
+
+        def layers(x: PagedInputs = x, batch: ForwardBatch = batch) -> torch.Tensor:
+            q = x.q
+            for _ in range(3):
+                out = torch.empty_like(q)
+                attend(ops, q, x.k_cache, x.v_cache, batch, x.scale, out)
+                q = out
+            return q
+
+        steps.append((layers(), *pool.capture(layers)))
+    for _ in range(50):
+        for eager, graph, captured in steps:
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, eager)
