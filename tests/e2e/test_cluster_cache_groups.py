@@ -108,8 +108,12 @@ def test_chunked_preempted_cached_and_continued(tried: Tried, carrier: tuple[str
     pool = ("--num-blocks", str(tried.few_blocks), "--max-num-batched-tokens", "32")
     options = ("--prefill", "1", "--decode", "1", "--max-model-len", "208", *pool)
     with tried.cluster(carrier, *options) as cluster:
-        assert answers(cluster, PROMPTS, ANSWER) == tried.expected
-        assert cluster.total("pagewire_preemptions_total") > 0
+        for _ in range(4):  # on a busy machine, the first prompts may be answered before the last
+            assert answers(cluster, PROMPTS, ANSWER) == tried.expected
+            if cluster.total("pagewire_preemptions_total") > 0:
+                break
+        else:
+            pytest.fail("no sequence was preempted")
         begun = [p + tokens[:40] for p, tokens in zip(PROMPTS, tried.expected, strict=True)]
         rests = [tokens[40:] for tokens in tried.expected]
         assert answers(cluster, begun[::3], ANSWER - 40) == rests[::3]
