@@ -66,6 +66,7 @@ def test_a_cuda_graph_has_the_same_result(decodes: int) -> None:
 
 
 @pytest.mark.gpu
+@torch.inference_mode()
 def test_graphs_that_share_memory_take_turns() -> None:
     """Three layers each; few decode rows split their contexts, into memory of the branch."""
     ops, pool = load_ops("triton", "cuda"), GraphPool(torch.device("cuda"))
