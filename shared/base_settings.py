@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from typing import Annotated
@@ -19,6 +20,8 @@ from pagewire.shared.common_settings import RESTARTS
 from pagewire.shared.setting_names import PREFIX, is_from_kubernetes
 from pagewire.shared.setting_texts import described
 from pagewire.shared.setting_types import HostName, LogFormat, LogLevel, OtlpEndpoint, Seconds
+
+logger = logging.getLogger(__name__)
 
 
 class Settings(BaseSettings):
@@ -91,6 +94,14 @@ class ClusterSettings(Settings):
         "`otel`.",
         unset="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
+
+    def check_secret(self) -> None:
+        """Warn if the secret was made up, so that no other service has it."""
+        if "cluster_secret" not in self.model_fields_set:
+            logger.warning(
+                "PAGEWIRE_CLUSTER_SECRET is not set, so this process has made one up: services "
+                "that are started one by one find each other only if all have the same"
+            )
 
     @field_validator("advertise_host")
     @classmethod

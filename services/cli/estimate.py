@@ -94,11 +94,11 @@ def estimate(
         if as_json:
             print(json.dumps(_report(found, seqs, length), indent=2))
         else:
-            _show(found, seqs, length)
+            _show(found, seqs, length, settings.max_num_seqs)
 
 
 def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: ModelConfig) -> int:
-    """Return how many sequences of a length run at the same time."""
+    """Return how many sequences of a length run at once: `max_num_seqs` at most."""
     if length > found.context:
         return 0
     groups = CacheGroups.of(config.windows, settings.block_size)
@@ -115,13 +115,14 @@ def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> di
     }
 
 
-def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> None:
+def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int, most: int) -> None:
     first = next(iter(found.values()))
     console = Console()
     console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {first.dtype})")
     console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token")
     table = Table()
-    for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", f"sequences of {length}"):
+    sequences = f"sequences of {length}, at most {most}"
+    for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):
         table.add_column(name, justify="left" if name == "GPU" else "right")
     for name, each in found.items():
         fits = [f"{each.kv_pool / GIB:.1f}", f"{each.kv_tokens}", f"{each.context}"]

@@ -86,7 +86,9 @@ class DecodeLinks:
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
-        difference = hello.layout.difference(self._engine.layout, hello.worker_id, "this worker")
+        difference = hello.layout.difference(
+            self._engine.layout, hello.worker_id, "the prefill worker"
+        )
         if difference is not None:
             raise LayoutMismatchError(difference)
         try:

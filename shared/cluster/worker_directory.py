@@ -28,6 +28,7 @@ class WorkerDirectory:
         grace_s: how long the last view is kept while Redis does not answer.
         explain_after_s: if there is no worker for this long after the start, the log explains why
             that may be.
+        own_id: the worker whose directory this is; None for a router's.
         on_join: called with the record of a new worker.
         on_leave: called with the last record of a worker that is gone. A restarted worker, which
             has a new epoch, leaves and joins.
@@ -45,13 +46,14 @@ class WorkerDirectory:
         *,
         grace_s: float = 30.0,
         explain_after_s: float = 10.0,
+        own_id: str | None = None,
         on_join: Callable[[WorkerRecord], None] | None = None,
         on_leave: Callable[[WorkerRecord], None] | None = None,
     ) -> None:
         self.redis_ok = False
         self.others: tuple[OtherVersion, ...] = ()
         self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
-        self._explain_after_s = explain_after_s
+        self._explain_after_s, self._own_id = explain_after_s, own_id
         self._on_join, self._on_leave = on_join, on_leave
         self._records: dict[str, WorkerRecord] = {}
         self._missing_since: dict[str, float] = {}
@@ -99,7 +101,7 @@ class WorkerDirectory:
         while True:
             await asyncio.sleep(self._poll_s)
             await self.refresh()
-            if not (self._is_explained or self._records or self.others) and self.redis_ok:
+            if not (self._is_explained or self.others) and self.redis_ok:
                 await self._explain_emptiness()
 
     async def _explain_emptiness(self) -> None:
@@ -110,8 +112,9 @@ class WorkerDirectory:
         try:
             if await self._registry.has_other_clusters():
                 logger.warning(
-                    "there is no worker with this cluster secret, but some with another one in "
-                    "this Redis; all services of a cluster need the same PAGEWIRE_CLUSTER_SECRET"
+                    "there is no%s worker with this cluster secret, but some with another one in "
+                    "this Redis; all services of a cluster need the same PAGEWIRE_CLUSTER_SECRET",
+                    "" if self._own_id is None else " other",
                 )
         except RedisUnavailableError as exc:
             logger.warning("whether Redis has workers of another cluster is unknown: %s", exc)
@@ -138,7 +141,8 @@ class WorkerDirectory:
             if known is not None and record.epoch > known.epoch:
                 self._drop(worker_id)
                 known = None
-            self._records[worker_id], self._is_explained = record, True
+            self._records[worker_id] = record
+            self._is_explained |= worker_id != self._own_id
             if known is None:
                 self._notify(self._on_join, record)
         for worker_id in self._records.keys() - fresh.keys():

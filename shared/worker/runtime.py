@@ -162,6 +162,7 @@ class WorkerRuntime:
         self._advertised = await advertised_host(
             settings.host, settings.advertise_host, settings.redis_url
         )
+        settings.check_secret()
         secret = settings.cluster_secret.get_secret_value()
         self._registry = Registry(redis, secret, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)
@@ -175,7 +176,9 @@ class WorkerRuntime:
         self.metrics_registry.register(EngineCollector(self.engine, names[0]))
         await self._open_kv(stack)
         await self._open_sockets(stack)
-        self.directory = WorkerDirectory(self._registry, settings.heartbeat_s)
+        self.directory = WorkerDirectory(
+            self._registry, settings.heartbeat_s, own_id=self.worker_id
+        )
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         service = self._service = make_service(self)

@@ -100,7 +100,7 @@ def _summary(tally: Tally, failures: Path) -> str:
     if tally.failed:
         summary += f". Failures are in {failures}"
     if tally.failed or tally.done < tally.total:
-        summary += ". The same command again sends what is not answered"
+        summary += ". The same command again sends what has no successful answer"
     return summary
 
 

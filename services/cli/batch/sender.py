@@ -120,9 +120,10 @@ class BatchSender:
             finally:
                 self.in_flight -= 1
             deadline = min(deadline, time.monotonic() + self._retry_s)
-            wait_s = max(again.pause_s, random.uniform(pause_s / 2, pause_s))
+            left_s = deadline - time.monotonic()
+            wait_s = max(again.pause_s, min(random.uniform(pause_s / 2, pause_s), left_s))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if time.monotonic() + wait_s > deadline:
+            if left_s <= 0 or wait_s > left_s:
                 cause = again.cause
                 if again.is_general:
                     message = f"{cause}; given up by --retry-for {self._retry_s:g}"

@@ -110,7 +110,8 @@ def up(
 ) -> None:
     """Start a cluster on this machine; Ctrl-C stops it.
 
-    Settings can also come from the environment: PAGEWIRE_MODEL is --model.
+    Settings can also come from the environment: PAGEWIRE_MODEL is --model. The numbers of workers
+    and routers cannot.
 
     Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
     """

@@ -39,8 +39,20 @@ def problems_named(kind: type[msgspec.Struct], raw: bytes | bytearray) -> Iterat
         yield
     except msgspec.ValidationError as exc:
         raise describe_wrong_field(kind, raw, exc) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except msgspec.DecodeError as exc:
         raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
+    except UnicodeDecodeError as exc:
+        at = _first_not_utf8(raw)
+        raise InvalidRequestError(f"the body is not valid JSON: not UTF-8 (byte {at})") from exc
+
+
+def _first_not_utf8(raw: bytes | bytearray) -> int:
+    """Return the position of the first byte that is not UTF-8; msgspec counts in its text."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError as exc:
+        return exc.start
+    return len(raw)
 
 
 def describe_wrong_field(

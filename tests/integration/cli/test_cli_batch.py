@@ -172,7 +172,7 @@ def test_what_is_done_when_it_is_ended_stays_done(
         errors = process.communicate(timeout=20)[1]
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     if number == signal.SIGINT:
-        assert "The same command again sends what is not answered" in errors
+        assert "The same command again sends what has no successful answer" in errors
         assert "Traceback" not in errors
     kept = out.read_bytes()
     assert 12 <= kept.count(b"\n") < 60
@@ -247,6 +247,14 @@ def test_it_waits_as_long_as_the_endpoint_asks(old: OpenAIServer, tmp_path: Path
     old.retry_after = "60"
     batch(source, old.url, "--retry-for", "3")
     assert len(old.bodies) == 3  # not again before the endpoint wishes it
+
+
+def test_it_does_not_give_up_early(tmp_path: Path) -> None:
+    source, start_s = write(tmp_path / "in", [request("a")]), time.monotonic()
+    done = batch(source, NOWHERE, "--retry-for", "3")
+    assert time.monotonic() - start_s >= 3
+    assert done.exit_code == 1
+    assert "given up by --retry-for 3" in done.stderr
 
 
 def test_an_endpoint_that_is_not_there_ends_it(tmp_path: Path) -> None:

@@ -196,3 +196,19 @@ def test_workers_with_another_secret_alone_are_worth_a_warning(
     warning = "need the same PAGEWIRE_CLUSTER_SECRET"
     run_async(scenario())
     assert caplog.text.count(warning) == (not has_own)
+
+
+def test_a_worker_does_not_take_itself_for_its_cluster(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with (
+            registry_at(redis_server.url) as registry,
+            registry_at(redis_server.url, secret="of another cluster") as other,
+        ):
+            await other.publish(record("theirs"))
+            await registry.publish(record("alone"))
+            async with watching(registry, explain_after_s=0.1, own_id="alone"):
+                await eventually(lambda: "there is no other worker with this" in caplog.text)
+
+    run_async(scenario())

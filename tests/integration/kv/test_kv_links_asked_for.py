@@ -40,7 +40,8 @@ def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
             await asyncio.sleep(4 * d.times.heartbeat_s)  # it asks again and again
             assert same.is_linked() and not d.is_linked()
         [said] = [r.message for r in caplog.records if "no KV link to decode-1" in r.message]
-        assert said.endswith(f"decode-1 has {field} {value}, this worker {getattr(LAYOUT, field)}")
+        theirs = getattr(LAYOUT, field)
+        assert said.endswith(f"decode-1 has {field} {value}, the prefill worker {theirs}")
 
     caplog.set_level("WARNING")
     run_async(scenario())

@@ -199,6 +199,9 @@ def test_bad_bodies_are_refused_and_the_next_request_answers(redis_url):
                 response = await router.http.post(path, content=body)
                 assert response.status_code == 400, body
                 assert response.json()["error"]["type"] == "invalid_request_error"
+        text = b'{"model": "pagewire-demo", "prompt": "\xff"}'
+        response = await router.http.post("/v1/completions", content=text)
+        assert response.json()["error"]["message"].endswith(f"(byte {text.index(0xFF)})")
         assert worker.generated == []
         assert (await router.chat()).status_code == 200
 

@@ -25,6 +25,16 @@ def test_defaults_are_valid(kind: type[ClusterSettings]) -> None:
     assert settings.heartbeat_s * 2 <= settings.lease_s
 
 
+def test_a_secret_that_was_made_up_is_worth_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_settings(WorkerSettings, {}).check_secret()
+    assert caplog.text.count("PAGEWIRE_CLUSTER_SECRET is not set") == 1
+    monkeypatch.setenv("PAGEWIRE_CLUSTER_SECRET", "that of all services")
+    load_settings(WorkerSettings, {}).check_secret()
+    assert caplog.text.count("PAGEWIRE_CLUSTER_SECRET is not set") == 1
+
+
 def test_the_command_line_overrides_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEWIRE_PORT", "9001")
     monkeypatch.setenv("PAGEWIRE_MODEL", "from-environment")
