@@ -95,7 +95,7 @@ class ClusterSettings(Settings):
         unset="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
 
-    def check_secret(self) -> None:
+    def warn_without_secret(self) -> None:
         """Warn if the secret was made up, so that no other service has it."""
         if "cluster_secret" not in self.model_fields_set:
             logger.warning(

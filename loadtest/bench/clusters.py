@@ -122,7 +122,7 @@ def running_vllm_pair(
     *,
     linked: bool,
     max_num_seqs: int,
-    api_servers: int = 1,
+    api_servers: int,
 ) -> Iterator[list[str]]:
     """Start a vLLM server on each of two GPUs; yield their URLs.
 

@@ -132,7 +132,7 @@ class RouterService:
             RedisSetupError: Redis refuses or does not answer.
             ConfigError: the metrics or operator port is in use, or there is no address to announce.
         """
-        settings.check_secret()
+        settings.warn_without_secret()
         model = await asyncio.to_thread(ServedModel.load, settings)
         async with AsyncExitStack() as stack:
             redis = responses = await connect_redis(settings.redis_url)

@@ -162,7 +162,7 @@ class WorkerRuntime:
         self._advertised = await advertised_host(
             settings.host, settings.advertise_host, settings.redis_url
         )
-        settings.check_secret()
+        settings.warn_without_secret()
         secret = settings.cluster_secret.get_secret_value()
         self._registry = Registry(redis, secret, settings.lease_s)
         self.epoch = await self._registry.new_epoch(self.worker_id)

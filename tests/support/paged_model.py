@@ -59,28 +59,13 @@ class PagedModel:
         padding_rows: int = 0,
     ) -> None:
         """Run one token of each of `decodes` and a chunk of each of `prefills`, in one batch."""
-        tokens = self._tokens(decodes, prefills, padding_rows)
-        batch = self._batch(tokens, decodes, prefills, padding_rows)
+        batch = self.batch(decodes, prefills, padding_rows)
         logits = self.model.compute_logits(self.model.forward(batch, self.layers))
+        tokens = self._tokens(decodes, prefills, padding_rows)
         for (sequence, _), row in zip(tokens, logits, strict=True):
             if sequence is not None:
                 sequence.logits.append(row)
                 sequence.done += 1
-
-    def batch(
-        self,
-        decodes: list[PagedSequence],
-        prefills: list[tuple[PagedSequence, int]],
-        padding_rows: int = 0,
-    ) -> ForwardBatch:
-        """Return the inputs of a step, see `step`."""
-        tokens = self._tokens(decodes, prefills, padding_rows)
-        return self._batch(tokens, decodes, prefills, padding_rows)
-
-    def decode_batch(self, sequences: list[PagedSequence], padding_rows: int = 0) -> ForwardBatch:
-        """Return the inputs of one decode step of these sequences."""
-        tokens: list[Token] = [(sequence, sequence.done) for sequence in sequences]
-        return self._batch(tokens + [(None, 0)] * padding_rows, sequences, [], padding_rows)
 
     def run(self, sequences: list[PagedSequence], chunk: int) -> None:
         """Run sequences to their ends, one after another, in chunks of this many tokens."""
@@ -106,28 +91,14 @@ class PagedModel:
                 padding = self._random.randint(0, 2) if decodes else 0
                 self.step(decodes, prefills, padding)
 
-    def _tokens(
+    def batch(
         self,
         decodes: list[PagedSequence],
         prefills: list[tuple[PagedSequence, int]],
-        padding_rows: int,
-    ) -> list[Token]:
-        parts = [*((sequence, 1) for sequence in decodes), *prefills]
-        tokens: list[Token] = [
-            (sequence, position)
-            for sequence, length in parts
-            for position in range(sequence.done, sequence.done + length)
-        ]
-        # Places of padding rows are tokens of chunks, or padding tokens after them.
-        return tokens + [(None, 0)] * (len(decodes) + padding_rows - len(tokens))
-
-    def _batch(
-        self,
-        tokens: list[Token],
-        decodes: list[PagedSequence],
-        prefills: list[tuple[PagedSequence, int]],
-        padding_rows: int,
+        padding_rows: int = 0,
     ) -> ForwardBatch:
+        """Return the inputs of a step, see `step`."""
+        tokens = self._tokens(decodes, prefills, padding_rows)
         lengths = [length for _, length in prefills]
         cumulative = torch.tensor([len(decodes), *lengths]).cumsum(0)
         # With chunks, padding rows have places of chunks' tokens.
@@ -147,6 +118,21 @@ class PagedModel:
             else None,
             max_query_len=max(lengths, default=0),
         )
+
+    def _tokens(
+        self,
+        decodes: list[PagedSequence],
+        prefills: list[tuple[PagedSequence, int]],
+        padding_rows: int,
+    ) -> list[Token]:
+        parts = [*((sequence, 1) for sequence in decodes), *prefills]
+        tokens: list[Token] = [
+            (sequence, position)
+            for sequence, length in parts
+            for position in range(sequence.done, sequence.done + length)
+        ]
+        # Places of padding rows are tokens of chunks, or padding tokens after them.
+        return tokens + [(None, 0)] * (len(decodes) + padding_rows - len(tokens))
 
     def _slot(self, sequence: PagedSequence | None, position: int) -> int:
         if sequence is None:

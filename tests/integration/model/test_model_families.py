@@ -124,7 +124,7 @@ def test_triton_kernels(
     sequences = [paged.add([source.randrange(VOCAB) for _ in range(n)]) for n in (2, 18)]
     paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
     nothing = torch.empty(0, dtype=torch.int64, device=device)
-    batch = paged.decode_batch(sequences)
+    batch = paged.batch(sequences, [])
     assert len(pair.ours.forward(batch, paged.layers, rows=nothing)) == 0
     paged.step(sequences, [], padding_rows=1)
     for sequence in sequences:

@@ -199,7 +199,7 @@ def test_decode_step_replays_as_a_cuda_graph(dtype: torch.dtype) -> None:
     paged = PagedModel(model, num_blocks=64, block_size=16, seed=8)
     sequences = [paged.add(list(range(10, 10 + length))) for length in (5, 40, 130)]
     paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
-    batch = paged.decode_batch(sequences, padding_rows=1)
+    batch = paged.batch(sequences, [], padding_rows=1)
     eager = model.compute_logits(model.forward(batch, paged.layers))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

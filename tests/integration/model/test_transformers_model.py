@@ -79,7 +79,7 @@ def test_layers_end_in_order(tmp_path: Path) -> None:
     ours = load(tmp_path)
     paged = PagedModel(ours, num_blocks=4, block_size=8, seed=1)
     sequence = paged.add([1, 2, 3])
-    batch = paged.decode_batch([sequence])
+    batch = paged.batch([sequence], [])
     ended: list[int] = []
     every = ours.forward(batch, paged.layers, ended.append)
     assert ended == [0, 1, 2]
