@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOOKUP_BLOCKS = 8192
 
-_WRITE_TIMEOUT_S = 1.0
 ENTRY_TTL_S = 3600
 _SIGN_TTL_S = 60
 _FAILURES_TO_PAUSE = 2
@@ -65,6 +64,7 @@ class PrefixIndex:
         tag: the cluster's tag, see `cluster_tag`.
         router_id: this router, whose own reserved load is left out of lookups.
         lookup_timeout_s: how long a request waits at most.
+        write_timeout_s: how long a write, in the background, waits at most.
         note_lookup: called with the seconds of each lookup in Redis.
 
     Attributes:
@@ -77,11 +77,13 @@ class PrefixIndex:
         tag: str,
         router_id: str = "",
         lookup_timeout_s: float = 0.1,
+        write_timeout_s: float = 1.0,
         note_lookup: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         self._note_lookup = note_lookup
         self.failed_lookups = 0
-        self._redis, self._lookup_timeout_s = redis, lookup_timeout_s
+        self._redis = redis
+        self._lookup_timeout_s, self._write_timeout_s = lookup_timeout_s, write_timeout_s
         self._entry_prefix = f"pagewire:{tag}:b:".encode()
         self._sign_prefix = f"pagewire:{tag}:w:".encode()
         self._load_prefix, self._router_id = f"pagewire:{tag}:l:".encode(), router_id
@@ -157,7 +159,7 @@ class PrefixIndex:
         """
         known = await self._run(
             PUBLISH,
-            _WRITE_TIMEOUT_S,
+            self._write_timeout_s,
             self._entry_prefix,
             self._sign_prefix,
             worker_id,
@@ -176,7 +178,7 @@ class PrefixIndex:
             RedisUnavailableError: Redis does not answer.
         """
         await redis_call(
-            self._redis.delete(self._sign_prefix + worker_id.encode()), _WRITE_TIMEOUT_S
+            self._redis.delete(self._sign_prefix + worker_id.encode()), self._write_timeout_s
         )
 
     async def close(self) -> None:
@@ -239,7 +241,7 @@ class PrefixIndex:
         try:
             await self._run(
                 ASSUME,
-                _WRITE_TIMEOUT_S,
+                self._write_timeout_s,
                 self._entry_prefix,
                 b"".join(hashes),
                 _milliseconds(ttl_s),

@@ -27,10 +27,14 @@ def entry_key(block_hash: BlockHash) -> bytes:
 
 @asynccontextmanager
 async def index_at(
-    url: str, lookup_timeout_s: float = 1.0, router_id: str = ""
+    url: str,
+    lookup_timeout_s: float = 20.0,
+    write_timeout_s: float = 20.0,
+    router_id: str = "",
 ) -> AsyncIterator[PrefixIndex]:
+    """Connect an index whose timeouts a busy machine does not reach, unless a test needs them."""
     client = await connect_redis(url)
-    index = PrefixIndex(client, TAG, router_id, lookup_timeout_s)
+    index = PrefixIndex(client, TAG, router_id, lookup_timeout_s, write_timeout_s)
     try:
         yield index
     finally:

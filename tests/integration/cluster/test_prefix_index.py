@@ -188,7 +188,7 @@ def test_what_other_routers_reserve_comes_with_the_lookup(redis_server: RedisSer
         async with (
             index_at(url, router_id="a") as first,
             index_at(url, router_id="b") as second,
-            index_at(url, router_id="c") as third,
+            index_at(url, lookup_timeout_s=1.0, router_id="c") as third,
         ):
             first.add_optimistic(blocks(2), {"w": 2}, {"w": (10, 60.0)})
             second.add_optimistic([], {"w": 2, "v": 1}, {"w": (5, 60.0), "v": (7, 0.5)})
