@@ -86,6 +86,7 @@ async def _serve(settings: RouterSettings) -> int:
         finally:
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(name)
+    logger.info("the router has stopped")
     return 0
 
 
@@ -125,6 +126,8 @@ class _Server(HttpServer):
         """Stop accepting and let requests finish, within the drain time or until called again."""
         if self.should_exit:
             self._must_cut.set()
+        else:
+            logger.info("the router stops: it takes no new requests")
         self.should_exit = True
         self._service.is_draining = True
 

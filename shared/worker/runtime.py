@@ -146,8 +146,10 @@ class WorkerRuntime:
             logger.info("%s is ready at %s", self.worker_id, self._endpoint)
             code = await self._serve()
             self.is_draining = True
+            logger.info("%s stops: it takes no new requests", self.worker_id)
             if code == 0 or self._is_worn_out():
                 await self._drain()
+        logger.info("%s has stopped", self.worker_id)
         return code
 
     async def _open(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets
 
 METRICS_TIMEOUT_S = 2.0
 WAIT_POLL_S = 0.2
+LINK_WAIT_S = 15.0
 
 WORKER_SAMPLES = {
     "pagewire_requests_running": "running",
@@ -134,23 +136,46 @@ class ClusterStatus:
         }
 
 
-async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
+async def wait_until_ready(
+    client: httpx.AsyncClient, url: str, timeout_s: float, notify: Callable[[str], None]
+) -> None:
     """Wait until a cluster is ready; there may be nothing at the URL yet.
+
+    A ready cluster's KV links are waited for, too, for `LINK_WAIT_S` at most: a decode worker
+    without a link computes prompts itself.
+
+    Args:
+        client: owned by the caller.
+        url: URL of a router's operator port.
+        timeout_s: the longest wait.
+        notify: called with what is missing, whenever that has changed.
 
     Raises:
         NotReadyError: the cluster was not ready in time; the message says why.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
+    deadline_s, ready_s, told = time.monotonic() + timeout_s, math.inf, ""
     while True:
         view = await fetch_cluster_view(client, url)
-        if view is not None and view.ok and view.model:
+        now_s = time.monotonic()
+        is_ready = view is not None and view.ok and bool(view.model)
+        ready_s = min(ready_s, now_s) if is_ready else math.inf
+        missing = _missing(view)
+        if is_ready and (not missing or now_s > min(deadline_s, ready_s + LINK_WAIT_S)):
             return
-        if loop.time() > deadline:
-            is_router = view is not None and view.model
-            reason = view.problem if view and is_router else "no Pagewire router answers there"
-            raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {reason}")
+        if now_s > deadline_s:
+            raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {missing}")
+        if missing != told:
+            told = missing
+            notify(missing)
         await asyncio.sleep(WAIT_POLL_S)
+
+
+def _missing(view: ClusterView | None) -> str:
+    """Return what keeps a cluster from being ready and linked; empty if nothing does."""
+    if view is None or not view.model:
+        return "no Pagewire router answers there"
+    links = [f"{peer} -> {each.id}" for each in view.services for peer in each.missing_links]
+    return view.problem or (f"no KV link yet: {', '.join(links)}" if links else "")
 
 
 async def fetch_status(client: httpx.AsyncClient, url: str) -> ClusterStatus:

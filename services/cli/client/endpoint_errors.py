@@ -10,6 +10,7 @@ from pagewire.services.cli.program import own_command
 from pagewire.shared.errors import UNDECODABLE, PagewireError
 
 MAX_ERROR_CHARS = 500
+MAX_FOREIGN_CHARS = 100  # of a response that is not OpenAI's, such as a proxy's page
 
 
 class EndpointError(PagewireError):
@@ -54,14 +55,14 @@ def refusal(status: int, body: bytes) -> EndpointError:
     """Return the error for a request that the endpoint refused."""
     try:
         error = msgspec.json.decode(body, type=ErrorBody).error
-        message = error if isinstance(error, str) else error.message
+        reason = clipped(error if isinstance(error, str) else error.message) or "no reason given"
     except UNDECODABLE:
-        message = body.decode(errors="replace")
-    reason = clipped(message) or "no reason given"
+        text = clipped(body.decode(errors="replace"), MAX_FOREIGN_CHARS)
+        reason = f"not an OpenAI error, is the URL right? {text}" if text else "no reason given"
     return EndpointError(f"HTTP {status}: {reason}", f"http {status}", status)
 
 
-def clipped(text: str) -> str:
-    """Return a text on one line, cut after `MAX_ERROR_CHARS`."""
+def clipped(text: str, max_chars: int = MAX_ERROR_CHARS) -> str:
+    """Return a text on one line, cut after `max_chars`."""
     text = " ".join(text.split())
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."

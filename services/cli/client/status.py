@@ -25,7 +25,7 @@ from pagewire.services.cli.client.cluster_status import (
 from pagewire.services.cli.client.endpoint_url import http_client
 from pagewire.services.cli.cluster_view import shrunk_contexts
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
-from pagewire.services.cli.terminal import can_redraw, print_whole
+from pagewire.services.cli.terminal import can_redraw, note, print_whole
 
 STATE_STYLES = {
     "ready": "green",
@@ -76,7 +76,7 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
     console = Console()
     async with http_client(root) as client:
         if wait_s is not None:
-            await wait_until_ready(client, root, wait_s)
+            await wait_until_ready(client, root, wait_s, lambda text: note(f"waiting: {text}"))
         if watch is None:
             found = await fetch_status(client, root)
             if as_json:

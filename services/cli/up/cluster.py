@@ -154,6 +154,7 @@ async def run_cluster(context: ClusterContext) -> None:
                 await _run_until(stop, supervisor, context, store, sockets)
                 listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
+                context.say("stopped")
 
 
 def choose_store(context: ClusterContext, private: Path) -> Store:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pagewire.services.cli.client.endpoint_url import IDLE_S
@@ -23,7 +24,7 @@ from pagewire.services.cli.client.openai_client import (
     OpenAIClient,
     Reply,
 )
-from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.certificates import write_certificate
 from pagewire.tests.support.client_cluster import (
     ANSWER,
@@ -34,7 +35,7 @@ from pagewire.tests.support.client_cluster import (
     client_cluster,
     pagewire,
 )
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker, link
 from pagewire.tests.support.live_router import MODEL, SECRET, live_router
 from pagewire.tests.support.openai_server import OpenAIServer, openai_server
 from pagewire.tests.support.redis_server import RedisServer
@@ -329,8 +330,10 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
             status = ("status", "--operator-url", router.service.pages.operator_endpoint)
             wait = (*status, "--wait", "--timeout")
             late = await asyncio.to_thread(pagewire, *wait, "0.5")
-            assert (late.exit_code, late.stdout, late.stderr.count("\n")) == (1, "", 1)
-            assert "not ready after 0.5 s: starting, waiting for decode-0" in late.stderr
+            assert (late.exit_code, late.stdout) == (1, "")
+            [waits, fails] = late.stderr.splitlines()
+            assert waits == "waiting: starting, waiting for decode-0"
+            assert fails.endswith("not ready after 0.5 s: starting, waiting for decode-0")
             now = await asyncio.to_thread(pagewire, *status)
             assert (now.exit_code, "not ready: starting" in now.stdout) == (1, True)
             waiting = asyncio.create_task(asyncio.to_thread(pagewire, *wait, "20"))
@@ -338,8 +341,30 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
             assert not waiting.done()
             async with FakeDecodeWorker(redis_server.url, SECRET, "decode-0", answer=ANSWER):
                 done = await waiting
-        assert (done.exit_code, done.stderr) == (0, "")
+        assert (done.exit_code, done.stderr) == (0, f"{waits}\n")
         assert "decode-0" in done.stdout
+
+    run_async(main(), 60)
+
+
+def test_status_waits_for_kv_links(redis_server: RedisServer) -> None:
+    async def main() -> None:
+        url = redis_server.url
+        async with (
+            live_router(url) as router,
+            fake_prefill_worker(url, SECRET, "prefill-0") as prefill,
+            FakeDecodeWorker(url, SECRET, "decode-0"),
+        ):
+            operator = router.service.pages.operator_endpoint
+            await eventually(lambda: len(router.service.describe_cluster()["services"]) == 2)
+            command = ("status", "--operator-url", operator, "--wait")
+            waiting = asyncio.create_task(asyncio.to_thread(pagewire, *command))
+            await asyncio.sleep(2)
+            assert not waiting.done()
+            prefill.record = msgspec.structs.replace(prefill.record, links=[link("decode-0")])
+            done = await waiting
+        assert done.exit_code == 0
+        assert done.stderr.splitlines()[-1] == "waiting: no KV link yet: prefill-0 -> decode-0"
 
     run_async(main(), 60)
 
@@ -348,8 +373,10 @@ def test_status_waits_until_a_cluster_is_ready(redis_server: RedisServer) -> Non
 def test_status_does_not_wait_for_ever(old: OpenAIServer, url: str) -> None:
     where = old.url if url == "another make" else url
     done = pagewire("status", "--operator-url", where, "--wait", "--timeout", "0.3")
-    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert "not ready after 0.3 s: no Pagewire router answers" in done.stderr
+    assert done.exit_code == 1
+    [waits, fails] = done.stderr.splitlines()
+    assert waits == "waiting: no Pagewire router answers there"
+    assert "not ready after 0.3 s: no Pagewire router answers" in fails
 
 
 def test_status_of_an_endpoint_of_another_make(old: OpenAIServer) -> None:

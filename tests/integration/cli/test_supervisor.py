@@ -238,6 +238,7 @@ def test_workers_stop_when_the_router_has_no_request_left(start: StartCluster) -
     assert all(map(is_alive, workers))
     (cluster.state / "router-0.go").touch()
     assert cluster.process.wait(15) == 0
+    assert cluster.stdout.endswith(" stopped\n")
     assert not any(map(is_alive, workers))
     assert cluster.left_over() == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.services.cli.client.endpoint_errors import refusal
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
 from pagewire.shared.errors import ConfigError, NoWorkerError
 from pagewire.shared.model.demo import demo_model_path
@@ -165,3 +166,20 @@ def test_missing_package_of_a_worker_says_what_to_install() -> None:
 def test_missing_module_of_ours_is_a_bug_not_a_setting() -> None:
     with pytest.raises(ModuleNotFoundError), needs_worker_extra():
         raise ModuleNotFoundError(name="pagewire.shared.nothing")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"error": {"message": "full"}}', "full"),
+        ('{"error": "full"}', "full"),
+        ("", "no reason given"),
+        ('{"detail": ""}', 'not an OpenAI error, is the URL right? {"detail": ""}'),
+        (
+            f"<!DOCTYPE html>\n<html>{'x' * 500}",
+            f"not an OpenAI error, is the URL right? <!DOCTYPE html> <html>{'x' * 78}...",
+        ),
+    ],
+)
+def test_what_an_endpoint_refuses_is_said_briefly(body: str, said: str) -> None:
+    assert str(refusal(404, body.encode())) == f"HTTP 404: {said}"
