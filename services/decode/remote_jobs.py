@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from prometheus_client import Counter
 
@@ -36,14 +35,6 @@ from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import LocalPrefill
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    request: DecodeRequest
-    expected: Expected
-    link: ReceiverLink
-    done_s: float = 0.0
 
 
 class RemoteJobs(JobCallbacks):
@@ -73,7 +64,6 @@ class RemoteJobs(JobCallbacks):
     ) -> None:
         self._engine, self._receiver = engine, receiver
         self._local_prefills, self._timeout_s = local_prefills, timeout_s
-        self._jobs: dict[str, _Job] = {}  # by the request's name in the engine
         receiver.jobs = self
 
     def on_reserved(self, expected: Expected) -> None:
@@ -93,7 +83,7 @@ class RemoteJobs(JobCallbacks):
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.peer)
             if self._receiver.post(link, request.prefill_message(expected)):
-                self._jobs[request.engine_id] = _Job(request, expected, link)
+                expected.link = link
                 logger.debug(
                     "%s: prefill by %s, job %s",
                     request.engine_id,
@@ -113,77 +103,81 @@ class RemoteJobs(JobCallbacks):
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
         """Handle a prefill worker's report about a job; ignore it if the job was given up."""
         expected = self._receiver.expected.note_activity(message.job_id)
-        job = None if expected is None else self._jobs.get(expected.request_id)
-        if job is None or job.link is not link:
+        if expected is None or expected.link is not link:
             return
         if isinstance(message, PrefillFailed):
-            self._on_failed(job, message.reason)
+            self._on_failed(expected, message.reason)
+        elif (request := self.find(expected.request_id)) is None:
+            return  # it was cancelled
         elif isinstance(message, PromptScored):
-            self.on_prompt_scored(job.request, message.prompt_logprobs)
+            self.on_prompt_scored(request, message.prompt_logprobs)
         else:
-            self._on_done(job, message)
+            self._on_done(request, expected, link.peer, message)
 
-    def _on_done(self, job: _Job, done: PrefillDone) -> None:
-        request, job.done_s = job.request, self._receiver.clock()
+    def _on_done(
+        self, request: DecodeRequest, expected: Expected, peer: str, done: PrefillDone
+    ) -> None:
+        expected.done_s = self._receiver.clock()
         # Not `done.queue_s` alone: the prefill worker does not know how long the message waited
         # until it was read between two steps, or that another worker failed before.
         asked_s = request.arrived_s + request.timings.wait_s
         request.time(
-            queue_s=max(done.queue_s, job.done_s - asked_s - done.prefill_s),
+            queue_s=max(done.queue_s, expected.done_s - asked_s - done.prefill_s),
             prefill_s=done.prefill_s,
             chunks=done.chunks,
-            prefill_worker=job.link.peer,
+            prefill_worker=peer,
             cached_tokens=done.cached_tokens,
         )
         if request.first_token is None:
             request.first_token = done.first_token
-            self.on_first_token(request, done, job.link.peer)
-        self._receiver.complete(job.expected, request.first_token)
+            self.on_first_token(request, done, peer)
+        self._receiver.complete(expected, request.first_token)
 
     def on_activated(self, expected: Expected) -> None:
         """Record the transfer in the request's timings."""
-        job, now = self._jobs.pop(expected.request_id), self._receiver.clock()
+        request, now = self.find(expected.request_id), self._receiver.clock()
+        if request is None or expected.link is None:
+            return  # it was cancelled
         first = expected.first_segment_s
-        job.request.time(
-            transfer_s=now - job.done_s,
+        request.time(
+            transfer_s=now - expected.done_s,
             arriving_s=0.0 if first is None else now - first,
             kv_bytes=expected.num_bytes,
             segments=expected.num_segments,
-            carrier=job.link.carrier or None,
+            carrier=expected.link.carrier or None,
         )
-        job.request.note_transfer()
-        self.on_arrived(job.request)
+        request.note_transfer()
+        self.on_arrived(request)
 
-    def on_withdrawn(self, request_id: str) -> None:
-        """Cancel a request's job at the prefill worker."""
-        job = self._jobs.pop(request_id, None)
-        if job is not None:
-            self._receiver.post(job.link, CancelPrefill(job_id=job.expected.job))
+    def on_withdrawn(self, expected: Expected) -> None:
+        """Cancel a job at the prefill worker that has it."""
+        link, expected.link = expected.link, None
+        if link is not None:
+            self._receiver.post(link, CancelPrefill(job_id=expected.job))
 
     def on_link_closed(self, link: ReceiverLink) -> None:
         """Send the jobs of a lost link to other workers."""
-        for job in [job for job in self._jobs.values() if job.link is link]:
-            self._on_failed(job, "the link is lost")
+        for expected in self._receiver.expected:
+            if expected.link is link:
+                self._on_failed(expected, "the link is lost")
 
     def check_deadlines(self) -> None:
         """Send jobs to other workers if nothing was heard of them for `timeout_s`."""
         latest = self._receiver.clock() - self._timeout_s
-        for job in [job for job in self._jobs.values() if job.expected.last_active_s < latest]:
-            self._on_failed(job, f"no message for {self._timeout_s:g} s")
+        for expected in self._receiver.expected:
+            if expected.last_active_s < latest:
+                self._on_failed(expected, f"no message for {self._timeout_s:g} s")
 
-    def _on_failed(self, job: _Job, reason: str) -> None:
-        request = job.request
-        if self._jobs.get(request.engine_id) is not job:
-            return
-        logger.warning(
-            "prefill of %s by %s failed: %s",
-            request.engine_id,
-            job.link.peer,
-            reason,
-            extra=request.log,
-        )
-        self.on_withdrawn(request.engine_id)
-        self._begin(request, self._receiver.expected.retry(job.expected))
+    def _on_failed(self, expected: Expected, reason: str) -> None:
+        """Give a job up, and have the next worker do it, unless the request was cancelled."""
+        if (link := expected.link) is None:
+            return  # it was given up already, or this worker computes the prompt
+        self.on_withdrawn(expected)
+        request = self.find(expected.request_id)
+        if request is not None:
+            text = "prefill of %s by %s failed: %s"
+            logger.warning(text, request.engine_id, link.peer, reason, extra=request.log)
+            self._begin(request, self._receiver.expected.retry(expected))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         counter = self._local_prefills.labels(reason)

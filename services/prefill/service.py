@@ -101,7 +101,7 @@ class PrefillService:
     @property
     def num_active(self) -> int:
         """Jobs that are not finished; may be called in any thread."""
-        return max(len(self._jobs), self._sender.num_jobs) + len(self._embeddings)
+        return self._sender.num_jobs + len(self._embeddings)
 
     def start(self) -> None:
         """Do nothing: decode workers open the connections."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.segments import Coverage
 from pagewire.shared.kv.layer_groups import LayerGroups
 
@@ -25,6 +26,8 @@ class Expected:
         coverage: blocks that have arrived, including those that are being unpacked.
         last_active_s: time of the job's last message or segment.
         attempt: number of this job among those of the request.
+        link: the link of the prefill worker that has the job; None if none has it.
+        done_s: when the job's first token came.
         num_unpacking: segments that are being unpacked.
         first_token: the token that the prefill worker sampled; None before that.
         first_segment_s: arrival of the job's first segment; None before that.
@@ -39,6 +42,8 @@ class Expected:
     coverage: Coverage
     last_active_s: float
     attempt: int = 1
+    link: ReceiverLink | None = None
+    done_s: float = 0.0
     num_unpacking: int = 0
     first_token: int | None = None
     first_segment_s: float | None = None
@@ -70,6 +75,10 @@ class Expectations:
     _by_job: dict[str, Expected] = field(default_factory=dict)
     _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
 
+    def __iter__(self) -> Iterator[Expected]:
+        """Iterate over what is expected now; it may change meanwhile."""
+        return iter(list(self._by_request.values()))
+
     def any_heard(self, since_s: float) -> bool:
         """Whether since then a message or segment of a job has come, or blocks were reserved."""
         return any(expected.last_active_s >= since_s for expected in self._by_request.values())
@@ -94,11 +103,12 @@ class Expectations:
         self._by_request[request_id] = self._by_job[job] = made
         return made
 
-    def forget(self, request_id: str) -> None:
-        """Expect nothing more for a request; ignore unknown requests."""
+    def forget(self, request_id: str) -> Expected | None:
+        """Expect nothing more for a request; return what was expected, if anything."""
         expected = self._by_request.pop(request_id, None)
         if expected is not None:
             del self._by_job[expected.job]
+        return expected
 
     def activate_if_complete(self, expected: Expected) -> bool:
         """Activate a sequence if all of its blocks and its first token have arrived.

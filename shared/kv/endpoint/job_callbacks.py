@@ -19,8 +19,8 @@ class JobCallbacks:
     def on_reserved(self, expected: Expected) -> None:
         """Send a job for a sequence's blocks to a prefill worker, while a plan is launched."""
 
-    def on_withdrawn(self, request_id: str) -> None:
-        """Cancel a request's job: its blocks may belong to other sequences from now on."""
+    def on_withdrawn(self, expected: Expected) -> None:
+        """Cancel a sequence's job: its blocks may belong to other sequences from now on."""
 
     def on_activated(self, expected: Expected) -> None:
         """Note that a sequence was activated with the blocks of this job."""

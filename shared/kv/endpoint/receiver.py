@@ -170,8 +170,8 @@ class KvReceiver(KvHalf):
         """Handle a plan's reservations: prefill workers may begin while the plan is launched."""
         for work in plan.kv:
             if isinstance(work, Withdraw):
-                self.expected.forget(work.request_id)
-                self.jobs.on_withdrawn(work.request_id)
+                if (expected := self.expected.forget(work.request_id)) is not None:
+                    self.jobs.on_withdrawn(expected)
             elif isinstance(work, Expect):
                 self.jobs.on_reserved(self.expected.reserve(work, after=plan.number - 1))
 

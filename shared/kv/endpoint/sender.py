@@ -2,7 +2,8 @@
 
     Export in a plan --> cut --> staging slot, credit --> pack, stage --> Segment, payload --> Ack
 
-A job owns its sequence's blocks until all are acknowledged, the job is cancelled, or its link ends.
+A job owns its sequence's blocks until all are acknowledged and the first token is sampled, the job
+is cancelled, or its link ends.
 Packing is queued on the device after the plan that makes the blocks final, alongside later plans.
 Everything runs in the engine's thread, which wakes up for the links' file descriptors. So segments
 never pass from one thread to another.
@@ -76,7 +77,6 @@ class KvSender(KvHalf):
     divided_bytes: int = DIVIDED_BYTES
     links: list[SenderLink] = field(default_factory=list)
     _jobs: dict[str, _Job] = field(default_factory=dict)
-    _sent: set[str] = field(default_factory=set)  # jobs that wait for their first token alone
     _outgoing: Outgoing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,8 +144,6 @@ class KvSender(KvHalf):
         units = max(0, num_blocks - first_block) * self.groups.count
         queue = ExportQueue(self.groups, slot_bytes, first_block)
         self._jobs[job] = _Job(job, link, queue, units)
-        if not units:
-            self._end(self._jobs[job])
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
         """Send a message; return whether the link is open afterwards."""
@@ -179,8 +177,8 @@ class KvSender(KvHalf):
 
     @property
     def num_jobs(self) -> int:
-        """Jobs whose blocks are held; from any thread."""
-        return len(self._jobs) + len(self._sent)
+        """Jobs that have not ended; from any thread."""
+        return len(self._jobs)
 
     # Between two steps
 
@@ -219,7 +217,7 @@ class KvSender(KvHalf):
         self._send_packed()
         for link, error in self._outgoing.free_written():
             self._lose(link, str(error))
-        self._free_sent()
+        self._end_complete()
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
@@ -348,8 +346,6 @@ class KvSender(KvHalf):
             self._resend(job, sent.cut)
             return
         job.unacknowledged -= sent.cut.num_units
-        if job.unacknowledged <= 0:
-            self._end(job)
 
     def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
         if ack.outcome != "ok":
@@ -367,15 +363,13 @@ class KvSender(KvHalf):
 
     # Ends
 
-    def _end(self, job: _Job) -> None:
-        del self._jobs[job.name]
-        self._sent.add(job.name)
-
-    def _free_sent(self) -> None:
+    def _end_complete(self) -> None:
         """Free the sequences whose prompts are computed and whose blocks are acknowledged."""
-        for job in [job for job in self._sent if self.core.get(job) is None]:
-            self._sent.remove(job)
-            self.core.abort(job)
+        sent = [job.name for job in self._jobs.values() if job.unacknowledged <= 0]
+        for name in sent:
+            if self.core.get(name) is None:
+                del self._jobs[name]
+                self.core.abort(name)
 
     def _fail(self, job: _Job, reason: str) -> None:
         if self._jobs.get(job.name) is job:
