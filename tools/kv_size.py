@@ -34,7 +34,7 @@ PATTERNS = (
     "shared/kv/peer_process.py",
     "shared/kv/staging.py",
     "shared/worker/kv*.py",
-    "services/prefill/service.py",
+    "services/prefill/jobs.py",
     "services/prefill/decode_links.py",
     "services/decode/remote_jobs.py",
     "services/decode/prefill_links.py",

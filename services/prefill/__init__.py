@@ -1,8 +1,8 @@
 """The prefill service: computes prompts, sends their KV blocks, samples the first token.
 
 Entry point: `run` (main.py).
-Read first: `service.py` (accepts and refuses jobs), `decode_links.py` (KV links to decode workers).
-`shared/kv/endpoint/sender.py` sends the blocks.
+Read first: `jobs.py` (takes, refuses and reports jobs), `decode_links.py` (KV links to decode
+workers). `shared/kv/endpoint/sender.py` sends the blocks.
 
 May import: `shared`.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pagewire.services.prefill.decode_links import DecodeLinks
+from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
@@ -27,13 +28,6 @@ def make_service(runtime: WorkerRuntime) -> Service:
     if not isinstance(sender, KvSender):
         raise ConfigError("a prefill service needs the sending half of the KV endpoint")
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
+    jobs = PrefillJobs(runtime.epoch, engine, sender, lambda: runtime.is_draining, runtime.tracing)
     embeddings = EmbeddingJobs(engine, post, lambda: runtime.is_draining)
-    return PrefillService(
-        runtime.epoch,
-        engine,
-        sender,
-        links,
-        embeddings,
-        lambda: runtime.is_draining,
-        runtime.tracing,
-    )
+    return PrefillService(links, jobs, embeddings)

@@ -53,7 +53,8 @@ class KvCollector:
         for outcome in outcomes:
             segments.add_metric([self._direction, outcome], stats.outcomes[outcome])
         yield segments
-        yield GaugeMetricFamily("pagewire_kv_links", "KV links that are open", value=half.num_links)
+        count = len(half.links)
+        yield GaugeMetricFamily("pagewire_kv_links", "KV links that are open", value=count)
         if isinstance(half, KvSender):
             text = "KV segments that were sent again"
             yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)

@@ -16,6 +16,7 @@ from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
 from pagewire.services.prefill.decode_links import DecodeLinks
+from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.execution.executor import BlockMoves
@@ -118,14 +119,8 @@ async def prefill_worker(
         )
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
-        worker.service = PrefillService(
-            epoch,
-            worker.engine,
-            worker.sender,
-            links,
-            worker.embeddings(),
-            lambda: worker.is_draining,
-        )
+        jobs = PrefillJobs(epoch, worker.engine, worker.sender, lambda: worker.is_draining)
+        worker.service = PrefillService(links, jobs, worker.embeddings())
         take = worker.sender.on_job_request
 
         def keep_and_take(link: SenderLink, message: JobRequest) -> None:

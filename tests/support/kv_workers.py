@@ -223,7 +223,7 @@ class PrefillWorker(Worker):
         """Whether nothing is held, and no link is open."""
         sender = self.sender
         is_free = self.staging.num_free == self.staging.num_slots and not self.used_blocks
-        return is_free and not (sender.num_jobs or sender.num_links or self.service.num_active)
+        return is_free and not (sender.num_jobs or len(sender.links) or self.service.num_active)
 
 
 @dataclass(eq=False)
@@ -256,4 +256,4 @@ class DecodeWorker(Worker):
         """Whether nothing is held, and no link is open."""
         receiver = self.receiver
         is_free = receiver.credits.count(StagingSlotState.FREE) == receiver.staging.num_slots
-        return is_free and not (self.used_blocks or receiver.num_links or self.service.num_active)
+        return is_free and not (self.used_blocks or len(receiver.links) or self.service.num_active)

@@ -21,7 +21,7 @@ Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. 
 
 `services/decode/prefill_links.py` opens links, also again after a loss. The messages of prefill
 jobs use the same links (`shared/kv/job_messages.py`); the services handle them
-(`services/decode/remote_jobs.py`, `services/prefill/service.py`).
+(`services/decode/remote_jobs.py`, `services/prefill/jobs.py`).
 
 May import: `shared.kv` with its carriers, `shared.engine`, `shared.control`, small modules.
 """

@@ -1,4 +1,4 @@
-"""The base class of `KvSender` and `KvReceiver`: their engine, and when they poll their links."""
+"""The base class of `KvSender` and `KvReceiver`: their engine, their links, when they poll."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
@@ -16,6 +17,8 @@ from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import Staging
 
 DEADLINE_INTERVAL_S = 0.1
+
+LinkT = TypeVar("LinkT")
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class KvStats:
 
 
 @dataclass(slots=True, kw_only=True)
-class KvHalf(ABC):
+class KvHalf(ABC, Generic[LinkT]):
     """A step hook of an engine.
 
     Attributes:
@@ -49,6 +52,8 @@ class KvHalf(ABC):
         carriers: the carriers that are open in this process, by name, the preferred one first.
         timeout_s: limit for a payload or its acknowledgement, after which the link is lost.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
+        on_link_lost: called with a link that has ended because of a fault, and why.
+        links: those that are open. Other threads may read a copy.
     """
 
     core: EngineCore
@@ -59,6 +64,8 @@ class KvHalf(ABC):
     timeout_s: float
     watch: Callable[[int], None] = lambda _fd: None
     unwatch: Callable[[int], None] = lambda _fd: None
+    on_link_lost: Callable[[LinkT, str], None] = lambda _link, _reason: None
+    links: list[LinkT] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
     stats: KvStats = field(default_factory=KvStats)
     _next_deadlines_s: float = 0.0
@@ -72,6 +79,21 @@ class KvHalf(ABC):
             self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
             self._check_deadlines()
         return is_busy
+
+    def close_all(self) -> None:
+        """End all links; the engine's thread has ended."""
+        for link in list(self.links):
+            self.close(link)
+
+    @abstractmethod
+    def close(self, link: LinkT) -> None:
+        """End a link, if it is open."""
+
+    def _lose(self, link: LinkT, reason: str) -> None:
+        if link in self.links:
+            self.stats.lost_links += 1
+            self.close(link)
+            self.on_link_lost(link, reason)
 
     @abstractmethod
     def _poll(self, plan: StepPlan | None) -> bool:

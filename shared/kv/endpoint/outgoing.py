@@ -12,8 +12,9 @@ import torch
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import has_ended
+from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.endpoint.segments import Cut
-from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink
+from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
@@ -64,8 +65,7 @@ class Outgoing:
     def launch(
         self,
         link: SenderLink,
-        job: str,
-        epoch: int,
+        job: SenderJob | None,
         cut: Cut,
         nbytes: int,
         pack: Callable[[torch.Tensor, int], PendingMove],
@@ -74,8 +74,7 @@ class Outgoing:
 
         Args:
             link: the link to send it over.
-            job: the job's name, or `TEST_JOB`.
-            epoch: see `OutgoingSegment`.
+            job: the job; None for a test of the link.
             cut: the part of the job that it has.
             nbytes: size of its payload.
             pack: launches the packing into a buffer, with a seed.
@@ -88,7 +87,7 @@ class Outgoing:
         segment = Segment(
             credit=credit,
             use=use,
-            job=job,
+            job=TEST_JOB if job is None else job.name,
             first=cut.positions.start,
             count=len(cut.positions),
             first_group=cut.groups.start,
@@ -103,7 +102,8 @@ class Outgoing:
             self.release(slot)
             link.put_back(credit)
             raise
-        self.packing.append(OutgoingSegment(link, epoch, cut, segment, slot, pending, self.clock()))
+        epoch, now = 0 if job is None else job.epoch, self.clock()
+        self.packing.append(OutgoingSegment(link, job, epoch, cut, segment, slot, pending, now))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the staging slots whose payloads are sent; return the links that failed, and why."""

@@ -60,7 +60,7 @@ class _Unpacking:
 
 
 @dataclass(slots=True, kw_only=True)
-class KvReceiver(KvHalf):
+class KvReceiver(KvHalf[ReceiverLink]):
     """The step hook of a decode engine: links and expected blocks. Its staging slots are credits.
 
     Attributes:
@@ -69,18 +69,14 @@ class KvReceiver(KvHalf):
         expected: the reserved sequences, and which of their blocks have arrived.
         jobs: called back about reserved sequences, and with messages of their jobs.
         on_link_tested: called with a link that has passed its test.
-        on_link_lost: called with a link that has ended because of a fault, and why.
     """
 
     socket: ReceiverSocket
     jobs: JobCallbacks = field(default_factory=JobCallbacks)
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
-    on_link_lost: Callable[[ReceiverLink, str], None] = lambda _link, _reason: None
     credits: ReceiverCredits = field(init=False)
     expected: Expectations = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _links: dict[bytes, ReceiverLink] = field(default_factory=dict)  # by token
-    _by_number: dict[int, ReceiverLink] = field(default_factory=dict)
     _receiving: list[_Receiving] = field(default_factory=list)
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
@@ -103,7 +99,7 @@ class KvReceiver(KvHalf):
             TransferError: as many links are open as fit the staging slots, or there is no carrier
                 to offer.
         """
-        self.credits.check_room(len(self._links))
+        self.credits.check_room(len(self.links))
         link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
         problems = []
         for name, carrier in self.carriers.items():
@@ -114,14 +110,14 @@ class KvReceiver(KvHalf):
                     problems.append(f"{name}: {exc}")
         if not link.offers:
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
-        self._links[link.token] = self._by_number[link.number] = link
+        self.links.append(link)
         return link
 
     def close(self, link: ReceiverLink) -> None:
         """End a link with all its credits, if it is open."""
-        if self._links.pop(link.token, None) is None:
+        if link not in self.links:
             return
-        del self._by_number[link.number]
+        self.links.remove(link)
         slots, messages = self.credits.close(link.number)
         self._receiving = [entry for entry in self._receiving if entry.link is not link]
         if link.inbound is None:
@@ -135,13 +131,13 @@ class KvReceiver(KvHalf):
     def post(self, link: ReceiverLink, message: JobRequest) -> bool:
         """Send a message about a job; return whether the link is open afterwards."""
         self._send_all([(link.number, message)])
-        return link.token in self._links
+        return link in self.links
 
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
         self.jobs = JobCallbacks()
-        for link in list(self._links.values()):
-            self.close(link)
+        # `super` without arguments does not find the class that `dataclass` made for the slots.
+        super(KvReceiver, self).close_all()
         self.unwatch(self.socket.fd)
         self.socket.close()
 
@@ -155,14 +151,9 @@ class KvReceiver(KvHalf):
         }
 
     @property
-    def num_links(self) -> int:
-        """Links that are open; from any thread."""
-        return len(self._links)
-
-    @property
     def tested_links(self) -> list[ReceiverLink]:
         """Links that jobs may use; from any thread."""
-        return [link for link in list(self._links.values()) if link.is_tested]
+        return [link for link in list(self.links) if link.is_tested]
 
     # Between two steps
 
@@ -183,7 +174,7 @@ class KvReceiver(KvHalf):
 
     def _poll(self, plan: StepPlan | None) -> bool:
         for token, message, body in self.socket.receive():
-            link = self._links.get(token)
+            link = next((link for link in self.links if link.token == token), None)
             if link is None:
                 self.stats.strays += 1  # mostly of a link that has just ended
                 continue
@@ -295,7 +286,7 @@ class KvReceiver(KvHalf):
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:
             self.stats.outcomes[outcome] += 1
-        if link.token not in self._links:
+        if link not in self.links:
             return
         messages = self.credits.empty(link.number, segment.credit)
         ack = Ack(segment.credit, segment.use, outcome)
@@ -323,19 +314,13 @@ class KvReceiver(KvHalf):
 
     def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
         for number, message in messages:
-            link = self._by_number.get(number)
+            link = next((link for link in self.links if link.number == number), None)
             if link is None:
                 continue
             try:
                 self.socket.send(link.token, message)
             except TransferError as exc:
                 self._lose(link, str(exc))
-
-    def _lose(self, link: ReceiverLink, reason: str) -> None:
-        if link.token in self._links:
-            self.stats.lost_links += 1
-            self.close(link)
-            self.on_link_lost(link, reason)
 
     def _end_quarantine(self) -> None:
         """Release staging slots of ended links once nothing writes to them or reads them."""

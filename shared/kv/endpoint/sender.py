@@ -12,7 +12,6 @@ never pass from one thread to another.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,10 +23,15 @@ from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.half import KvHalf
-from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, TEST_JOB, fill_test
+from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, fill_test
 from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
-from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderLink, choose_carrier
+from pagewire.shared.kv.endpoint.sender_link import (
+    OutgoingSegment,
+    SenderJob,
+    SenderLink,
+    choose_carrier,
+)
 from pagewire.shared.kv.endpoint.sockets import KvSockets, SenderSocket
 from pagewire.shared.kv.job_messages import JobReport, JobRequest
 from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
@@ -40,43 +44,22 @@ MAX_SENDS = 3  # of one segment
 DIVIDED_BYTES = 64 << 20
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A job in the engine.
-
-    Attributes:
-        unacknowledged: number of layer groups of blocks without an acknowledgement.
-        epoch: grows by one when the sequence loses its blocks.
-        resends: how often each cut was packed again.
-    """
-
-    name: str
-    link: SenderLink
-    queue: ExportQueue
-    unacknowledged: int
-    epoch: int = 0
-    resends: Counter[Cut] = field(default_factory=Counter)
-
-
 @dataclass(slots=True, kw_only=True)
-class KvSender(KvHalf):
+class KvSender(KvHalf[SenderLink]):
     """The step hook of a prefill engine: jobs and links.
 
     Attributes:
         sockets: makes the sockets of links.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
         on_failed: called with a failed job, its link, and why; its sequence has been freed.
-        on_link_lost: called with a link that has ended because of a fault, and why.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
     sockets: KvSockets
     on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
-    on_link_lost: Callable[[SenderLink, str], None] = lambda _link, _reason: None
     divided_bytes: int = DIVIDED_BYTES
-    links: list[SenderLink] = field(default_factory=list)
-    _jobs: dict[str, _Job] = field(default_factory=dict)
+    _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,7 +126,7 @@ class KvSender(KvHalf):
         slot_bytes = min(self.staging.slot_bytes, link.slot_bytes)
         units = max(0, num_blocks - first_block) * self.groups.count
         queue = ExportQueue(self.groups, slot_bytes, first_block)
-        self._jobs[job] = _Job(job, link, queue, units)
+        self._jobs[job] = SenderJob(job, link, queue, units)
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
         """Send a message; return whether the link is open afterwards."""
@@ -161,19 +144,9 @@ class KvSender(KvHalf):
             del self._jobs[job]
             self.core.abort(job)
 
-    def close_all(self) -> None:
-        """End all links; the engine's thread has ended."""
-        for link in list(self.links):
-            self.close(link)
-
     def fault_counts(self) -> dict[str, int]:
         """Return the number of faults so far, by kind."""
         return {"lost": self.stats.lost_links}
-
-    @property
-    def num_links(self) -> int:
-        """Links that are open; from any thread."""
-        return len(self.links)
 
     @property
     def num_jobs(self) -> int:
@@ -250,11 +223,11 @@ class KvSender(KvHalf):
                 return fill_test(self.moves, buffer[:nbytes], seed)
 
             try:
-                self._outgoing.launch(link, TEST_JOB, 0, TEST_CUT, nbytes, fill)
+                self._outgoing.launch(link, None, TEST_CUT, nbytes, fill)
             except TransferError as exc:
                 self._lose(link, str(exc))
 
-    def _pack(self, job: _Job) -> bool:
+    def _pack(self, job: SenderJob) -> bool:
         """Launch the packing of a job's next segment; return whether that was possible."""
         has_room = self._outgoing.has_room(job.link, len(self.links))
         ready = job.queue.take() if has_room else None
@@ -267,7 +240,7 @@ class KvSender(KvHalf):
             return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
 
         try:
-            self._outgoing.launch(job.link, job.name, job.epoch, cut, nbytes, pack)
+            self._outgoing.launch(job.link, job, cut, nbytes, pack)
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
@@ -283,13 +256,12 @@ class KvSender(KvHalf):
 
     def _send(self, packed: OutgoingSegment) -> None:
         """Send a segment, or free its staging slot and credit if nobody wants it any more."""
-        link, segment = packed.link, packed.segment
-        job = self._jobs.get(segment.job)
+        link, job, segment = packed.link, packed.job, packed.segment
         is_open = link in self.links
-        is_wanted = segment.job == TEST_JOB or (job is not None and job.link is link)
+        is_wanted = is_open and (job is None or self._jobs.get(job.name) is job)
         try:
             packed.pending.is_done()  # raises what has gone wrong
-            if is_open and is_wanted and (job is None or job.epoch == packed.epoch):
+            if is_wanted and (job is None or job.epoch == packed.epoch):
                 packed.pending = link.outbound.send(segment, packed.slot)
                 self._outgoing.writing.append(packed)
                 if job is not None:
@@ -297,7 +269,7 @@ class KvSender(KvHalf):
                 link.sent[segment.credit] = packed
                 self.stats.bytes[link.peer, link.carrier] += segment.nbytes
                 return
-            if is_open and is_wanted and job is not None:
+            if is_wanted and job is not None:
                 # The blocks went to another sequence while they were read.
                 job.queue.requeue(packed.cut)
             if is_open:
@@ -335,24 +307,21 @@ class KvSender(KvHalf):
         link.credits.acknowledge(ack.credit, ack.use)
         del link.sent[ack.credit]
         self._outgoing.may_pack = True
-        if sent.segment.job == TEST_JOB:
+        if (job := sent.job) is None:
             self._on_tested(link, sent, ack)
             return
-        job = self._jobs.get(sent.segment.job)
         self.stats.outcomes[ack.outcome] += 1
-        if job is None or job.link is not link:
-            return
-        if ack.outcome == "corrupt":
+        if ack.outcome != "corrupt":
+            job.unacknowledged -= sent.cut.num_units
+        elif self._jobs.get(job.name) is job:
             self._resend(job, sent.cut)
-            return
-        job.unacknowledged -= sent.cut.num_units
 
     def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
         if ack.outcome != "ok":
             raise TransferError(f"{link.carrier} does not bring what is sent")
         link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9
 
-    def _resend(self, job: _Job, cut: Cut) -> None:
+    def _resend(self, job: SenderJob, cut: Cut) -> None:
         job.resends[cut] += 1
         if job.resends[cut] >= MAX_SENDS:
             self._fail(job, f"a KV segment arrived corrupt {MAX_SENDS} times")
@@ -371,14 +340,8 @@ class KvSender(KvHalf):
                 del self._jobs[name]
                 self.core.abort(name)
 
-    def _fail(self, job: _Job, reason: str) -> None:
+    def _fail(self, job: SenderJob, reason: str) -> None:
         if self._jobs.get(job.name) is job:
             del self._jobs[job.name]
             self.core.abort(job.name)
             self.on_failed(job.name, job.link, reason)
-
-    def _lose(self, link: SenderLink, reason: str) -> None:
-        if link in self.links:
-            self.stats.lost_links += 1
-            self.close(link)
-            self.on_link_lost(link, reason)

@@ -1,8 +1,9 @@
-"""The sender's state of a KV link and its segments, and the choice of the link's carrier."""
+"""The sender's state of a KV link, its jobs and segments; the choice of the link's carrier."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.kv.endpoint.credits import SenderCredits
-from pagewire.shared.kv.endpoint.segments import Cut
+from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.kv.endpoint.sockets import SenderSocket
 from pagewire.shared.kv.messages import Segment
 
@@ -18,10 +19,30 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
+class SenderJob:
+    """A job in the engine.
+
+    Attributes:
+        name: of the job, and of its sequence in the engine.
+        unacknowledged: number of layer groups of blocks without an acknowledgement.
+        epoch: grows by one when the sequence loses its blocks.
+        resends: how often each cut was packed again.
+    """
+
+    name: str
+    link: SenderLink
+    queue: ExportQueue
+    unacknowledged: int
+    epoch: int = 0
+    resends: Counter[Cut] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
 class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
+        job: None for a test of the link.
         epoch: the job's `epoch` when the packing was launched; if it has grown since, the sequence
             has lost these blocks.
         cut: the part of the job that the segment has.
@@ -31,6 +52,7 @@ class OutgoingSegment:
     """
 
     link: SenderLink
+    job: SenderJob | None
     epoch: int
     cut: Cut
     segment: Segment

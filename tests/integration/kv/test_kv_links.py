@@ -54,7 +54,7 @@ def test_a_carrier_that_does_not_bring_what_is_sent_ends_the_link(kind: str) -> 
         pair.until(lambda: pair.prefill.lost)
         assert pair.prefill.lost == [(link.sent, f"{kind} does not bring what is sent")]
         assert (link.is_tested, pair.prefill.sender.stats.lost_links) == (False, 1)
-        assert (pair.prefill.sender.num_links, pair.decode.receiver.num_links) == (0, 0)
+        assert (len(pair.prefill.sender.links), len(pair.decode.receiver.links)) == (0, 0)
         pair.finish()
 
 
@@ -81,7 +81,7 @@ def test_without_a_common_carrier_the_error_says_why_for_each() -> None:
         with pytest.raises(TransferError) as raised:
             pair.connect(pair.prefill, pair.decode)
         assert str(raised.value) == why + "wire is cut)"
-        assert (pair.prefill.sender.num_links, pair.decode.receiver.num_links) == (0, 0)
+        assert (len(pair.prefill.sender.links), len(pair.decode.receiver.links)) == (0, 0)
         link = pair.open(pair.prefill, pair.decode)
         assert link.sent.carrier == link.received.carrier == "zmq"
         pair.ask(PROMPT)
@@ -95,7 +95,7 @@ def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
             pair.decode.receiver.offer("p0", without={"loopback"})
         with pytest.raises(TransferError, match=r"no carrier for p0 \(none\)"):
             pair.decode.receiver.offer("p0", without={"loopback", "zmq"})
-        assert pair.decode.receiver.num_links == 0
+        assert len(pair.decode.receiver.links) == 0
 
 
 def test_only_what_was_offered_is_accepted() -> None:

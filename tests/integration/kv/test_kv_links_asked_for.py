@@ -54,7 +54,7 @@ def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
             error = await decode.say_hello(slot_bytes=SMALLEST - missing)
             wanted = f"a staging slot of decode-0 has {SMALLEST - 1} bytes, and a block takes"
             assert (error or "").startswith(wanted) if missing else not error
-            assert p.sender.num_links == 1 - missing
+            assert len(p.sender.links) == 1 - missing
 
     run_async(scenario())
 
@@ -67,7 +67,7 @@ def test_an_endpoint_that_is_none_is_refused_by_name(endpoint: str) -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
             assert repr(endpoint) in (await decode.say_hello(endpoint=endpoint) or "")
-            assert not p.sender.num_links
+            assert not len(p.sender.links)
             assert await decode.say_hello(link=2) is None  # the connection goes on
 
     run_async(scenario())
@@ -85,8 +85,8 @@ def test_an_endpoint_where_nobody_listens_costs_others_nothing() -> None:
                 await d.link_to(p)
                 router.generate()
                 await router.answer()
-                assert p.sender.num_links == 2
-            await eventually(lambda: p.sender.num_links == 1)
+                assert len(p.sender.links) == 2
+            await eventually(lambda: len(p.sender.links) == 1)
 
     run_async(scenario())
 
@@ -106,7 +106,7 @@ def test_a_second_hello_replaces_the_first_link() -> None:
             for number in (1, 2):
                 assert await decode.say_hello(link=number) is None
                 await p.engine.call(lambda _core: None, 5)
-                assert p.sender.num_links == 1
+                assert len(p.sender.links) == 1
 
     run_async(scenario())
 
@@ -120,7 +120,7 @@ def test_a_decode_worker_that_leaves_right_after_its_hello_is_forgotten() -> Non
             await eventually(lambda: not p.server.peers)
             await asyncio.sleep(0.1)
             await p.engine.call(lambda _core: None, 5)
-            assert not p.sender.num_links
+            assert not len(p.sender.links)
 
     run_async(scenario())
 
@@ -162,7 +162,7 @@ def test_a_busy_engine_leaves_no_link_that_nobody_waits_for() -> None:
             with p.stuck():
                 assert "the engine is busy" in (await decode.say_hello() or "")
             await p.engine.call(lambda _core: None, 5)
-            assert not p.sender.num_links
+            assert not len(p.sender.links)
 
     run_async(scenario())
 
@@ -180,7 +180,7 @@ def test_a_link_is_tested_although_another_ones_segments_fill_the_senders_stagin
             router.generate()
             await eventually(lambda: not p.staging.num_free)
             second.records = [p.record()]
-            await eventually(lambda: p.sender.num_links == 2)
+            await eventually(lambda: len(p.sender.links) == 2)
             await asyncio.sleep(0.2)  # the new link gets its credits
             p.device.has_moved = True
             await eventually(lambda: second.is_linked())

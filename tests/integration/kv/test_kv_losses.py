@@ -166,7 +166,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
 
 def _is_lost_by(pair: KvPair) -> bool:
     pair.clock.now += TIMEOUT_S / 2  # segments that were sent meanwhile have their time, too
-    return not pair.prefill.sender.num_links
+    return not len(pair.prefill.sender.links)
 
 
 @CARRIERS

@@ -61,7 +61,7 @@ def test_its_requests_are_answered_and_it_may_come_back(phase: str, number: Sign
             router.generate("again", prompt_of(40, first=3))
             await router.answer("again")
             assert router.prefilled_by("again") == "prefill-0"
-            await eventually(lambda: d.receiver.num_links == 2)
+            await eventually(lambda: len(d.receiver.links) == 2)
             assert not d.local_prefills("failed")
 
     with contextlib.ExitStack() as stack:
