@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -105,21 +107,21 @@ async def open_endpoint(
             engine.thread.watch(fd)
             stack.callback(engine.thread.unwatch, fd)
         carriers[name] = carrier
-    common: dict[str, Any] = {
-        "core": engine.core,
-        "moves": engine.moves,
-        "staging": staging,
-        "groups": engine.groups,
-        "carriers": carriers,
-        "timeout_s": settings.transfer_timeout_s,
-        "watch": engine.thread.watch,
-        "unwatch": engine.thread.unwatch,
-    }
-    half: KvSender | KvReceiver
+    make: Callable[..., KvSender | KvReceiver]
     if role == "prefill":
-        half = KvSender(sockets=sockets, **common)
+        make = partial(KvSender, sockets=sockets)
     else:
         socket = ReceiverSocket(sockets, settings.host, advertise_host)
-        half = KvReceiver(socket=socket, **common)
+        make = partial(KvReceiver, socket=socket)
+    half = make(
+        core=engine.core,
+        moves=engine.moves,
+        staging=staging,
+        groups=engine.groups,
+        carriers=carriers,
+        timeout_s=settings.transfer_timeout_s,
+        watch=engine.thread.watch,
+        unwatch=engine.thread.unwatch,
+    )
     stack.callback(half.close_all)
     return half

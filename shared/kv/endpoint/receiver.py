@@ -136,8 +136,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
         self.jobs = JobCallbacks()
-        # `super` without arguments does not find the class that `dataclass` made for the slots.
-        super(KvReceiver, self).close_all()
+        KvHalf.close_all(self)
         self.unwatch(self.socket.fd)
         self.socket.close()
 

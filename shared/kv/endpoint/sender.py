@@ -89,7 +89,8 @@ class KvSender(KvHalf[SenderLink]):
         except BaseException:  # whatever a carrier raises
             socket.close()
             raise
-        link = SenderLink(hello.worker_id, name, hello.slot_bytes, socket, outbound)
+        slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
+        link = SenderLink(hello.worker_id, name, slot_bytes, socket, outbound)
         self.links.append(link)
         self.watch(socket.fd)
         if not self.post(link, Open(name, outbound.reply)):
@@ -123,9 +124,8 @@ class KvSender(KvHalf[SenderLink]):
         """
         if link not in self.links:
             raise TransferError("the KV link is gone")
-        slot_bytes = min(self.staging.slot_bytes, link.slot_bytes)
         units = max(0, num_blocks - first_block) * self.groups.count
-        queue = ExportQueue(self.groups, slot_bytes, first_block)
+        queue = ExportQueue(self.groups, link.slot_bytes, first_block)
         self._jobs[job] = SenderJob(job, link, queue, units)
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
@@ -217,7 +217,7 @@ class KvSender(KvHalf[SenderLink]):
         """Launch a link's test, once there is room for it."""
         if self._outgoing.has_room(link, len(self.links)):
             link.is_tested = True
-            nbytes = min(self.staging.slot_bytes, link.slot_bytes, MAX_TEST_BYTES)
+            nbytes = min(link.slot_bytes, MAX_TEST_BYTES)
 
             def fill(buffer: torch.Tensor, seed: int) -> PendingMove:
                 return fill_test(self.moves, buffer[:nbytes], seed)

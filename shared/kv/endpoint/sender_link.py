@@ -68,7 +68,7 @@ class SenderLink:
     Attributes:
         peer: name of the decode worker.
         carrier: name of the carrier.
-        slot_bytes: size of the receiver's staging slots.
+        slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         gb_per_s: speed of the test, from its launch to its acknowledgement.
     """
 
