@@ -25,6 +25,12 @@ _BOUNDS = (*_LOW, *_HIGH)
 _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _ANNOTATIONS = {"default", "examples"}
 _OF_VALUES = {"const", "enum", *_ANNOTATIONS}
+# What JSON Schema defines; llguidance refuses those that it cannot follow.
+_FORMATS = {
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
+    *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
+    *("json-pointer", "relative-json-pointer", "regex"),
+}
 _TOO_DEEP = "it is nested too deeply"
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -94,6 +100,8 @@ def _is_idle(key: str, value: Any) -> bool:
     """
     if key == "propertyNames":
         return value is True or value in ({}, {"type": "string"})
+    if key == "format":  # others, such as pydantic's "password" and OpenAPI's "int64", say nothing
+        return isinstance(value, str) and value not in _FORMATS
     if key == "maxLength":
         return type(value) is int and value >= _MOST_CHARS
     return key == "uniqueItems" and value is False

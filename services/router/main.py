@@ -150,7 +150,8 @@ class _Server(HttpServer):
                 async with asyncio.timeout(min(left, DRAIN_REPORT_S)):
                     await self._must_cut.wait()
         if tasks:
-            logger.warning("the drain time is over: %d requests are cut", len(tasks))
+            why = "asked again to stop" if self._must_cut.is_set() else "the drain time is over"
+            logger.warning("%s: %d requests are cut", why, len(tasks))
         for task in list(tasks):  # `CutRequests` answers them
             task.cancel()
         await asyncio.sleep(CUT_S)

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.text.tool_arguments import decode_arguments
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_CALLS = 128  # of one message
@@ -185,9 +186,8 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     if content is None and role == "assistant" and (said.tool_calls or _reasoning(said)):
         return ""
     # An answer may have been empty, and its client sends the whole conversation again. So may a
-    # tool's result.
-    may_be_empty = role in ("assistant", "tool")
-    if not isinstance(content, str) or not (content or may_be_empty):
+    # tool's result, and the system prompt of an application whose user has written none.
+    if not isinstance(content, str) or (role == "user" and not content):
         raise InvalidRequestError(f"{field} must be text that is not empty", field)
     return content
 
@@ -209,7 +209,7 @@ def _call(place: str, call: CalledTool) -> dict[str, Any]:
     if isinstance(arguments, str):
         field = f"{place}.function.arguments"
         try:
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            arguments = decode_arguments(arguments)
         except UNDECODABLE as exc:
             raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
     function = {"name": call.function.name, "arguments": arguments}

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from pagewire.services.router.http.bodies.reader import PROCESSES, THREAD_BODY_BYTES
+from pagewire.services.router.http.requests.http_io import UNCOUNTED_BYTES
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.body_processes import stopped_body_processes
@@ -186,11 +187,13 @@ def test_one_request_takes_a_quarter_of_the_queue_at_most(redis_url):
     scenario_of(redis_url, scenario, max_queue=16)
 
 
-async def begin_request(router: LiveRouter, prompt: str = "Hi") -> asyncio.StreamWriter:
+async def begin_request(
+    router: LiveRouter, prompt: str = "Hi", **fields: str
+) -> asyncio.StreamWriter:
     """Announce a body and send half of it."""
     host, _, port = router.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    raw = json.dumps(body(prompt=prompt, max_tokens=1)).encode()
+    raw = json.dumps(body(prompt=prompt, max_tokens=1) | fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw[: len(raw) // 2])
     await writer.drain()
@@ -200,7 +203,8 @@ async def begin_request(router: LiveRouter, prompt: str = "Hi") -> asyncio.Strea
 def test_bodies_that_dribble_keep_nobody_out(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         bodies = router.service.bodies
-        writers = [await begin_request(router) for _ in range(8)]
+        ignored = "x" * (3 * UNCOUNTED_BYTES)
+        writers = [await begin_request(router, ignored=ignored) for _ in range(8)]
         await eventually(lambda: bodies.held > 0)
         assert (await router.complete(prompt="Hi", n=2, max_tokens=1)).status_code == 200
         for writer in writers:
@@ -214,15 +218,18 @@ def test_bodies_in_memory_are_bounded(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         bodies = router.service.bodies
         bodies.limit = 10_000
-        writer = await begin_request(router, prompt="Hi " * 6000)
-        await eventually(lambda: bodies.held > 9_000)
-        response = await router.complete(prompt="Hi " * 1000, max_tokens=1)
+        large = {"prompt": "Hi", "max_tokens": 1, "ignored": "x" * (UNCOUNTED_BYTES + 6_000)}
+        writer = await begin_request(router, ignored="x" * (2 * UNCOUNTED_BYTES + 12_000))
+        await eventually(lambda: bodies.held > 5_000)
+        response = await router.complete(**large)
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
-        assert (await router.complete(prompt="Hi", max_tokens=1)).status_code == 200
+        bodies.limit = bodies.held  # large bodies take all of it
+        assert (await router.complete(prompt="Hi " * 500, max_tokens=1)).status_code == 200
         writer.close()
         await eventually(lambda: bodies.held == 0)
-        assert (await router.complete(prompt="Hi " * 500, max_tokens=1)).status_code == 200
+        bodies.limit = 10_000
+        assert (await router.complete(**large)).status_code == 200
 
     scenario_of(redis_url, scenario)
 

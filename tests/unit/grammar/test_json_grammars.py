@@ -59,6 +59,13 @@ def tagged(schema: dict[str, Any]) -> StructuredOutputs:
         ({"properties": {"of": LIST}, "type": "object"}, ['{"of": [1, 1]}'], ['{"of": ["a"]}']),
         (NAMED, ['{"propertyNames": "x"}'], ["{}", '{"propertyNames": "x", "uniqueItems": 1}']),
         (CONST, ['{"uniqueItems": false}'], ["{}"]),
+        ({"type": "string", "format": "password"}, ['"a"'], ["1"]),
+        ({"type": "integer", "format": "int64"}, ["1"], ['"a"']),
+        (
+            {"properties": {"format": {"const": 1}}, "type": "object"},
+            ['{"format": 1}'],
+            ['{"format": 2}'],
+        ),
         ({"enum": [LIST]}, [json.dumps(LIST)], ["{}"]),
     ],
 )

@@ -47,8 +47,8 @@ def test_a_message_that_is_empty_or_no_text_is_refused(message):
     assert refused_field([GOOD, message]) == "messages[1].content"
 
 
-def test_an_empty_answer_may_be_part_of_the_conversation():
-    turns = [("user", "Hi"), ("assistant", ""), ("user", "Are you there?")]
+def test_empty_answers_and_system_prompts_may_be_part_of_the_conversation():
+    turns = [("system", ""), ("user", "Hi"), ("assistant", ""), ("user", "Are you there?")]
     assert chat([{"role": role, "content": content} for role, content in turns]).prompts
 
 

@@ -14,6 +14,7 @@ from pagewire.services.router.http.inputs.generation import GenerationInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import UNDECODABLE
 from pagewire.shared.text.answer_text import TextDelta
+from pagewire.shared.text.tool_arguments import decode_arguments
 from pagewire.shared.tools.answer import answer_parser, read_delta
 from pagewire.shared.tools.events import (
     AnswerEvent,
@@ -181,7 +182,7 @@ def _content(events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
 def _arguments(text: str) -> dict[str, Any]:
     """Return a call's arguments; none if the answer was cut within them."""
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return decode_arguments(text)
     except UNDECODABLE:
         return {}
 

@@ -31,7 +31,8 @@ from pagewire.shared.text.answer_text import TextDelta
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
-MAX_BODIES_BYTES = 256 << 20  # of all requests together
+MAX_BODIES_BYTES = 256 << 20  # of all requests together, beyond the first bytes of each
+UNCOUNTED_BYTES = 64 << 10  # the first ones of each body
 BODY_TIMEOUT_S = 60.0
 BODY_SILENCE_S = 10.0  # without a byte of it
 
@@ -39,7 +40,9 @@ BODY_SILENCE_S = 10.0  # without a byte of it
 class BodyMemory:
     """Bounds the memory of all request bodies while they arrive and are read.
 
-    Bytes are counted, not requests, so that a client that sends slowly does not block others.
+    Bytes are counted, not requests, so that a client that sends slowly does not block others. The
+    first `UNCOUNTED_BYTES` of each body are not: the number of connections bounds them, and usual
+    requests are read even while large bodies take all the rest.
 
     Attributes:
         held: bytes in use now.
@@ -50,19 +53,28 @@ class BodyMemory:
         self.limit = limit
         self.held = 0
 
-    def take(self, nbytes: int) -> None:
-        """Count bytes that have arrived.
+    def grow(self, before: int, after: int) -> None:
+        """Count the bytes by which a body grows.
+
+        Args:
+            before: its size so far.
+            after: its size with what has arrived.
 
         Raises:
-            OverloadedError: they are more than there is room for.
+            OverloadedError: there is no room for them.
         """
-        if self.held + nbytes > self.limit:
+        nbytes = _counted(after) - _counted(before)
+        if nbytes and self.held + nbytes > self.limit:
             raise OverloadedError(f"{self.held} bytes of request bodies are being read")
         self.held += nbytes
 
-    def give_back(self, nbytes: int) -> None:
-        """Stop counting bytes."""
-        self.held -= nbytes
+    def give_back(self, size: int) -> None:
+        """Stop counting a body of this size."""
+        self.held -= _counted(size)
+
+
+def _counted(size: int) -> int:
+    return max(0, size - UNCOUNTED_BYTES)
 
 
 @asynccontextmanager
@@ -100,7 +112,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
                 silence.reschedule(min(loop.time() + BODY_SILENCE_S, end))
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
-                memory.take(len(chunk))
+                memory.grow(len(body), len(body) + len(chunk))
                 body += chunk
     except TimeoutError as exc:
         raise BodyTimeoutError(

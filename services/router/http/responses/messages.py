@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from pagewire.services.router.http.responses.bodies import Item, Part
 from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.text.tool_arguments import decode_arguments
 
 
 class Messages:
@@ -77,7 +76,7 @@ class Messages:
         call_id = _needed(item.call_id, place, "call_id")
         field = f"{place}.arguments"
         try:
-            arguments = msgspec.json.decode(item.arguments or "{}", type=dict[str, Any])
+            arguments = decode_arguments(item.arguments or "{}")
         except UNDECODABLE as exc:
             raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
         message = self._open
