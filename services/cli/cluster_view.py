@@ -82,6 +82,11 @@ class ClusterView(msgspec.Struct, frozen=True):
         return {each.id: each.epoch for each in everyone if each.state == "ready"}
 
     @property
+    def missing_links(self) -> list[tuple[str, str]]:
+        """Prefill and decode workers that have no KV link yet."""
+        return [(peer, each.id) for each in self.services for peer in each.missing_links]
+
+    @property
     def problem(self) -> str:
         """Why the cluster is not ready; empty if it is."""
         if self.ok:

@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.cluster_view import ClusterView, Service, fetch_cluster_view
 from pagewire.services.cli.program import own_command
+from pagewire.services.router.cluster.startup import LINK_WAIT_S
 from pagewire.shared.errors import PagewireError, ProtocolError
 from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
 from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets, joined
 
 METRICS_TIMEOUT_S = 2.0
 WAIT_POLL_S = 0.2
-LINK_WAIT_S = 15.0
 
 WORKER_SAMPLES = {
     "pagewire_requests_running": "running",
@@ -153,7 +153,7 @@ async def wait_until_ready(
     Raises:
         NotReadyError: the cluster was not ready in time; the message says why.
     """
-    deadline_s, ready_s, told = time.monotonic() + timeout_s, math.inf, ""
+    deadline_s, ready_s, known = time.monotonic() + timeout_s, math.inf, ""
     while True:
         view = await fetch_cluster_view(client, url)
         now_s = time.monotonic()
@@ -164,8 +164,8 @@ async def wait_until_ready(
             return
         if now_s > deadline_s:
             raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {missing}")
-        if missing != told:
-            told = missing
+        if missing != known:
+            known = missing
             notify(missing)
         await asyncio.sleep(WAIT_POLL_S)
 
@@ -174,7 +174,7 @@ def _missing(view: ClusterView | None) -> str:
     """Return what keeps a cluster from being ready and linked; empty if nothing does."""
     if view is None or not view.model:
         return "no Pagewire router answers there"
-    links = [f"{peer} -> {each.id}" for each in view.services for peer in each.missing_links]
+    links = [f"{prefill} -> {decode}" for prefill, decode in view.missing_links]
     return view.problem or (f"no KV link yet: {', '.join(links)}" if links else "")
 
 

@@ -100,9 +100,8 @@ def _rows(view: ClusterView, facts: ReadyFacts) -> Iterator[tuple[str, str]]:
     yield "Workers", ", ".join(sorted(service.id for service in view.services))
     links = link_lines(view.services)
     links += [
-        f"{peer} -> {service.id}: no link yet; {service.id} computes prompts itself"
-        for service in view.services
-        for peer in service.missing_links
+        f"{prefill} -> {decode}: no link yet; {decode} computes prompts itself"
+        for prefill, decode in view.missing_links
     ]
     if not any(service.role == "prefill" for service in view.services):
         links = ["none: decode workers prefill for themselves"]

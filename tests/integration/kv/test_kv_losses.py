@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
+from pagewire.tests.support.fake_engine import make_sequence
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S
 
@@ -269,3 +270,18 @@ def test_a_worker_that_restarts_is_linked_again(kind: str) -> None:
         pair.decode.device.has_moved = True
         pair.finish()
         assert [link.prefill.name for link in request.tried] == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "link closed"])
+def test_a_job_whose_receiver_has_all_blocks_ends_before_its_first_token(end: str) -> None:
+    with kv_pair("loopback") as pair:
+        sender, core, link = pair.prefill.sender, pair.prefill.core, pair.link.sent
+        core.add(make_sequence("job", list(range(12)), prefill_only=True))
+        sender.export("job", link, first_block=3, num_blocks=3)
+        sender.after_launch(None)
+        assert (sender.num_jobs, core.get("job") is None) == (1, False)
+        if end == "cancelled":
+            sender.cancel("job", link)
+        else:
+            sender.close(link)
+        assert (sender.num_jobs, core.get("job")) == (0, None)

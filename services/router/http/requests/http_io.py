@@ -61,7 +61,7 @@ class BodyMemory:
             after: its size with what has arrived.
 
         Raises:
-            OverloadedError: there is no room for them.
+            OverloadedError: the limit is reached.
         """
         nbytes = _counted(after) - _counted(before)
         if nbytes and self.held + nbytes > self.limit:
