@@ -15,6 +15,9 @@ from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Coun
 from pagewire.shared.errors import UNDECODABLE, ProtocolError
 
 MAX_RECORD_BYTES = 1 << 20
+# How long the KV links of ready workers are waited for: a decode worker without one computes
+# prompts itself.
+LINK_WAIT_S = 15.0
 
 _Endpoint = Annotated[str, Meta(max_length=512)]
 _Name = Annotated[str, Meta(max_length=64)]

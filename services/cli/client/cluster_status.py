@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.cluster_view import ClusterView, Service, fetch_cluster_view
 from pagewire.services.cli.program import own_command
-from pagewire.services.router.cluster.startup import LINK_WAIT_S
+from pagewire.shared.cluster.worker_record import LINK_WAIT_S
 from pagewire.shared.errors import PagewireError, ProtocolError
 from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
 from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets, joined
@@ -141,8 +141,7 @@ async def wait_until_ready(
 ) -> None:
     """Wait until a cluster is ready; there may be nothing at the URL yet.
 
-    A ready cluster's KV links are waited for, too, for `LINK_WAIT_S` at most: a decode worker
-    without a link computes prompts itself.
+    A ready cluster's KV links are waited for, too, for `LINK_WAIT_S` at most.
 
     Args:
         client: owned by the caller.

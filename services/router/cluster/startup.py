@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-# A decode worker without a link computes prompts itself, so the wait for links is bounded.
-LINK_WAIT_S = 15.0
+from pagewire.shared.cluster.worker_record import LINK_WAIT_S
 
 
 class Startup:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagewire.services.router.cluster.startup import LINK_WAIT_S, Startup
+from pagewire.services.router.cluster.startup import Startup
+from pagewire.shared.cluster.worker_record import LINK_WAIT_S
 
 
 def prefill(state: str = "ready") -> dict[str, Any]:
