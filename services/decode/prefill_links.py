@@ -39,6 +39,7 @@ class PrefillLink:
     opening: asyncio.Task[None] = field(init=False)
 
 
+@dataclass(slots=True)
 class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
 
@@ -46,7 +47,7 @@ class PrefillLinks:
     carrier whose test fails is not offered to that run of the prefill worker again, unless all
     carriers have failed: then all are offered again.
 
-    Args:
+    Attributes:
         identity: this worker's name and epoch.
         engine: its thread uses the links.
         receiver: this worker's half of the KV endpoint.
@@ -58,28 +59,23 @@ class PrefillLinks:
         timeout_s: for each step of opening a link.
     """
 
-    def __init__(
-        self,
-        identity: WorkerIdentity,
-        engine: EngineHandle,
-        receiver: KvReceiver,
-        workers: Callable[[], Sequence[WorkerRecord]],
-        keys: ClusterKeys,
-        tasks: TaskSet,
-        *,
-        heartbeat_s: float,
-        lease_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._identity, self._engine, self._receiver = identity, engine, receiver
-        self._workers, self._keys, self._tasks = workers, keys, tasks
-        self._heartbeat_s, self._lease_s, self._timeout_s = heartbeat_s, lease_s, timeout_s
-        self._links: dict[str, PrefillLink] = {}
-        self._keeping: asyncio.Task[None] | None = None
-        self._unfit: dict[tuple[str, int], set[str]] = {}  # failed carriers, by worker and epoch
-        self._complaints = Complaints(logger)
-        receiver.on_link_tested = engine.in_loop(self._on_tested)
-        receiver.on_link_lost = engine.in_loop(self._on_kv_lost)
+    identity: WorkerIdentity
+    engine: EngineHandle
+    receiver: KvReceiver
+    workers: Callable[[], Sequence[WorkerRecord]]
+    keys: ClusterKeys
+    tasks: TaskSet
+    heartbeat_s: float
+    lease_s: float
+    timeout_s: float
+    _links: dict[str, PrefillLink] = field(default_factory=dict)
+    _keeping: asyncio.Task[None] | None = None
+    _unfit: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # see `_leave_out`
+    _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
+
+    def __post_init__(self) -> None:
+        self.receiver.on_link_tested = self.engine.in_loop(self._on_tested)
+        self.receiver.on_link_lost = self.engine.in_loop(self._on_kv_lost)
 
     @property
     def open_epochs(self) -> dict[str, int]:
@@ -89,13 +85,13 @@ class PrefillLinks:
 
     def start(self) -> None:
         """Open links as workers appear."""
-        self._keeping = self._tasks.spawn(self._keep_open(), "keeping links to prefill workers")
+        self._keeping = self.tasks.spawn(self._keep_open(), "keeping links to prefill workers")
 
     async def _keep_open(self) -> None:
         while True:
-            for record in self._workers():
+            for record in self.workers():
                 self._follow(record)
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(self.heartbeat_s)
 
     def _follow(self, record: WorkerRecord) -> None:
         """Open a link to a worker's current run, unless there is one or it is being opened."""
@@ -104,7 +100,7 @@ class PrefillLinks:
             self._lose(link, "it was restarted")
         if record.worker_id not in self._links and record.state == "ready":
             link = self._links[record.worker_id] = self._new_link(record)
-            link.opening = self._tasks.spawn(self._try_open(link), f"link to {record.worker_id}")
+            link.opening = self.tasks.spawn(self._try_open(link), f"link to {record.worker_id}")
 
     async def _try_open(self, link: PrefillLink) -> None:
         try:
@@ -118,7 +114,7 @@ class PrefillLinks:
         Raises:
             PagewireError, TimeoutError: one of these steps failed.
         """
-        record, timeout_s = link.record, self._timeout_s
+        record, timeout_s = link.record, self.timeout_s
         pong = await link.client.connect(timeout_s)
         if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
             raise ChannelError(f"{record.endpoint} now belongs to another worker")
@@ -139,20 +135,20 @@ class PrefillLinks:
 
         def make_offer(_core: EngineCore) -> ReceiverLink:
             # Set in the engine's thread: `_end` closes the link there, even if this call timed out.
-            link.kv = self._receiver.offer(link.record.worker_id, without)
+            link.kv = self.receiver.offer(link.record.worker_id, without)
             return link.kv
 
-        kv = await self._engine.call(make_offer, self._timeout_s)
+        kv = await self.engine.call(make_offer, self.timeout_s)
         link.client.post(
             KvHello(
-                worker_id=self._identity.worker_id,
-                epoch=self._identity.epoch,
-                layout=self._engine.layout,
+                worker_id=self.identity.worker_id,
+                epoch=self.identity.epoch,
+                layout=self.engine.layout,
                 link=kv.number,
                 token=kv.token,
-                endpoint=self._receiver.socket.endpoint,
+                endpoint=self.receiver.socket.endpoint,
                 carriers=kv.offers,
-                slot_bytes=self._receiver.staging.slot_bytes,
+                slot_bytes=self.receiver.staging.slot_bytes,
             )
         )
         return kv
@@ -167,12 +163,12 @@ class PrefillLinks:
 
         client = ControlClient(
             record.endpoint,
-            self._keys,
-            make_client_id(self._identity.worker_id),
+            self.keys,
+            make_client_id(self.identity.worker_id),
             on_message,
             lambda reason: self._lose(link, reason),
-            heartbeat_s=self._heartbeat_s,
-            lease_s=self._lease_s,
+            heartbeat_s=self.heartbeat_s,
+            lease_s=self.lease_s,
         )
         link = PrefillLink(record, client)
         return link
@@ -191,13 +187,13 @@ class PrefillLinks:
 
     def _leave_out(self, link: PrefillLink) -> None:
         """Note that a link's carrier failed its test; if all have failed, offer all again."""
-        known = {(worker.worker_id, worker.epoch) for worker in self._workers()}
+        known = {(worker.worker_id, worker.epoch) for worker in self.workers()}
         self._unfit = {run: unfit for run, unfit in self._unfit.items() if run in known}
         run = link.record.worker_id, link.record.epoch
         unfit = self._unfit.pop(run, set())
         if link.kv is not None and link.kv.carrier:
             unfit = unfit | {link.kv.carrier}
-            if not unfit.issuperset(self._receiver.carriers):
+            if not unfit.issuperset(self.receiver.carriers):
                 self._unfit[run] = unfit
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
@@ -218,9 +214,9 @@ class PrefillLinks:
 
         def close(_core: EngineCore) -> None:
             if link.kv is not None:
-                self._receiver.close(link.kv)
+                self.receiver.close(link.kv)
 
-        self._engine.submit(close, admitted=True)
+        self.engine.submit(close, admitted=True)
 
     def close(self) -> None:
         """Close all connections and stop opening others."""

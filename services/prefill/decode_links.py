@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -39,10 +39,11 @@ class _Peer:
     link: SenderLink | None = None
 
 
+@dataclass(slots=True)
 class DecodeLinks:
     """Opens the links that decode workers offer, and closes them when their connections end.
 
-    Args:
+    Attributes:
         engine: its thread uses the links.
         sender: this worker's half of the KV endpoint.
         post: sends a control message to a connection.
@@ -50,25 +51,22 @@ class DecodeLinks:
         timeout_s: for each step of opening a link.
     """
 
-    def __init__(
-        self,
-        engine: EngineHandle,
-        sender: KvSender,
-        post: Callable[[str, ControlMessage], object],
-        tasks: TaskSet,
-        timeout_s: float,
-    ) -> None:
-        self._engine, self._sender, self._post = engine, sender, post
-        self._tasks, self._timeout_s = tasks, timeout_s
-        self._peers: dict[str, _Peer] = {}  # by connection
-        self._complaints = Complaints(logger)
-        sender.on_link_lost = engine.in_loop(self._on_lost)
+    engine: EngineHandle
+    sender: KvSender
+    post: Callable[[str, ControlMessage], object]
+    tasks: TaskSet
+    timeout_s: float
+    _peers: dict[str, _Peer] = field(default_factory=dict)  # by connection
+    _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
+
+    def __post_init__(self) -> None:
+        self.sender.on_link_lost = self.engine.in_loop(self._on_lost)
 
     def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a decode worker offers, or refuse it, in a background task."""
         self.close(peer_id)  # an earlier link or attempt of this connection
         peer = self._peers[peer_id] = _Peer(hello)
-        self._tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
+        self.tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
 
     async def _open(self, peer_id: str, peer: _Peer) -> None:
         hello = peer.hello
@@ -79,7 +77,7 @@ class DecodeLinks:
             self._complaints.say(hello.worker_id, hello.epoch, text)
             if self._peers.get(peer_id) is peer:
                 self.close(peer_id)
-            self._post(peer_id, KvRefusal(link=hello.link, error=clip_text(str(exc))))
+            self.post(peer_id, KvRefusal(link=hello.link, error=clip_text(str(exc))))
         else:
             self._complaints.forget(hello.worker_id, hello.epoch)
             logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
@@ -87,12 +85,12 @@ class DecodeLinks:
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
         difference = hello.layout.difference(
-            self._engine.layout, hello.worker_id, "the prefill worker"
+            self.engine.layout, hello.worker_id, "the prefill worker"
         )
         if difference is not None:
             raise LayoutMismatchError(difference)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 endpoint = await numeric_endpoint(hello.endpoint)
         except OSError as exc:
             raise TransferError(f"cannot resolve {hello.endpoint!r}: {exc}") from exc
@@ -102,10 +100,10 @@ class DecodeLinks:
 
         def connect(_core: EngineCore) -> SenderLink:
             # Set in the engine's thread: `close` ends the link there, even if this call timed out.
-            peer.link = self._sender.connect(resolved)
+            peer.link = self.sender.connect(resolved)
             return peer.link
 
-        return await self._engine.call(connect, self._timeout_s)
+        return await self.engine.call(connect, self.timeout_s)
 
     def close(self, peer_id: str) -> None:
         """End the link of a connection, if it has one."""
@@ -115,13 +113,13 @@ class DecodeLinks:
 
         def close(_core: EngineCore) -> None:
             if peer.link is not None:
-                self._sender.close(peer.link)
+                self.sender.close(peer.link)
 
-        self._engine.submit(close, admitted=True)
+        self.engine.submit(close, admitted=True)
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:
         """Notify the decode worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
             number = self._peers.pop(peer_id).hello.link
-            self._post(peer_id, KvRefusal(link=number, error=clip_text(reason)))
+            self.post(peer_id, KvRefusal(link=number, error=clip_text(reason)))

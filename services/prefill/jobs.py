@@ -83,6 +83,10 @@ class PrefillJobs:
         """Jobs that have not ended, their blocks included; may be called in any thread."""
         return self._sender.num_jobs
 
+    def expect_soon(self) -> None:
+        """Have the engine's thread awake when the next job comes. From any thread."""
+        self._engine.submit(lambda _core: self._sender.expect_job(), admitted=True)
+
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):
             job = self._jobs.get(message.job_id)

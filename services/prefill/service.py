@@ -11,7 +11,13 @@ import logging
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.jobs import PrefillJobs
-from pagewire.shared.control.protocol import Cancel, ControlMessage, Embed, KvHello
+from pagewire.shared.control.protocol import (
+    Cancel,
+    ControlMessage,
+    Embed,
+    KvHello,
+    PrefillSoon,
+)
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 
@@ -46,6 +52,8 @@ class PrefillService:
         match message:
             case KvHello():
                 self._links.open(peer_id, message)
+            case PrefillSoon():
+                self._jobs.expect_soon()
             case Embed():
                 self._embeddings.start(peer_id, message)
             case Cancel():

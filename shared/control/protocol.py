@@ -25,7 +25,7 @@ from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -118,6 +118,10 @@ class Cancel(Message, frozen=True, kw_only=True):
     """Stop a request and free its resources; no answer is sent."""
 
     request_id: Id
+
+
+class PrefillSoon(Message, frozen=True):
+    """A decode worker is about to send this prefill worker a job: it should be awake by then."""
 
 
 class Embed(Message, frozen=True, kw_only=True):
@@ -309,7 +313,16 @@ class KvRefusal(Message, frozen=True, kw_only=True):
 
 
 ControlMessage = (
-    Ping | Pong | Generate | Embed | Cancel | TokenBatch | Refused | KvHello | KvRefusal
+    Ping
+    | Pong
+    | Generate
+    | PrefillSoon
+    | Embed
+    | Cancel
+    | TokenBatch
+    | Refused
+    | KvHello
+    | KvRefusal
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -109,10 +109,17 @@ class EngineCore:
 
     def is_due(self) -> bool:
         """Whether the next iteration has something to do; cheap, so that it can be polled."""
-        if self._in_flight:
-            oldest = self._in_flight[0]
-            if self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done():
-                return True
+        return self.is_step_due() or self.are_hooks_due()
+
+    def is_step_due(self) -> bool:
+        """Whether `advance` can go on with the step on the device; cheap."""
+        if not self._in_flight:
+            return False
+        oldest = self._in_flight[0]
+        return self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done()
+
+    def are_hooks_due(self) -> bool:
+        """Whether `run_hooks` has something to do; cheap."""
         return any(hook.is_due() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:

@@ -153,13 +153,19 @@ class EngineThread:
             self._idle()
 
     def _watch(self) -> None:
-        """Poll the device, and sleep briefly in between, until it or a command needs an iteration.
+        """Poll the device and the hooks until a step or a command needs an iteration.
 
-        Whole iterations would do, too, but each keeps the interpreter's lock for longer.
+        Whole iterations would do, too, but each keeps the interpreter's lock for longer, and what
+        the hooks wait for is to be handled at once. While a step runs, the thread sleeps briefly in
+        between. A thread that sleeps may wake up milliseconds late, which the hooks' work, over in
+        a few, would notice.
         """
-        until = time.monotonic() + WATCH_S
-        while not (self._has_news or self.core.is_due() or time.monotonic() > until):
-            time.sleep(POLL_S)
+        core, until = self.core, time.monotonic() + WATCH_S
+        while not (self._has_news or core.is_step_due() or time.monotonic() > until):
+            if not core.are_hooks_due():
+                time.sleep(POLL_S if core.awaits_step else 0)
+            elif core.run_hooks() or not (core.awaits_step or core.hooks_busy):
+                break
         self._is_woken = False
 
     def _observe(self, idle: bool) -> None:

@@ -28,6 +28,7 @@ from pagewire.shared.kv.job_messages import JobReport, JobRequest
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a `Prefill` with a long prompt is the largest
 MAX_CREDITS = 256  # of all links of a receiver
+MAX_REPLY_BYTES = 32 << 10
 
 CreditIndex = Annotated[int, Meta(ge=0, lt=MAX_CREDITS)]
 
@@ -47,7 +48,7 @@ class Open(_Message, frozen=True):
     """
 
     carrier: Id
-    reply: Annotated[bytes, Meta(max_length=4096)]
+    reply: Annotated[bytes, Meta(max_length=MAX_REPLY_BYTES)]
 
 
 class Segment(_Message, frozen=True):

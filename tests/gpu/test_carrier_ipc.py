@@ -55,6 +55,24 @@ def test_payloads_cross_both_ways(place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_a_receiver_sees_when_a_payload_has_arrived(place: Place) -> None:
+    here = IpcPeer(0, SLOT_BYTES)
+    with remote_ipc_peer(place.device, SLOT_BYTES, place.visible) as there:
+        for _ in range(3):  # the events of ended links are used again
+            there.call("accept", here.connect(there.call("offer")))
+            there.call("accept", here.connect(there.call("offer")))
+            here.queue_copies(2000)
+            assert not there.call("has_arrived", 1)
+            here.finish_copies()
+            assert there.call("has_arrived", 1)
+            here.end_link(0)
+            here.write(0, 0, seed=5, nbytes=PAYLOAD_BYTES)
+            assert there.call("has_arrived", 0)
+            assert there.call("holds", 0, 5, PAYLOAD_BYTES)
+            here.end_link(0)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_a_receiver_may_have_several_links_one_after_the_other_or_at_once(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,10 +131,10 @@ def test_a_sender_survives_a_receiver_that_is_killed_while_it_writes(place: Plac
 def test_slots_are_free_when_a_killed_sender_has_gone(place: Place) -> None:
     here = IpcPeer(0, SLOT_BYTES)
     with remote_ipc_peer(place.device, SLOT_BYTES, place.visible) as there:
-        inbound = here.accept(there.call("connect", here.offer()))
+        here.accept(there.call("connect", here.offer()))
         there.call("write", 0, 0, 10, SLOT_BYTES)
         there.call("queue_copies", 2000)
-        quarantine = inbound.close()
+        quarantine = here.inbound[0].close()
         assert not quarantine.is_done()
         there.process.kill()
         killed_s = time.monotonic()

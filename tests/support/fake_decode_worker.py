@@ -24,6 +24,7 @@ from pagewire.shared.control.protocol import (
     Embed,
     Generate,
     LoadReport,
+    PrefillSoon,
     Refused,
     Role,
     Timings,
@@ -115,6 +116,7 @@ class FakeDecodeWorker:
         self.generated: list[Generate] = []
         self.groups: list[int] = []
         self.embedded: list[Embed] = []
+        self.times_woken = 0
         self.embedding_repeats = 1
         self.most_active = 0
         self.cancelled: list[str] = []
@@ -193,6 +195,8 @@ class FakeDecodeWorker:
         elif isinstance(message, Embed):
             self.embedded.append(message)
             self._on_request(peer_id, message)
+        elif isinstance(message, PrefillSoon):
+            self.times_woken += 1
 
     def _on_request(self, peer_id: str, request: Generate | Embed) -> None:
         if self.refuse is not None:
@@ -274,7 +278,7 @@ class FakeDecodeWorker:
 def fake_prefill_worker(
     redis_url: str, secret: str, worker_id: str, **record: Any
 ) -> FakeDecodeWorker:
-    """Return a prefill worker as a router sees it: it has a record, and gets no requests."""
+    """Return a prefill worker as a router sees it: it gets embeddings, and is woken for jobs."""
     return FakeDecodeWorker(redis_url, secret, worker_id, role="prefill", **record)
 
 

@@ -251,6 +251,9 @@ class FakeDevice:
         work()
         return FakeMove(self)
 
+    def keep_awake(self) -> None:
+        """Do nothing: this device never pauses."""
+
     def _check_after(self, block_ids: list[int], after: int) -> None:
         """Check that a move waits for every step that has written to its blocks."""
         assert all(self._written.get(block, 0) <= after for block in block_ids), "moved too early"

@@ -60,6 +60,7 @@ class IpcPeer:
         self.carrier = make_carrier(self.memory, slot_bytes)
         self.announced = Announced()
         self.outbound: list[Outbound] = []
+        self.inbound: list[Inbound] = []
         self._last: Pending = DONE
 
     def offer(self) -> str:
@@ -70,8 +71,13 @@ class IpcPeer:
         self.outbound.append(self.carrier.outbound(1, bytes.fromhex(offer), self.announced))
         return self.outbound[-1].reply.hex()
 
-    def accept(self, reply: str) -> Inbound:
-        return self.carrier.inbound(1, bytes.fromhex(reply))
+    def accept(self, reply: str) -> None:
+        """Open the receiver's half of a further link."""
+        self.inbound.append(self.carrier.inbound(1, bytes.fromhex(reply)))
+
+    def has_arrived(self, credit: int) -> bool:
+        """Whether the newest payload of a credit of the newest link has arrived."""
+        return self.inbound[-1].receive(_segment(credit, 0, 0), None).is_done()
 
     def end_link(self, link: int) -> None:
         self.outbound.pop(link).close()
@@ -80,11 +86,9 @@ class IpcPeer:
         """Fill a staging slot, bring it into the receiver's, and announce it."""
         self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
         torch.cuda.synchronize()  # for the moves' stream
-        staged = self.outbound[-1].stage(slot, credit, nbytes, PendingMove(None))
-        assert staged is not None
-        _wait(staged)
-        segment = Segment(credit, 1, "test", 0, 0, 0, 0, seed, nbytes)
-        assert self.outbound[-1].send(segment, slot).is_done()
+        assert self.outbound[-1].stage(slot, credit, nbytes, PendingMove(None)) is None
+        segment = _segment(credit, seed, nbytes)
+        _wait(self.outbound[-1].send(segment, slot))
         assert self.announced.segments.pop() == segment
 
     def holds(self, slot: int, seed: int, nbytes: int) -> bool:
@@ -96,11 +100,9 @@ class IpcPeer:
     def queue_copies(self, count: int) -> None:
         """Queue copies of whole staging slots without waiting for them."""
         for index in range(count):
-            staged = self.outbound[-1].stage(
-                index % 2, index % 2, self.slot_bytes, PendingMove(None)
-            )
-            assert staged is not None
-            self._last = staged
+            slot = index % 2
+            self.outbound[-1].stage(slot, slot, self.slot_bytes, PendingMove(None))
+            self._last = self.outbound[-1].send(_segment(slot, 0, self.slot_bytes), slot)
 
     def finish_copies(self) -> None:
         _wait(self._last)
@@ -116,6 +118,10 @@ class IpcPeer:
         self.queue_copies(count)
         self.finish_copies()
         return count * self.slot_bytes / (time.perf_counter() - start) / 1e9
+
+
+def _segment(credit: int, seed: int, nbytes: int) -> Segment:
+    return Segment(credit, 1, "test", 0, 0, 0, 0, seed, nbytes)
 
 
 def _wait(pending: Pending) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -11,8 +12,8 @@ from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLink
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.shared.control.protocol import BlockLayout, LoadReport
-from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.control.protocol import BlockLayout, LoadReport, PrefillSoon
+from pagewire.shared.errors import ChannelError, NoWorkerError
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.logs import Complaints
@@ -28,7 +29,7 @@ class WorkerSelector:
     Args:
         cluster_secret: block hashes are keyed by it.
         members: have all workers' records, and the links; those to prefill workers are used only
-            for embeddings.
+            for embeddings, and to wake them.
     """
 
     def __init__(
@@ -161,6 +162,16 @@ class WorkerSelector:
         records = [self._directory.get(worker_id) for worker_id in worker_ids]
         epochs = {record.worker_id: record.epoch for record in records if record is not None}
         self._index.add_optimistic(prompt.hashes, epochs, self._in_flight.take_changes())
+
+    def wake(self, prefill_workers: Sequence[str]) -> None:
+        """Wake the prefill worker to which a decode worker will send a job in a moment, if any.
+
+        An idle worker takes 0.8 ms longer to begin a prompt than one that is awake.
+        """
+        link = self._prefill_links.get(prefill_workers[0]) if prefill_workers else None
+        if link is not None:
+            with contextlib.suppress(ChannelError):  # its links end; the decode worker notices, too
+                link.post(PrefillSoon())
 
     def _hasher(self, layout: BlockLayout) -> BlockHasher:
         key = (layout.fingerprint, layout.dtype, layout.block_size)

@@ -110,6 +110,11 @@ class DeviceState:
         for (target, _), words in zip(updates, arrays, strict=True):
             target.index_copy_(1, words[0], _as_type(words[1:], target.dtype))
 
+    def put_padding(self) -> None:
+        """Upload inputs of the padding device slot, which stands for no sequence."""
+        words = self.upload([[self.padding_slot], [0], [0]])
+        self._inputs.index_copy_(1, words[0], words[1:])
+
     def upload(self, rows: list[list[int]] | _Words) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
         host = torch.from_numpy(np.asarray(rows, np.int64))

@@ -92,6 +92,10 @@ class BlockMoves(Protocol):
         """
         ...
 
+    def keep_awake(self) -> None:
+        """Upload something that changes nothing: after a pause, a step's launch takes longer."""
+        ...
+
 
 class StepHook(Protocol):
     """Work that belongs between steps, e.g. moving KV blocks."""

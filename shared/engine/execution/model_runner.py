@@ -294,6 +294,11 @@ class ModelRunner:
         """Queue other work on the device after the moves so far."""
         return self.mover.queue(work)
 
+    @torch.inference_mode()
+    def keep_awake(self) -> None:
+        """Upload something that changes nothing, as `BlockMoves` says."""
+        self.state.put_padding()
+
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
     ) -> PendingCheck:

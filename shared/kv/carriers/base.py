@@ -2,8 +2,8 @@
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
 A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
-is queued right after the packing. A two-sided carrier sends once the payload has been packed. A
-carrier inherits the methods that it does not need.
+is queued right after the packing. A two-sided carrier sends once the payload has been packed. Both
+announce a segment once it is packed. A carrier inherits the methods that it does not need.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outbound(Protocol):
     """The sender's half of one link.
 
     Attributes:
-        reply: what the receiver's half needs to know, at most 4 KiB.
+        reply: what the receiver's half needs to know, at most `MAX_REPLY_BYTES`.
     """
 
     @property
@@ -62,12 +62,12 @@ class Outbound(Protocol):
             packed: the packing.
 
         Returns:
-            The queued work; None if nothing was queued.
+            What the announcement has to wait for; None if that is only the packing.
         """
         return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a segment that has been packed and staged; send its payload, if not yet sent.
+        """Announce a segment that is packed; send its payload, if `stage` has not begun to.
 
         Returns:
             Ends when the sender's staging slot may be used again.

@@ -1,7 +1,9 @@
 """Payloads between the GPUs of one host, or two workers of one GPU, by CUDA IPC.
 
 One-sided: the sender maps the receiver's staging and queues a copy into it right after its packing,
-by a copy engine. The announcement follows when the copy's event is done; no port is opened.
+by a copy engine. It announces the segment when it is packed. The copy ends with an event that the
+receiver's process has opened and queries, so that the announcement crosses meanwhile. No port is
+opened.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 import torch
+import zmq
 from msgspec import Meta
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
@@ -35,7 +39,7 @@ logger = logging.getLogger(__name__)
 # When a link ends, its sender may be stopped (SIGSTOP) with copies queued, which are made later. If
 # they come after this time, the segments' seeds reveal it.
 QUARANTINE_S = 10.0
-_POLL_INTERVAL_S = 0.01  # of the last copy, before its mapping ends
+_POLL_INTERVAL_S = 0.01  # of the last copies, before their mapping ends
 
 # NVLink sleeps after 20 to 50 ms without traffic, and takes 0.17 ms to wake up. A copy of 256 bytes
 # does not wake it (H200).
@@ -62,6 +66,13 @@ class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_slots: Annotated[int, Meta(gt=0, le=MAX_CREDITS)]
 
 
+class IpcReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A sender's process, and CUDA IPC handles of its events, one for the copies of each credit."""
+
+    sender: Process
+    events: Annotated[list[bytes], Meta(max_length=MAX_CREDITS)]
+
+
 class IpcCarrier(Carrier):
     """Copies payloads from this worker's staging into other workers' staging on this host.
 
@@ -82,6 +93,8 @@ class IpcCarrier(Carrier):
         self._staging = staging
         self._quarantine_s, self._clock = quarantine_s, clock
         self._quarantines: list[Quarantine] = []  # of links, that of each begins at its end
+        # Of ended links. They are not freed: their receivers may still have them open.
+        self._spare_ends: list[torch.cuda.Event] = []
 
     def offer(self, link: int) -> bytes:
         """Return the address of this worker's staging; the same for each link.
@@ -99,12 +112,17 @@ class IpcCarrier(Carrier):
         """Return the receiver's half of a link.
 
         Raises:
-            TransferError: the reply makes no sense.
+            TransferError: the reply makes no sense, or its events cannot be opened.
         """
-        quarantine = Quarantine(self._quarantine_s, self._clock, _decode(reply, Process))
+        remote, device = _decode(reply, IpcReply), self._staging.memory.device
+        try:
+            events = [torch.cuda.Event.from_ipc_handle(device, data) for data in remote.events]
+        except RuntimeError as exc:
+            raise TransferError(f"a sender's events cannot be opened: {exc}") from exc
+        quarantine = Quarantine(self._quarantine_s, self._clock, remote.sender)
         self._quarantines = [known for known in self._quarantines if not known.is_over]
         self._quarantines.append(quarantine)
-        return _IpcInbound(quarantine)
+        return _IpcInbound(quarantine, events)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -120,7 +138,7 @@ class IpcCarrier(Carrier):
             address = map_handle(remote.handle, device)
         except TransferError as exc:
             raise TransferError(f"{exc}; {_advice(remote, here)}") from exc
-        return _IpcOutbound(self._staging, socket, remote, address, here)
+        return _IpcOutbound(self._staging, socket, remote, address, self._spare_ends)
 
     def close(self) -> None:
         """Stop watching senders. The staging stays, because they may still have it mapped."""
@@ -128,40 +146,54 @@ class IpcCarrier(Carrier):
             quarantine.close()
 
 
+@dataclass(slots=True, eq=False)
 class _IpcOutbound(Outbound):
-    def __init__(
-        self, staging: Staging, socket: LinkSocket, offer: IpcOffer, address: int, here: Process
-    ) -> None:
-        self._socket, self._offer, self._here = socket, offer, here
-        self._address: int | None = address  # of the receiver's staging, while it is mapped
-        self._device = staging.memory.device
-        self._last: Pending | None = None
-        self._last_s = 0.0
+    """The sender's half.
+
+    Attributes:
+        address: of the receiver's staging, while it is mapped.
+        spare_ends: the carrier's events that no link uses.
+    """
+
+    staging: Staging
+    socket: LinkSocket
+    offer: IpcOffer
+    address: int | None
+    spare_ends: list[torch.cuda.Event]
+    _stream: torch.cuda.Stream = field(init=False)
+    _ends: list[torch.cuda.Event] = field(init=False)  # at the end of a copy, by credit
+    _last_s: float = 0.0
+
+    def __post_init__(self) -> None:
         # Of its own: the next segment is packed while this one crosses.
-        self._stream = torch.cuda.Stream(self._device)
-        self._sources = [buffer.data_ptr() for buffer in staging.buffers]
-        self._ends = [torch.cuda.Event() for _ in staging.buffers]
+        self._stream = torch.cuda.Stream(self.staging.memory.device)
+        missing = range(len(self.spare_ends), self.offer.num_slots)
+        self.spare_ends += [torch.cuda.Event(interprocess=True) for _ in missing]
+        self._ends = [self.spare_ends.pop() for _ in range(self.offer.num_slots)]
 
     @property
     def reply(self) -> bytes:
-        """The process that writes."""
-        return msgspec.msgpack.encode(self._here)
+        """The process that writes, and its events."""
+        with torch.cuda.device(self.staging.memory.device):
+            ends = [end.ipc_handle() for end in self._ends]
+        return msgspec.msgpack.encode(IpcReply(this_process(), ends))
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload into the receiver's staging slot.
+        """Copy a payload into the receiver's staging slot. It is announced meanwhile.
 
         Raises:
             TransferError: there is no such staging slot, the link has ended, or CUDA refuses.
         """
-        if self._address is None:
+        if self.address is None:
             raise TransferError("the link has ended")
-        offer = self._offer
+        offer = self.offer
         if credit >= offer.num_slots or nbytes > offer.stride:
             raise TransferError(
                 f"{nbytes} bytes for staging slot {credit} of a receiver that has "
                 f"{offer.num_slots} of {offer.stride}"
             )
-        address, source = self._address + credit * offer.stride, self._sources[slot]
+        address = self.address + credit * offer.stride
+        source = self.staging.buffers[slot].data_ptr()
         if (now_s := time.monotonic()) > self._last_s + _IDLE_S:
             # Wakes NVLink while the step still runs; the payload replaces these bytes.
             queue_copy(address, source, min(nbytes, _WAKE_BYTES), self._stream)
@@ -169,38 +201,42 @@ class _IpcOutbound(Outbound):
         if packed.end is not None:
             self._stream.wait_event(packed.end)
         queue_copy(address, source, nbytes, self._stream)
-        end = self._ends[slot]  # the next packing into it has waited for this
-        end.record(self._stream)
-        self._last = PendingMove(end)
-        return self._last
+        self._ends[credit].record(self._stream)
+        return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a payload that has been copied."""
-        return self._socket.post(segment)
+        """Announce a payload that is being copied."""
+        self.socket.post(segment)
+        return PendingMove(self._ends[segment.credit])
 
     def close(self) -> None:
         """End the mapping after the queued copies, in a thread: this waits for the device."""
-        address, self._address = self._address, None
+        address, self.address = self.address, None
         if address is not None:
             threading.Thread(
                 target=self._unmap, args=(address,), name="kv-unmap", daemon=True
             ).start()
 
     def _unmap(self, address: int) -> None:
-        while self._last is not None and not self._last.is_done():
+        while not all(end.query() for end in self._ends):
             time.sleep(_POLL_INTERVAL_S)
+        self.spare_ends += self._ends
         try:
-            unmap(address, self._device)
+            unmap(address, self.staging.memory.device)
         except TransferError as exc:
-            pid = self._offer.receiver.pid
+            pid = self.offer.receiver.pid
             logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
 
 
 class _IpcInbound(Inbound):
-    """The receiver's half: a payload has already arrived when it is announced."""
+    def __init__(self, quarantine: Quarantine, ends: list[torch.cuda.Event]) -> None:
+        self._quarantine, self._ends = quarantine, ends  # events of the sender, by credit
 
-    def __init__(self, quarantine: Quarantine) -> None:
-        self._quarantine = quarantine
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Return the payload's copy, which was queued before the announcement."""
+        if segment.credit >= len(self._ends):
+            raise TransferError(f"the sender has no event for credit {segment.credit}")
+        return PendingMove(self._ends[segment.credit])
 
     def close(self) -> Pending:
         """End the link; the sender's queued copies may still be made."""

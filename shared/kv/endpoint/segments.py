@@ -62,8 +62,8 @@ class ExportQueue:
         groups = self.groups.halvings() if by_layer_group else [self.groups.whole]
         for group in groups:
             most = self.groups.max_blocks(self.slot_bytes, len(group))
-            for first in range(self.planned, final, most):
-                self._cuts.append(Cut(range(first, min(first + most, final)), group))
+            parts = _divide(range(self.planned, final), most)
+            self._cuts += [Cut(part, group) for part in parts]
         self.planned = max(self.planned, final)
 
     def lose_blocks(self) -> None:
@@ -89,6 +89,17 @@ class ExportQueue:
     def requeue(self, cut: Cut) -> None:
         """Put a cut back at the front, to be packed again."""
         self._cuts.appendleft(cut)
+
+
+def _divide(positions: range, most: int) -> list[range]:
+    """Divide blocks into parts of at most `most`; of several, the last one is small.
+
+    Each part is unpacked while the next one crosses. Nothing hides the last one's unpacking.
+    """
+    num_last = max(1, most // 8) if len(positions) > most else 0
+    end = len(positions) - num_last
+    parts = [positions[first : min(first + most, end)] for first in range(0, end, most)]
+    return [*parts, positions[end:]] if num_last else parts
 
 
 @dataclass(slots=True)

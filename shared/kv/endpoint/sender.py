@@ -42,6 +42,7 @@ MAX_SENDS = 3  # of one segment
 # A prompt's last blocks are sent by layer group while the step still runs, if they have more bytes
 # than this. Fewer bytes are sent more quickly than the additional segments are handled.
 DIVIDED_BYTES = 64 << 20
+EXPECTED_S = 0.005  # how long a receiver takes at most to send a job that was announced
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +62,7 @@ class KvSender(KvHalf[SenderLink]):
     divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
+    _expects_until_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.clock)
@@ -128,6 +130,12 @@ class KvSender(KvHalf[SenderLink]):
         queue = ExportQueue(self.groups, link.slot_bytes, first_block)
         self._jobs[job] = SenderJob(job, link, queue, units)
 
+    def expect_job(self) -> None:
+        """Poll for a while: a receiver is about to send a job."""
+        if self.staging.memory.is_cuda:
+            self._expects_until_s = self.clock() + EXPECTED_S
+            self.moves.keep_awake()
+
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
         """Send a message; return whether the link is open afterwards."""
         if link in self.links:
@@ -194,7 +202,7 @@ class KvSender(KvHalf[SenderLink]):
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
-        return self._outgoing.is_busy
+        return self._outgoing.is_busy or self.clock() < self._expects_until_s
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""

@@ -32,8 +32,13 @@ def redis() -> Iterator[RedisServer]:
 
 
 class Cluster:
-    def __init__(self, router: LiveRouter, decodes: list[FakeDecodeWorker]) -> None:
-        self.router, self.decodes = router, decodes
+    def __init__(
+        self,
+        router: LiveRouter,
+        decodes: list[FakeDecodeWorker],
+        prefills: list[FakeDecodeWorker],
+    ) -> None:
+        self.router, self.decodes, self.prefills = router, decodes, prefills
 
     async def ask(self, prompt: list[int], **fields: Any) -> tuple[str, list[str]]:
         """Which workers a prompt is placed at: the decode worker, and the prefill workers."""
@@ -57,14 +62,16 @@ def with_cluster(
                 await stack.enter_async_context(FakeDecodeWorker(redis.url, SECRET, f"decode-{i}"))
                 for i in range(decodes)
             ]
-            for i in range(prefills):
+            others = [
                 await stack.enter_async_context(
                     fake_prefill_worker(redis.url, SECRET, f"prefill-{i}")
                 )
+                for i in range(prefills)
+            ]
             await router.ready(decodes)
             directory = router.service.members.directory
             await eventually(lambda: len(directory.workers("prefill")) == prefills)
-            await scenario(Cluster(router, running))
+            await scenario(Cluster(router, running, others))
 
     run_async(main())
 
@@ -89,6 +96,21 @@ def test_a_prompt_goes_where_its_prefix_is_cached(redis):
             chosen, prefills = await cluster.ask(prompt)
             assert (chosen, prefills[0]) == (decode, prefill)
             assert len(prefills) == 2
+
+    with_cluster(redis, scenario)
+
+
+def test_the_prefill_worker_of_a_prompt_is_woken_for_its_job(redis):
+    async def scenario(cluster: Cluster) -> None:
+        first, second = cluster.prefills
+        await eventually(lambda: first.num_routers == second.num_routers == 1)
+        for number in range(1, 4):
+            await publish(redis, "prefill-1", LONG)
+            assert (await cluster.ask(LONG))[1][0] == "prefill-1"
+            await eventually(lambda: second.times_woken == number)  # noqa: B023
+        assert first.times_woken == 0
+        await second.die()
+        assert (await cluster.ask(LONG))[1]  # it could not be woken, and the request goes on
 
     with_cluster(redis, scenario)
 

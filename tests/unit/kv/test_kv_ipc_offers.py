@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer
+from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer, IpcReply
 from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
+from pagewire.shared.kv.messages import MAX_CREDITS, Segment
 from pagewire.shared.kv.peer_process import Process, this_process
 from pagewire.shared.kv.staging import make_staging
 from pagewire.tests.support.ipc_peer import Announced, make_carrier
@@ -60,6 +61,10 @@ def make_offer(receiver: Process, **changes: object) -> bytes:
         "num_slots": 4,
     }
     return msgspec.msgpack.encode(fields | changes)
+
+
+def make_reply(sender: Process) -> bytes:
+    return msgspec.msgpack.encode(IpcReply(sender, events=[]))
 
 
 def refusal(carrier: IpcCarrier, offer: bytes) -> str:
@@ -117,17 +122,35 @@ def test_an_offer_is_decoded_as_it_was_encoded() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=IpcOffer) == offer
 
 
-@pytest.mark.parametrize("reply", [b"", b"\x90", msgspec.msgpack.encode({"pid": 1})])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"\x90", id="an array"),
+        pytest.param(msgspec.msgpack.encode({"pid": 1}), id="other fields"),
+        pytest.param(msgspec.msgpack.encode(HERE), id="no events"),
+        pytest.param(
+            msgspec.msgpack.encode(IpcReply(HERE, [bytes(HANDLE_BYTES)] * (MAX_CREDITS + 1))),
+            id="too many events",
+        ),
+    ],
+)
 def test_malformed_replies_are_refused(carrier: IpcCarrier, reply: bytes) -> None:
     with pytest.raises(TransferError, match="malformed"):
         carrier.inbound(1, reply)
+
+
+def test_a_credit_for_which_the_sender_has_no_event_is_refused(carrier: IpcCarrier) -> None:
+    segment = Segment(0, 1, "test", 0, 0, 0, 0, 0, nbytes=1)
+    with pytest.raises(TransferError, match="no event for credit 0"):
+        carrier.inbound(1, make_reply(HERE)).receive(segment, None)
 
 
 def test_slots_are_free_when_the_senders_process_has_gone(
     carrier: IpcCarrier, child: subprocess.Popen[bytes]
 ) -> None:
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    quarantine = carrier.inbound(1, msgspec.msgpack.encode(sender)).close()
+    quarantine = carrier.inbound(1, make_reply(sender)).close()
     assert not quarantine.is_done()
     child.kill()
     deadline = time.monotonic() + 10
@@ -144,14 +167,14 @@ def test_slots_are_free_if_the_senders_process_had_gone_before(
     child.kill()
     child.wait(10)
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    assert carrier.inbound(1, msgspec.msgpack.encode(sender)).close().is_done()
+    assert carrier.inbound(1, make_reply(sender)).close().is_done()
 
 
 def test_slots_are_free_after_a_time_if_the_sender_lives_on(
     carrier: IpcCarrier, clock: Clock, child: subprocess.Popen[bytes]
 ) -> None:
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    inbound = carrier.inbound(1, msgspec.msgpack.encode(sender))
+    inbound = carrier.inbound(1, make_reply(sender))
     clock.now += 60  # the link's life does not count
     quarantine = inbound.close()
     clock.now += 9.9
@@ -165,7 +188,7 @@ def test_a_sender_of_another_pid_namespace_is_given_the_time(
 ) -> None:
     """Its process id may be anybody's here: that process's end means nothing."""
     apart = msgspec.structs.replace(HERE, pid=child.pid, pid_namespace=HERE.pid_namespace + 1)
-    quarantine = carrier.inbound(1, msgspec.msgpack.encode(apart)).close()
+    quarantine = carrier.inbound(1, make_reply(apart)).close()
     child.kill()
     child.wait(10)
     assert not quarantine.is_done()

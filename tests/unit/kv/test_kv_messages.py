@@ -16,6 +16,7 @@ from pagewire.shared.kv.job_messages import JobReport, JobRequest
 from pagewire.shared.kv.messages import (
     MAX_CREDITS,
     MAX_MESSAGE_BYTES,
+    MAX_REPLY_BYTES,
     Ack,
     Grant,
     Open,
@@ -44,7 +45,9 @@ reports, requests = [
 ]
 to_receiver = st.one_of(
     reports,
-    st.builds(Open, carrier=st.text(min_size=1, max_size=64), reply=st.binary(max_size=4096)),
+    st.builds(
+        Open, carrier=st.text(min_size=1, max_size=64), reply=st.binary(max_size=MAX_REPLY_BYTES)
+    ),
     st.builds(Return, credit_indices),
     st.builds(
         Segment,

@@ -122,6 +122,16 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
     ]
 
 
+def test_the_last_of_several_segments_is_small() -> None:
+    groups = LayerGroups(1, 8)
+    queue = ExportQueue(groups, groups.packed_bytes(16), planned=0)
+    queue.add(list(range(40)), 1, by_layer_group=False)
+    sizes = []
+    while ready := queue.take():
+        sizes.append(len(ready[1]))
+    assert sizes == [16, 16, 6, 2]
+
+
 def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
     groups = LayerGroups(2, 8)
     queue = ExportQueue(groups, groups.packed_bytes(4), planned=0)
