@@ -57,14 +57,20 @@ class EngineThread:
         integrity_errors: how often the block accounting was wrong; anything but 0 is a bug.
     """
 
-    def __init__(self, core: EngineCore, on_outputs: Callable[[StepOutputs], None]) -> None:
+    def __init__(
+        self, core: EngineCore, on_outputs: Callable[[StepOutputs], None], *, spins: bool = False
+    ) -> None:
         """Prepare; nothing runs yet.
 
         Args:
             core: used by nobody else from `start` on.
             on_outputs: called in the engine's thread, which waits for it; what it raises ends the
                 loop.
+            spins: poll without sleeping while only the hooks wait for something, which takes a
+                core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
+                to send a prompt's blocks.
         """
+        self._hook_poll_s = 0.0 if spins else POLL_S
         self.core = core
         self.iterations = 0
         self.snapshot = self._take_snapshot()
@@ -155,15 +161,13 @@ class EngineThread:
     def _watch(self) -> None:
         """Poll the device and the hooks until a step or a command needs an iteration.
 
-        Whole iterations would do, too, but each keeps the interpreter's lock for longer, and what
-        the hooks wait for is to be handled at once. While a step runs, the thread sleeps briefly in
-        between. A thread that sleeps may wake up milliseconds late, which the hooks' work, over in
-        a few, would notice.
+        Whole iterations would do, too, but each keeps the interpreter's lock for longer, and hooks
+        would wait for the rest of it.
         """
         core, until = self.core, time.monotonic() + WATCH_S
         while not (self._has_news or core.is_step_due() or time.monotonic() > until):
             if not core.are_hooks_due():
-                time.sleep(POLL_S if core.awaits_step else 0)
+                time.sleep(POLL_S if core.awaits_step else self._hook_poll_s)
             elif core.run_hooks() or not (core.awaits_step or core.hooks_busy):
                 break
         self._is_woken = False

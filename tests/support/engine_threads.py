@@ -40,9 +40,11 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 
 @contextmanager
-def started(core: EngineCore, outputs: Outputs | None = None) -> Iterator[EngineThread]:
+def started(
+    core: EngineCore, outputs: Outputs | None = None, *, spins: bool = False
+) -> Iterator[EngineThread]:
     """Run an engine's thread."""
-    engine = EngineThread(core, outputs or Outputs())
+    engine = EngineThread(core, outputs or Outputs(), spins=spins)
     engine.start()
     try:
         yield engine
