@@ -61,7 +61,7 @@ def test_a_receiver_sees_when_a_payload_has_arrived(place: Place) -> None:
         for _ in range(3):  # the events of ended links are used again
             there.call("accept", here.connect(there.call("offer")))
             there.call("accept", here.connect(there.call("offer")))
-            here.queue_copies(2000)
+            here.queue_late_copy(1)
             assert not there.call("has_arrived", 1)
             here.finish_copies()
             assert there.call("has_arrived", 1)

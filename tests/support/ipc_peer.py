@@ -104,6 +104,14 @@ class IpcPeer:
             self.outbound[-1].stage(slot, slot, self.slot_bytes, PendingMove(None))
             self._last = self.outbound[-1].send(_segment(slot, 0, self.slot_bytes), slot)
 
+    def queue_late_copy(self, credit: int) -> None:
+        """Queue a copy that waits for work of about a second."""
+        torch.cuda._sleep(2_000_000_000)
+        packed = torch.cuda.Event()
+        packed.record()
+        self.outbound[-1].stage(0, credit, self.slot_bytes, PendingMove(packed))
+        self._last = self.outbound[-1].send(_segment(credit, 0, self.slot_bytes), 0)
+
     def finish_copies(self) -> None:
         _wait(self._last)
 

@@ -16,7 +16,12 @@ import numpy.typing as npt
 import torch
 
 from pagewire.shared.engine.execution.step_inputs import BlockTables
-from pagewire.shared.engine.scheduling.step import NewDeviceSlot, StepPlan, TableEntries
+from pagewire.shared.engine.scheduling.step import (
+    DecodeInput,
+    NewDeviceSlot,
+    StepPlan,
+    TableEntries,
+)
 from pagewire.shared.sampling import RequestSpec
 
 
@@ -45,6 +50,7 @@ PARAMETERS = (
 )
 
 _Words = npt.NDArray[np.int64]
+_PADDING = RequestSpec(max_tokens=1, temperature=0.0)
 
 
 @dataclass(slots=True)
@@ -110,10 +116,16 @@ class DeviceState:
         for (target, _), words in zip(updates, arrays, strict=True):
             target.index_copy_(1, words[0], _as_type(words[1:], target.dtype))
 
-    def put_padding(self) -> None:
-        """Upload inputs of the padding device slot, which stands for no sequence."""
-        words = self.upload([[self.padding_slot], [0], [0]])
-        self._inputs.index_copy_(1, words[0], words[1:])
+    def apply_padding(self) -> None:
+        """Bring the padding device slot up to date, as for a new sequence; it stays as it is."""
+        slot = self.padding_slot
+        plan = StepPlan(
+            number=0,
+            new_slots=[NewDeviceSlot(slot, _PADDING)],
+            blocks=TableEntries([slot], [0], [0]),
+            inputs=[DecodeInput(slot, 0, 0)],
+        )
+        self.apply(plan)
 
     def upload(self, rows: list[list[int]] | _Words) -> torch.Tensor:
         """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""

@@ -93,7 +93,7 @@ class BlockMoves(Protocol):
         ...
 
     def keep_awake(self) -> None:
-        """Upload something that changes nothing: after a pause, a step's launch takes longer."""
+        """Do the first part of a launch for nothing: after a pause, it takes longer."""
         ...
 
 

@@ -296,8 +296,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def keep_awake(self) -> None:
-        """Upload something that changes nothing, as `BlockMoves` says."""
-        self.state.put_padding()
+        """Do the first part of a launch for nothing, as `BlockMoves` says."""
+        self.state.apply_padding()
 
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int

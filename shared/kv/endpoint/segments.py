@@ -96,7 +96,7 @@ def _divide(positions: range, most: int) -> list[range]:
 
     Each part is unpacked while the next one crosses. Nothing hides the last one's unpacking.
     """
-    num_last = max(1, most // 8) if len(positions) > most else 0
+    num_last = most // 8 if len(positions) > most else 0
     end = len(positions) - num_last
     parts = [positions[first : min(first + most, end)] for first in range(0, end, most)]
     return [*parts, positions[end:]] if num_last else parts

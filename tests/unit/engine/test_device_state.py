@@ -48,3 +48,15 @@ def test_next_owner_of_a_slot_has_its_own_blocks_and_parameters() -> None:
     state.apply(admitted(0, [3, 4], seed=6))
     assert state.block_tables[0].tolist() == [[3, 4], [0, 0]]
     assert state.parameters["seeds"][0].item() == 6
+
+
+def test_padding_is_applied_without_a_change_of_any_slot() -> None:
+    state = make_state()
+    state.apply(admitted(1, [7, 8], seed=5))
+    state.apply(StepPlan(number=2, inputs=[DecodeInput(1, 6, 3)], decodes=[1]))
+    tensors = [state.last_token, state.position, state.block_tables, *state.parameters.values()]
+    before = [tensor.clone() for tensor in tensors]
+    tables = state.host_tables.copy()
+    state.apply_padding()
+    assert all(map(torch.equal, tensors, before))
+    assert (state.host_tables == tables).all()
