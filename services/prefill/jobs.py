@@ -85,7 +85,8 @@ class PrefillJobs:
 
     def expect_soon(self) -> None:
         """Have the engine's thread awake when the next job comes. From any thread."""
-        self._engine.submit(lambda _core: self._sender.expect_job(), admitted=True)
+        self._sender.expects_job = True
+        self._engine.thread.wake()
 
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):

@@ -30,6 +30,8 @@ MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a `Prefill` with a long prompt is the lar
 MAX_CREDITS = 256  # of all links of a receiver
 MAX_REPLY_BYTES = 32 << 10
 
+TEST_JOB = "test"
+
 CreditIndex = Annotated[int, Meta(ge=0, lt=MAX_CREDITS)]
 
 Outcome = Literal["ok", "corrupt", "dropped"]
@@ -56,9 +58,9 @@ class Segment(_Message, frozen=True):
 
     Attributes:
         credit, use: the staging slot of the payload, and the number of this use.
-        job: the job's id, from `Prefill`.
-        first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`; 0 blocks are a
-            test of the link.
+        job: the job's id, from `Prefill`; or `TEST_JOB`: the segment tests the link, is checked and
+            goes into no block.
+        first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`.
         first_group, num_groups: layer groups of each block.
         seed: added to the checksums after the blocks.
         nbytes: size of the payload: blocks and checksums.

@@ -16,9 +16,10 @@ from pagewire.shared.control.protocol import (
     KvRefusal,
     LoadReport,
 )
-from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.job_messages import Prefill, PrefillDone, PrefillFailed
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.messages import (
+    TEST_JOB,
     Ack,
     Grant,
     Open,
@@ -129,16 +130,17 @@ class KvLinkByHand:
         grant = self.receive()
         assert isinstance(grant, Grant)
         self._in_use = grant.credits[0]
-        payload = payload_of_test(0, 64)
+        groups = LayerGroups.of_layout(LAYOUT)
+        payload = bytes(groups.packed_bytes(1))  # intact for seed 0: checksums are zero, too
         self._uses += 1
         segment = Segment(
             credit=self._in_use,
             use=self._uses,
             job=TEST_JOB,
             first=0,
-            count=0,
+            count=1,
             first_group=0,
-            num_groups=0,
+            num_groups=groups.count,
             seed=0,
             nbytes=len(payload),
         )
@@ -179,11 +181,6 @@ class KvLinkByHand:
             self._tickets.append(message)
         if isinstance(message, Reclaim) and message.credit != self._in_use:
             self.send(Return(message.credit))
-
-
-def payload_of_test(seed: int, nbytes: int) -> bytes:
-    """Return the payload of a link's test; see shared/kv/endpoint/link_test.py."""
-    return bytes((number * 2654435761 + seed >> 7) & 0xFF for number in range(nbytes))
 
 
 @contextmanager

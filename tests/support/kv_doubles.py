@@ -49,8 +49,9 @@ class LateDevice(FakeDevice):
     def pack(
         self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
     ) -> LateMove:
-        self._start(block_ids, after)
-        self.moved.append((block_ids, groups, after))
+        if after:  # else it is a link's test, of any block in any state
+            self._start(block_ids, after)
+            self.moved.append((block_ids, groups, after))
         copy_list = self._copy_list(block_ids, groups, seed)
         return self.queue(lambda: pack_blocks(self._pool(), copy_list, staging))
 

@@ -12,13 +12,10 @@ import torch
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import has_ended
-from pagewire.shared.kv.endpoint.link_test import TEST_JOB
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
-from pagewire.shared.kv.messages import Segment
+from pagewire.shared.kv.messages import TEST_JOB, Segment
 from pagewire.shared.kv.staging import Staging
-
-TEST_CUT = Cut(range(0), range(0))  # no blocks: a test of the link
 
 
 @dataclass(slots=True)

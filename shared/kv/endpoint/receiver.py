@@ -30,11 +30,10 @@ from pagewire.shared.kv.endpoint.credits import ReceiverCredits
 from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
 from pagewire.shared.kv.endpoint.half import KvHalf
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
-from pagewire.shared.kv.endpoint.link_test import TEST_JOB, TestCheck, check_test
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
 from pagewire.shared.kv.job_messages import JobRequest
-from pagewire.shared.kv.messages import Ack, Open, Outcome, Return, Segment, ToSender
+from pagewire.shared.kv.messages import TEST_JOB, Ack, Open, Outcome, Return, Segment, ToSender
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class _Unpacking:
     segment: Segment
     expected: Expected | None  # None: a test of the link
     blocks: list[int]
-    check: PendingCheck | TestCheck
+    check: PendingCheck
 
 
 @dataclass(slots=True, kw_only=True)
@@ -244,30 +243,33 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 self._lose(entry.link, str(exc))
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
-        """Launch the unpacking of a payload whose sequence still waits."""
+        """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-        payload = self.staging.buffers[segment.credit]
-        if segment.job == TEST_JOB:
-            check = check_test(self.moves, payload[: segment.nbytes], segment.seed)
-            self._unpacking.append(_Unpacking(link, segment, None, [], check))
-            return
         expected = self.expected.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
         is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, segment.num_groups)
-        if expected is None or not is_wanted or not expected.coverage.allows(positions, groups):
+        if expected is None:
+            is_wanted &= segment.job == TEST_JOB and groups == self.groups.whole
+        else:
+            is_wanted &= expected.coverage.allows(positions, groups)
+        if not is_wanted:
             self._acknowledge(link, segment, "dropped")
             return
-        blocks = expected.block_ids[positions.start : positions.stop]
+        blocks, after = [-1] * segment.count, 0
+        if expected is not None:
+            blocks, after = expected.block_ids[positions.start : positions.stop], expected.after
+        payload = self.staging.buffers[segment.credit]
         try:
-            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, expected.after)
+            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after)
         except Exception:  # whatever a device raises: the sender packs the segment again
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
-        expected.coverage.add(positions, groups)
-        expected.note_segment(segment.nbytes)
-        expected.num_unpacking += 1
-        self.core.scheduler.pin(blocks)
+        if expected is not None:
+            expected.coverage.add(positions, groups)
+            expected.note_segment(segment.nbytes)
+            expected.num_unpacking += 1
+            self.core.scheduler.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:

@@ -23,8 +23,7 @@ from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.half import KvHalf
-from pagewire.shared.kv.endpoint.link_test import MAX_TEST_BYTES, fill_test
-from pagewire.shared.kv.endpoint.outgoing import TEST_CUT, Outgoing
+from pagewire.shared.kv.endpoint.outgoing import Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.kv.endpoint.sender_link import (
     OutgoingSegment,
@@ -39,6 +38,7 @@ from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3  # of one segment
+MAX_TEST_BYTES = 64 << 20
 # A prompt's last blocks are sent by layer group while the step still runs, if they have more bytes
 # than this. Fewer bytes are sent more quickly than the additional segments are handled.
 DIVIDED_BYTES = 64 << 20
@@ -53,16 +53,19 @@ class KvSender(KvHalf[SenderLink]):
         sockets: makes the sockets of links.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
         on_failed: called with a failed job, its link, and why; its sequence has been freed.
+        expects_job: any thread sets it when a receiver is about to send a job: then this polls for
+            a while.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
     sockets: KvSockets
     on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
+    expects_job: bool = False
     divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
-    _expects_until_s: float = 0.0
+    _awake_until_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.clock)
@@ -130,12 +133,6 @@ class KvSender(KvHalf[SenderLink]):
         queue = ExportQueue(self.groups, link.slot_bytes, first_block)
         self._jobs[job] = SenderJob(job, link, queue, units)
 
-    def expect_job(self) -> None:
-        """Poll for a while: a receiver is about to send a job."""
-        if self.staging.memory.is_cuda:
-            self._expects_until_s = self.clock() + EXPECTED_S
-            self.moves.keep_awake()
-
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
         """Send a message; return whether the link is open afterwards."""
         if link in self.links:
@@ -202,7 +199,11 @@ class KvSender(KvHalf[SenderLink]):
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
-        return self._outgoing.is_busy or self.clock() < self._expects_until_s
+        if self.expects_job and self.staging.memory.is_cuda:
+            self._awake_until_s = self.clock() + EXPECTED_S
+            self.moves.keep_awake()
+        self.expects_job = False
+        return self._outgoing.is_busy or self.clock() < self._awake_until_s
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
@@ -222,18 +223,11 @@ class KvSender(KvHalf[SenderLink]):
     # A segment leaves
 
     def _test(self, link: SenderLink) -> None:
-        """Launch a link's test, once there is room for it."""
+        """Launch a link's test, once there is room for it: any block, many times."""
         if self._outgoing.has_room(link, len(self.links)):
             link.is_tested = True
-            nbytes = min(link.slot_bytes, MAX_TEST_BYTES)
-
-            def fill(buffer: torch.Tensor, seed: int) -> PendingMove:
-                return fill_test(self.moves, buffer[:nbytes], seed)
-
-            try:
-                self._outgoing.launch(link, None, TEST_CUT, nbytes, fill)
-            except TransferError as exc:
-                self._lose(link, str(exc))
+            count = max(1, self.groups.max_blocks(min(link.slot_bytes, MAX_TEST_BYTES)))
+            self._launch(link, None, Cut(range(count), self.groups.whole), [0] * count, plan=0)
 
     def _pack(self, job: SenderJob) -> bool:
         """Launch the packing of a job's next segment; return whether that was possible."""
@@ -241,20 +235,27 @@ class KvSender(KvHalf[SenderLink]):
         ready = job.queue.take() if has_room else None
         if ready is None:
             return False
-        cut, blocks, plan = ready
+        self._launch(job.link, job, *ready)
+        return True
+
+    def _launch(
+        self, link: SenderLink, job: SenderJob | None, cut: Cut, blocks: list[int], plan: int
+    ) -> None:
+        """Launch the packing of a segment, after a plan, in a staging slot that there is."""
         nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
 
         def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
             return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
 
         try:
-            self._outgoing.launch(job.link, job, cut, nbytes, pack)
+            self._outgoing.launch(link, job, cut, nbytes, pack)
         except TransferError as exc:
-            self._lose(job.link, str(exc))
+            self._lose(link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
+            if job is None:
+                raise
             logger.exception("the blocks of job %s cannot be packed", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
-        return True
 
     def _send_packed(self) -> None:
         """Handle packed segments, in order."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import msgspec
 import pytest
 
+from pagewire.shared.control.protocol import PrefillSoon
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
@@ -68,6 +70,23 @@ def test_tokens_report_the_loads_of_both_workers() -> None:
             assert len(loads) == len(router.loads)
             counts = [(load.epoch, load.iterations) for load in loads]
             assert counts == sorted(counts)
+
+    run_async(scenario())
+
+
+def test_announcements_of_jobs_take_no_room_in_the_engines_queue() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            gate = threading.Event()
+            p.engine.submit(lambda _core: gate.wait(20))
+            for _ in range(thread_module.MAX_COMMANDS + 1):
+                p.service.on_message("router", PrefillSoon())
+            p.engine.submit(lambda _core: None)  # the queue would refuse it
+            gate.set()
+            await d.link_to(p)
+            router.generate("r", LONG)
+            await router.answer("r")
+            assert router.prefilled_by("r") == "prefill-0"
 
     run_async(scenario())
 

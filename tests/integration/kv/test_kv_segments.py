@@ -9,7 +9,7 @@ import pytest
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.expectations import Expected
 from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
-from pagewire.shared.kv.endpoint.link_test import TEST_JOB
+from pagewire.shared.kv.messages import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
     cells,
@@ -134,8 +134,23 @@ def test_a_segment_for_a_request_that_ended_during_a_step_is_dropped() -> None:
         pair.decode.device.has_run = True
 
 
-def test_the_test_of_a_link_may_not_be_anything() -> None:
+@pytest.mark.parametrize(
+    ("body", "change", "outcome"),
+    [
+        pytest.param(payload(2)[:-1] + b"\1", {}, "corrupt", id="a wrong checksum"),
+        pytest.param(b"\1" + payload(2)[1:], {}, "corrupt", id="a wrong byte"),
+        pytest.param(payload(2)[:-8], {}, "dropped", id="too short"),
+        pytest.param(payload(2), {"count": 1}, "dropped", id="too long"),
+        pytest.param(payload(2), {"first_group": NUM_GROUPS}, "dropped", id="other layer groups"),
+        pytest.param(payload(2), {}, "ok", id="intact"),
+    ],
+)
+def test_the_test_of_a_link_may_not_be_anything(
+    body: bytes, change: dict[str, int], outcome: str
+) -> None:
     with reserved() as (pair, raw, _request):
-        fields = {"job": TEST_JOB, "first": 0, "count": 0, "first_group": 0, "num_groups": 0}
-        assert raw.send(bytes(100), **fields) == "corrupt"
-        assert pair.decode.tested == []
+        before = cells(pair)
+        fields = {"first": 0, "count": 2, "first_group": 0, "num_groups": NUM_GROUPS}
+        assert raw.send(body, job=TEST_JOB, **fields | change) == outcome
+        assert len(pair.decode.tested) == (outcome == "ok")
+        assert cells(pair) == before
