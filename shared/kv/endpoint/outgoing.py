@@ -7,13 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
-from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
+from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.messages import TEST_JOB, Segment
 from pagewire.shared.kv.staging import Staging
 
@@ -24,6 +23,8 @@ class Outgoing:
 
     Attributes:
         staging: the staging slots.
+        moves: packs the engine's blocks.
+        groups: layer groups of a block.
         clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
         packing: segments that are being packed, in the order in which their packing ends.
@@ -31,6 +32,8 @@ class Outgoing:
     """
 
     staging: Staging
+    moves: BlockMoves
+    groups: LayerGroups
     clock: Callable[[], float]
     may_pack: bool = False
     packing: deque[OutgoingSegment] = field(default_factory=deque)
@@ -64,8 +67,8 @@ class Outgoing:
         link: SenderLink,
         job: SenderJob | None,
         cut: Cut,
-        nbytes: int,
-        pack: Callable[[torch.Tensor, int], PendingMove],
+        blocks: list[int],
+        plan: int,
     ) -> None:
         """Launch the packing and staging of a segment; `has_room` said that there is room.
 
@@ -73,14 +76,15 @@ class Outgoing:
             link: the link to send it over.
             job: the job; None for a test of the link.
             cut: the part of the job that it has.
-            nbytes: size of its payload.
-            pack: launches the packing into a buffer, with a seed.
+            blocks: of the cut.
+            plan: that makes them final.
 
         Raises:
             TransferError: the link is broken.
             Exception: whatever the packing raises.
         """
         slot, (credit, use) = self.staging.acquire(), link.credits.take()
+        nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
         segment = Segment(
             credit=credit,
             use=use,
@@ -93,7 +97,8 @@ class Outgoing:
             nbytes=nbytes,
         )
         try:
-            packed = pack(self.staging.buffers[slot], segment.seed)
+            buffer, seed = self.staging.buffers[slot], segment.seed
+            packed = self.moves.pack(blocks, cut.groups, buffer, seed, plan)
             pending = link.outbound.stage(slot, credit, nbytes, packed) or packed
         except BaseException:  # whatever a device raises: neither may leak
             self.release(slot)

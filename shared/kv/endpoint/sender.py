@@ -15,10 +15,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from pagewire.shared.control.protocol import KvHello
-from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import has_ended
@@ -68,7 +65,7 @@ class KvSender(KvHalf[SenderLink]):
     _awake_until_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._outgoing = Outgoing(self.staging, self.clock)
+        self._outgoing = Outgoing(self.staging, self.moves, self.groups, self.clock)
 
     # Verbs
 
@@ -241,14 +238,9 @@ class KvSender(KvHalf[SenderLink]):
     def _launch(
         self, link: SenderLink, job: SenderJob | None, cut: Cut, blocks: list[int], plan: int
     ) -> None:
-        """Launch the packing of a segment, after a plan, in a staging slot that there is."""
-        nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
-
-        def pack(buffer: torch.Tensor, seed: int) -> PendingMove:
-            return self.moves.pack(blocks, cut.groups, buffer, seed, plan)
-
+        """Launch the packing of a segment; see `Outgoing.launch`."""
         try:
-            self._outgoing.launch(link, job, cut, nbytes, pack)
+            self._outgoing.launch(link, job, cut, blocks, plan)
         except TransferError as exc:
             self._lose(link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
