@@ -84,7 +84,7 @@ class PrefillJobs:
         return self._sender.num_jobs
 
     def expect_soon(self) -> None:
-        """Have the engine's thread awake when the next job comes. From any thread."""
+        """Have the engine's thread busy-poll: a job is about to come. From any thread."""
         self._sender.expects_job = True
         self._engine.thread.wake()
 

@@ -252,7 +252,7 @@ class FakeDevice:
         work()
         return FakeMove(self)
 
-    def keep_awake(self) -> None:
+    def rehearse_launch(self) -> None:
         """Do nothing: this device never pauses."""
 
     def _check_after(self, block_ids: list[int], after: int) -> None:

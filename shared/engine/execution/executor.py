@@ -92,8 +92,8 @@ class BlockMoves(Protocol):
         """
         ...
 
-    def keep_awake(self) -> None:
-        """Do the first part of a launch for nothing: after a pause, it takes longer."""
+    def rehearse_launch(self) -> None:
+        """Do the first part of a launch, without effect: after a pause, it takes longer."""
         ...
 
 

@@ -295,8 +295,8 @@ class ModelRunner:
         return self.mover.queue(work)
 
     @torch.inference_mode()
-    def keep_awake(self) -> None:
-        """Do the first part of a launch for nothing, as `BlockMoves` says."""
+    def rehearse_launch(self) -> None:
+        """Do the first part of a launch, without effect, as `BlockMoves` says."""
         self.state.apply_padding()
 
     def unpack(

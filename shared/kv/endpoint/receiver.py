@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # and polling takes most of a core; later messages wake the thread up.
 POLLED_S = 1.0
 # Meanwhile, this often: after a pause, the first step's launch takes 0.3 ms longer.
-KEEP_AWAKE_S = 0.003
+REHEARSAL_INTERVAL_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     _receiving: list[_Receiving] = field(default_factory=list)
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
-    _next_awake_s: float = math.inf
+    _next_rehearsal_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.credits = ReceiverCredits(self.staging.num_slots)
@@ -175,7 +175,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             return True
         has_progressed = any(carrier.poll() for carrier in self.carriers.values())
         has_arrived = any(has_ended(entry.pending) for entry in self._receiving)
-        return has_progressed or has_arrived or self.clock() >= self._next_awake_s
+        return has_progressed or has_arrived or self.clock() >= self._next_rehearsal_s
 
     def _poll(self, plan: StepPlan | None) -> bool:
         for token, message, body in self.socket.receive():
@@ -204,10 +204,10 @@ class KvReceiver(KvHalf[ReceiverLink]):
         is_gpu = self.staging.memory.is_cuda
         awaits_job = is_gpu and self.expected.any_heard(self.clock() - POLLED_S)
         if not awaits_job or self.core.awaits_step:
-            self._next_awake_s = math.inf
-        elif not self.clock() < self._next_awake_s < math.inf:
-            self._next_awake_s = self.clock() + KEEP_AWAKE_S
-            self.moves.keep_awake()
+            self._next_rehearsal_s = math.inf
+        elif not self.clock() < self._next_rehearsal_s < math.inf:
+            self._next_rehearsal_s = self.clock() + REHEARSAL_INTERVAL_S
+            self.moves.rehearse_launch()
         return bool(self._receiving or self._unpacking or awaits_job)
 
     def _check_deadlines(self) -> None:

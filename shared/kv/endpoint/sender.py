@@ -62,7 +62,7 @@ class KvSender(KvHalf[SenderLink]):
     divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
-    _awake_until_s: float = 0.0
+    _polls_until_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.moves, self.groups, self.clock)
@@ -197,10 +197,10 @@ class KvSender(KvHalf[SenderLink]):
             self._outgoing.may_pack = False
             self._pack_all()
         if self.expects_job and self.staging.memory.is_cuda:
-            self._awake_until_s = self.clock() + EXPECTED_S
-            self.moves.keep_awake()
+            self._polls_until_s = self.clock() + EXPECTED_S
+            self.moves.rehearse_launch()
         self.expects_job = False
-        return self._outgoing.is_busy or self.clock() < self._awake_until_s
+        return self._outgoing.is_busy or self.clock() < self._polls_until_s
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
