@@ -148,8 +148,8 @@ class Engine:
         if self.device.type == "cuda":
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
-        spins = self.device.type == "cuda"
-        self.thread = EngineThread(self.core, self._on_outputs, spins=spins)
+        is_gpu = self.device.type == "cuda"
+        self.thread = EngineThread(self.core, self._on_outputs, busy_polls=is_gpu)
         slot_bytes = self.runner.mover.groups.packed_bytes(STAGING_SLOT_BLOCKS)
         self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
         self.sockets: KvSockets | None = None

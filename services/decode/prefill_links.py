@@ -70,7 +70,9 @@ class PrefillLinks:
     timeout_s: float
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
-    _unfit: dict[tuple[str, int], set[str]] = field(default_factory=dict)  # see `_leave_out`
+    _unfit: dict[tuple[str, int], set[str]] = field(
+        default_factory=dict
+    )  # carriers, by worker and epoch
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:

@@ -121,7 +121,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class PrefillSoon(Message, frozen=True):
-    """A decode worker is about to send this prefill worker a job: it should busy-poll by then."""
+    """A decode worker is about to send this prefill worker a job: it begins to busy-poll."""
 
 
 class Embed(Message, frozen=True, kw_only=True):

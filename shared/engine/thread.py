@@ -58,7 +58,11 @@ class EngineThread:
     """
 
     def __init__(
-        self, core: EngineCore, on_outputs: Callable[[StepOutputs], None], *, spins: bool = False
+        self,
+        core: EngineCore,
+        on_outputs: Callable[[StepOutputs], None],
+        *,
+        busy_polls: bool = False,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -66,11 +70,12 @@ class EngineThread:
             core: used by nobody else from `start` on.
             on_outputs: called in the engine's thread, which waits for it; what it raises ends the
                 loop.
-            spins: poll without sleeping while only the hooks wait for something, which takes a
-                core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
+            busy_polls: poll without sleeping while only the hooks wait for something, which takes
+                a core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
                 to send a prompt's blocks.
         """
-        self._hook_poll_s = 0.0 if spins else POLL_S
+        self._hook_poll_s = 0.0 if busy_polls else POLL_S
+        self._hooks_are_quiet = False  # for `WATCH_S`: their peer may have stopped
         self.core = core
         self.iterations = 0
         self.snapshot = self._take_snapshot()
@@ -165,10 +170,14 @@ class EngineThread:
         would wait for the rest of it.
         """
         core, until = self.core, time.monotonic() + WATCH_S
+        were_quiet, self._hooks_are_quiet = self._hooks_are_quiet, True
         while not (self._has_news or core.is_step_due() or time.monotonic() > until):
             if not core.are_hooks_due():
-                time.sleep(POLL_S if core.awaits_step else self._hook_poll_s)
-            elif core.run_hooks() or not (core.awaits_step or core.hooks_busy):
+                sleeps = core.awaits_step or were_quiet
+                time.sleep(POLL_S if sleeps else self._hook_poll_s)
+                continue
+            were_quiet = self._hooks_are_quiet = False
+            if core.run_hooks() or not (core.awaits_step or core.hooks_busy):
                 break
         self._is_woken = False
 

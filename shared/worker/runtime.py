@@ -172,8 +172,8 @@ class WorkerRuntime:
             PrefixIndex(redis, cluster_tag(secret)), self.worker_id, self.epoch, self._cached_hashes
         )
         self.built = await asyncio.to_thread(self._build, index)
-        spins = self.built.device.type == "cuda"
-        self.engine = EngineThread(self.built.core, self._on_outputs, spins=spins)
+        is_gpu = self.built.device.type == "cuda"
+        self.engine = EngineThread(self.built.core, self._on_outputs, busy_polls=is_gpu)
         self._engine_watch = EngineWatch(self.engine)
         names = served_names(settings.served_model_name, settings.model)
         self.metrics_registry.register(EngineCollector(self.engine, names[0]))

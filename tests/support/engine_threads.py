@@ -41,10 +41,10 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 @contextmanager
 def started(
-    core: EngineCore, outputs: Outputs | None = None, *, spins: bool = False
+    core: EngineCore, outputs: Outputs | None = None, *, busy_polls: bool = False
 ) -> Iterator[EngineThread]:
     """Run an engine's thread."""
-    engine = EngineThread(core, outputs or Outputs(), spins=spins)
+    engine = EngineThread(core, outputs or Outputs(), busy_polls=busy_polls)
     engine.start()
     try:
         yield engine

@@ -53,5 +53,8 @@ class _ShakyOutbound:
     def send(self, segment: Segment, slot: int) -> Pending:
         return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)
 
+    def drop(self, segment: Segment) -> Pending:
+        return self._inner.drop(segment)
+
     def close(self) -> None:
         self._inner.close()

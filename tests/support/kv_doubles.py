@@ -112,8 +112,8 @@ class FaultyCarrier:
 
     Attributes:
         num_corrupt: number of next payloads in which a bit is flipped.
-        fails: operation that fails once: "offer", "outbound", "stage", "staged", "send", "sent" or
-            "receive"; empty for none.
+        fails: operation that fails once: "offer", "outbound", "inbound", "stage", "staged", "send",
+            "sent" or "receive"; empty for none.
         holds_writes: whether sends do not end, so that their staging slots stay in use.
         holds_payloads: whether announced payloads do not arrive.
         holds_slots: whether something may still write to staging slots of links that have ended.
@@ -139,6 +139,7 @@ class FaultyCarrier:
         self.inner.withdraw(link)
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
+        self.fail_at("inbound")
         inner = self.inner.inbound(link, reply)
         self.num_open += 1
         return FaultyInbound(self, inner)
@@ -194,6 +195,9 @@ class FaultyOutbound:
             self.carrier.fails = ""
             return Failed()
         return HeldBack(sent, lambda: self.carrier.holds_writes)
+
+    def drop(self, segment: Segment) -> Pending:
+        return HeldBack(self.inner.drop(segment), lambda: self.carrier.holds_writes)
 
     def close(self) -> None:
         self.carrier.num_open -= 1

@@ -166,7 +166,7 @@ class WorkerSelector:
     def wake(self, prefill_workers: Sequence[str]) -> None:
         """Wake the prefill worker to which a decode worker will send a job in a moment, if any.
 
-        An idle worker takes 0.8 ms longer to begin a prompt than one that is awake.
+        An idle worker takes 0.8 ms longer to begin a prompt than one that busy-polls.
         """
         link = self._prefill_links.get(prefill_workers[0]) if prefill_workers else None
         if link is not None:

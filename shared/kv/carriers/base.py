@@ -77,6 +77,14 @@ class Outbound(Protocol):
         """
         ...
 
+    def drop(self, segment: Segment) -> Pending:
+        """Do not announce a segment that has been staged.
+
+        Returns:
+            Ends when nothing writes to the receiver's staging slot any more.
+        """
+        return DONE
+
     def close(self) -> None:
         """End the link; copies that are queued on the device may still be made."""
         return None

@@ -22,7 +22,14 @@ from msgspec import Meta
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import UNDECODABLE, TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import (
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+    has_ended,
+)
 from pagewire.shared.kv.device_memory import (
     HANDLE_BYTES,
     export_handle,
@@ -47,6 +54,7 @@ _IDLE_S = 0.01
 _WAKE_BYTES = 1 << 20
 
 _T = TypeVar("_T")
+_Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 
 
 class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +69,7 @@ class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     receiver: Process
     gpu: Annotated[str, Meta(max_length=64)]
-    handle: Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+    handle: _Handle
     stride: Annotated[int, Meta(gt=0, lt=2**40)]
     num_slots: Annotated[int, Meta(gt=0, le=MAX_CREDITS)]
 
@@ -70,7 +78,7 @@ class IpcReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A sender's process, and CUDA IPC handles of its events, one for the copies of each credit."""
 
     sender: Process
-    events: Annotated[list[bytes], Meta(max_length=MAX_CREDITS)]
+    events: Annotated[list[_Handle], Meta(max_length=MAX_CREDITS)]
 
 
 class IpcCarrier(Carrier):
@@ -122,7 +130,7 @@ class IpcCarrier(Carrier):
         quarantine = Quarantine(self._quarantine_s, self._clock, remote.sender)
         self._quarantines = [known for known in self._quarantines if not known.is_over]
         self._quarantines.append(quarantine)
-        return _IpcInbound(quarantine, events)
+        return _IpcInbound(quarantine, [_Copy(event) for event in events])
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -146,6 +154,19 @@ class IpcCarrier(Carrier):
             quarantine.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The newest copy of a credit, until its event at the end."""
+
+    end: torch.cuda.Event
+
+    def is_done(self) -> bool:
+        try:
+            return self.end.query()
+        except RuntimeError as exc:
+            raise TransferError(f"a copy of KV blocks has failed: {exc}") from exc
+
+
 @dataclass(slots=True, eq=False)
 class _IpcOutbound(Outbound):
     """The sender's half.
@@ -162,6 +183,7 @@ class _IpcOutbound(Outbound):
     spare_ends: list[torch.cuda.Event]
     _stream: torch.cuda.Stream = field(init=False)
     _ends: list[torch.cuda.Event] = field(init=False)  # at the end of a copy, by credit
+    _handles: list[bytes] = field(init=False)  # of these
     _last_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -170,13 +192,17 @@ class _IpcOutbound(Outbound):
         missing = range(len(self.spare_ends), self.offer.num_slots)
         self.spare_ends += [torch.cuda.Event(interprocess=True) for _ in missing]
         self._ends = [self.spare_ends.pop() for _ in range(self.offer.num_slots)]
+        try:
+            with torch.cuda.device(self.staging.memory.device):
+                self._handles = [end.ipc_handle() for end in self._ends]
+        except RuntimeError as exc:
+            self.close()
+            raise TransferError(f"events cannot be shared with another process: {exc}") from exc
 
     @property
     def reply(self) -> bytes:
         """The process that writes, and its events."""
-        with torch.cuda.device(self.staging.memory.device):
-            ends = [end.ipc_handle() for end in self._ends]
-        return msgspec.msgpack.encode(IpcReply(this_process(), ends))
+        return msgspec.msgpack.encode(IpcReply(this_process(), self._handles))
 
     def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's staging slot. It is announced meanwhile.
@@ -207,7 +233,11 @@ class _IpcOutbound(Outbound):
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce a payload that is being copied."""
         self.socket.post(segment)
-        return PendingMove(self._ends[segment.credit])
+        return self.drop(segment)
+
+    def drop(self, segment: Segment) -> Pending:
+        """Return the payload's copy, which goes on."""
+        return _Copy(self._ends[segment.credit])
 
     def close(self) -> None:
         """End the mapping after the queued copies, in a thread: this waits for the device."""
@@ -218,7 +248,7 @@ class _IpcOutbound(Outbound):
             ).start()
 
     def _unmap(self, address: int) -> None:
-        while not all(end.query() for end in self._ends):
+        while not all(has_ended(_Copy(end)) for end in self._ends):
             time.sleep(_POLL_INTERVAL_S)
         self.spare_ends += self._ends
         try:
@@ -229,14 +259,16 @@ class _IpcOutbound(Outbound):
 
 
 class _IpcInbound(Inbound):
-    def __init__(self, quarantine: Quarantine, ends: list[torch.cuda.Event]) -> None:
-        self._quarantine, self._ends = quarantine, ends  # events of the sender, by credit
+    """The receiver's half; has the sender's copies by credit."""
+
+    def __init__(self, quarantine: Quarantine, copies: list[_Copy]) -> None:
+        self._quarantine, self._copies = quarantine, copies
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Return the payload's copy, which was queued before the announcement."""
-        if segment.credit >= len(self._ends):
+        if segment.credit >= len(self._copies):
             raise TransferError(f"the sender has no event for credit {segment.credit}")
-        return PendingMove(self._ends[segment.credit])
+        return self._copies[segment.credit]
 
     def close(self) -> Pending:
         """End the link; the sender's queued copies may still be made."""

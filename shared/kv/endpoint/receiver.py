@@ -318,8 +318,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
             raise ProtocolError("the link was opened twice")
         if message.carrier not in link.offers:
             raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        link.carrier = message.carrier  # first: if it fails, it is not offered again
         link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
-        link.carrier = message.carrier
         for name, other in self.carriers.items():
             if name != link.carrier:
                 other.withdraw(link.number)

@@ -35,11 +35,11 @@ from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
 logger = logging.getLogger(__name__)
 
 MAX_SENDS = 3  # of one segment
-MAX_TEST_BYTES = 64 << 20
+MAX_TEST_BYTES = 64 << 20  # enough to measure a link's speed
 # A prompt's last blocks are sent by layer group while the step still runs, if they have more bytes
 # than this. Fewer bytes are sent more quickly than the additional segments are handled.
 DIVIDED_BYTES = 64 << 20
-EXPECTED_S = 0.005  # how long a receiver takes at most to send a job that was announced
+EXPECTED_S = 0.005  # how long to busy-poll for an announced job
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,10 +196,11 @@ class KvSender(KvHalf[SenderLink]):
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
-        if self.expects_job and self.staging.memory.is_cuda:
-            self._polls_until_s = self.clock() + EXPECTED_S
-            self.moves.rehearse_launch()
-        self.expects_job = False
+        if self.expects_job:
+            self.expects_job = False
+            if self.staging.memory.is_cuda and not self.core.awaits_step:
+                self._polls_until_s = self.clock() + EXPECTED_S
+                self.moves.rehearse_launch()
         return self._outgoing.is_busy or self.clock() < self._polls_until_s
 
     def _pack_all(self) -> None:
@@ -259,7 +260,8 @@ class KvSender(KvHalf[SenderLink]):
         """Send a segment, or free its staging slot and credit if nobody wants it any more."""
         link, job, segment = packed.link, packed.job, packed.segment
         is_open = link in self.links
-        is_wanted = is_open and (job is None or self._jobs.get(job.name) is job)
+        is_known = job is None or self._jobs.get(job.name) is job
+        is_wanted = is_open and is_known and not packed.is_dropped
         try:
             packed.pending.is_done()  # raises what has gone wrong
             if is_wanted and (job is None or job.epoch == packed.epoch):
@@ -273,6 +275,10 @@ class KvSender(KvHalf[SenderLink]):
             if is_wanted and job is not None:
                 # The blocks went to another sequence while they were read.
                 job.queue.requeue(packed.cut)
+            if is_open and not packed.is_dropped:
+                packed.is_dropped, packed.pending = True, link.outbound.drop(segment)
+                self._outgoing.packing.append(packed)
+                return
             if is_open:
                 link.put_back(segment.credit)
         except TransferError as exc:

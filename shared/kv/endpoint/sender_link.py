@@ -49,6 +49,7 @@ class OutgoingSegment:
         slot: the sender's staging slot, until the payload is sent.
         pending: the packing and staging, then the sending.
         since: when the segment was announced, or a test launched.
+        is_dropped: it will not be announced; its copy may be under way.
     """
 
     link: SenderLink
@@ -59,6 +60,7 @@ class OutgoingSegment:
     slot: int
     pending: Pending
     since: float
+    is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -152,16 +152,16 @@ def test_what_hooks_wait_for_is_handled_without_an_iteration(
         assert engine.iterations <= 3  # the first, and one before the loop sleeps
 
 
-@pytest.mark.parametrize("spins", [False, True])
+@pytest.mark.parametrize("busy_polls", [False, True])
 @pytest.mark.parametrize("news", ["device", "command", "wake"])
 def test_sleeps_end_with_the_first_news(
-    news: str, spins: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
+    news: str, busy_polls: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_module, "WATCH_S", 60.0)
     core, _ = make_core()
     hook = Hook(busy_iterations=10**6, due=False)
     core.hooks.append(hook)
-    with started(core, spins=spins) as engine:
+    with started(core, busy_polls=busy_polls) as engine:
         until(lambda: hook.iterations == 1)
         time.sleep(0.1)
         assert hook.iterations == 1

@@ -287,6 +287,34 @@ def test_blocks_that_were_lost_while_they_were_packed_are_packed_again(
 
 
 @CARRIERS
+def test_a_dropped_segments_credit_is_in_use_until_its_copy_has_ended(kind: str) -> None:
+    with kv_pair(kind) as pair:
+        pair.prefill.device.has_moved = False
+        request = pair.ask(PROMPT)
+        pair.until(lambda: packed(pair))
+        pair.prefill.carrier.holds_writes = True
+        credits = pair.link.sent.credits
+        pair.abort(request)
+        pair.until(lambda: not pair.prefill.sender.num_jobs)
+        pair.prefill.device.has_moved = True
+        for _ in range(10):
+            pair.step()
+        assert credits.num_in_use > 0
+        pair.prefill.carrier.holds_writes = False
+        pair.until(lambda: not credits.num_in_use)
+
+
+@CARRIERS
+def test_a_carrier_that_cannot_be_opened_by_the_receiver_is_known(kind: str) -> None:
+    with kv_pair(kind, linked=False) as pair:
+        pair.decode.carrier.fails = "inbound"
+        pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.decode.lost)
+        ((link, reason),) = pair.decode.lost
+        assert (link.carrier, reason) == (kind, "the wire is cut")
+
+
+@CARRIERS
 @pytest.mark.parametrize("replays", [False, True], ids=["launched", "replayed"])
 @pytest.mark.parametrize("num_sent", [1, 2, 3])
 def test_a_job_preempted_between_its_groups_sends_the_rest(
