@@ -162,7 +162,7 @@ class _Copy:
 
     def is_done(self) -> bool:
         try:
-            return self.end.query()
+            return bool(self.end.query())
         except RuntimeError as exc:
             raise TransferError(f"a copy of KV blocks has failed: {exc}") from exc
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS
@@ -311,6 +312,7 @@ def test_a_carrier_that_cannot_be_opened_by_the_receiver_is_known(kind: str) -> 
         pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.decode.lost)
         ((link, reason),) = pair.decode.lost
+        assert isinstance(link, ReceiverLink)
         assert (link.carrier, reason) == (kind, "the wire is cut")
 
 
