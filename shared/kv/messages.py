@@ -10,7 +10,8 @@ sender. The sender answers a `Reclaim` with a `Return`; if a `Segment` with that
 way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, which comes first,
 and `KvRefusal` are control messages (shared/control/protocol.py).
 
-A segment is announced only when it is packed, so that no announcement must be withdrawn.
+A segment is announced when it is packed. All that are packed are announced: what has been queued
+for the others may still be under way.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Segment(_Message, frozen=True):
         first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`.
         first_group, num_groups: layer groups of each block.
         seed: added to the checksums after the blocks.
-        nbytes: size of the payload: blocks and checksums.
+        nbytes: size of the payload: blocks and checksums; 0: the segment is void, since its blocks
+            were not wanted any more when they had been packed.
     """
 
     credit: CreditIndex

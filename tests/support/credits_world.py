@@ -97,8 +97,6 @@ class World:
         for number, link in self.links.items():
             if link.sender.idle and link.sender.num_in_use < self.busy:
                 yield Event("take", number)
-            for credit in link.packing:
-                yield Event("put_back", number, credit)
             if self.closes != 0:
                 yield Event("close", number)
         if len(self.links) < self.receiver.num_slots // MIN_CREDITS and self.opens != 0:
@@ -125,7 +123,7 @@ class World:
     def happen(self, event: Event) -> None:
         """Execute an event."""
         method = getattr(self, event.name)
-        if event.name in ("announce", "put_back"):
+        if event.name == "announce":
             method(event.of, event.credit)
         else:
             method(event.of)
@@ -140,11 +138,6 @@ class World:
     def announce(self, number: int, credit: int) -> None:
         link = self.links[number]
         link.to_receiver.append(Announced(credit, link.packing.pop(credit)))
-
-    def put_back(self, number: int, credit: int) -> None:
-        link = self.links[number]
-        del link.packing[credit]
-        self._answer(link, link.sender.put_back(credit))
 
     def reach_sender(self, number: int) -> None:
         link = self.links[number]

@@ -75,7 +75,6 @@ class WatchedCarrier:
 class WatchedOutbound:
     def __init__(self, outbound: Outbound, receiver: int, points: Points) -> None:
         self._outbound, self.receiver, self._points = outbound, receiver, points
-        self._has_staged_test = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outbound, name)
@@ -84,14 +83,13 @@ class WatchedOutbound:
     def reply(self) -> bytes:
         return _with_pid(self._outbound.reply)
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        reach = partial(self._points.reach, segment=Segment(os.getpid(), self.receiver, credit))
-        if not self._has_staged_test:  # a link's first segment
-            self._has_staged_test = True
-            return self._outbound.stage(slot, credit, nbytes, packed)
-        reach("packed")
-        staged = self._outbound.stage(slot, credit, nbytes, packed)
-        reach("staged")
+    def stage(self, segment: messages.Segment, slot: int, packed: PendingMove) -> Pending | None:
+        where = Segment(os.getpid(), self.receiver, segment.credit)
+        if segment.job == messages.TEST_JOB:
+            return self._outbound.stage(segment, slot, packed)
+        self._points.reach("packed", where)
+        staged = self._outbound.stage(segment, slot, packed)
+        self._points.reach("staged", where)
         return staged
 
     def send(self, segment: messages.Segment, slot: int) -> Pending:

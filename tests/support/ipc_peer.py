@@ -86,8 +86,8 @@ class IpcPeer:
         """Fill a staging slot, bring it into the receiver's, and announce it."""
         self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
         torch.cuda.synchronize()  # for the moves' stream
-        assert self.outbound[-1].stage(slot, credit, nbytes, PendingMove(None)) is None
         segment = _segment(credit, seed, nbytes)
+        assert self.outbound[-1].stage(segment, slot, PendingMove(None)) is None
         _wait(self.outbound[-1].send(segment, slot))
         assert self.announced.segments.pop() == segment
 
@@ -101,16 +101,18 @@ class IpcPeer:
         """Queue copies of whole staging slots without waiting for them."""
         for index in range(count):
             slot = index % 2
-            self.outbound[-1].stage(slot, slot, self.slot_bytes, PendingMove(None))
-            self._last = self.outbound[-1].send(_segment(slot, 0, self.slot_bytes), slot)
+            segment = _segment(slot, 0, self.slot_bytes)
+            self.outbound[-1].stage(segment, slot, PendingMove(None))
+            self._last = self.outbound[-1].send(segment, slot)
 
     def queue_late_copy(self, credit: int) -> None:
         """Queue a copy that waits for work of about a second."""
         torch.cuda._sleep(2_000_000_000)
         packed = torch.cuda.Event()
         packed.record()
-        self.outbound[-1].stage(0, credit, self.slot_bytes, PendingMove(packed))
-        self._last = self.outbound[-1].send(_segment(credit, 0, self.slot_bytes), 0)
+        segment = _segment(credit, 0, self.slot_bytes)
+        self.outbound[-1].stage(segment, 0, PendingMove(packed))
+        self._last = self.outbound[-1].send(segment, 0)
 
     def finish_copies(self) -> None:
         _wait(self._last)

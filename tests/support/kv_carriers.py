@@ -44,17 +44,14 @@ class _ShakyOutbound:
     def reply(self) -> bytes:
         return self._inner.reply
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         ShakyCarrier.num_tried += 1
         if ShakyCarrier.trouble is not None:
             return None
-        return self._inner.stage(slot, credit, nbytes, packed)
+        return self._inner.stage(segment, slot, packed)
 
     def send(self, segment: Segment, slot: int) -> Pending:
         return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)
-
-    def drop(self, segment: Segment) -> Pending:
-        return self._inner.drop(segment)
 
     def close(self) -> None:
         self._inner.close()

@@ -174,15 +174,15 @@ class FaultyOutbound:
     def reply(self) -> bytes:
         return self.inner.reply
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         carrier = self.carrier
         carrier.fail_at("stage")
         spoiled = None
         if carrier.num_corrupt:
             carrier.num_corrupt -= 1
-            byte = carrier.staging.buffers[slot][nbytes - 1 :][:1]
+            byte = carrier.staging.buffers[slot][segment.nbytes - 1 :][:1]
             spoiled = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
-        staged = self.inner.stage(slot, credit, nbytes, packed)
+        staged = self.inner.stage(segment, slot, packed)
         if carrier.fails == "staged":
             carrier.fails = ""
             return Failed()
@@ -195,9 +195,6 @@ class FaultyOutbound:
             self.carrier.fails = ""
             return Failed()
         return HeldBack(sent, lambda: self.carrier.holds_writes)
-
-    def drop(self, segment: Segment) -> Pending:
-        return HeldBack(self.inner.drop(segment), lambda: self.carrier.holds_writes)
 
     def close(self) -> None:
         self.carrier.num_open -= 1

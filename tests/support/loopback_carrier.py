@@ -61,9 +61,10 @@ class _LoopbackOutbound(Outbound):
     ) -> None:
         self._source, self._target, self._moves, self._socket = source, target, moves, socket
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's staging slot."""
-        source, target = self._source.buffers[slot], self._target.buffers[credit]
+        source, target = self._source.buffers[slot], self._target.buffers[segment.credit]
+        nbytes = segment.nbytes
         return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
 
     def send(self, segment: Segment, slot: int) -> Pending:

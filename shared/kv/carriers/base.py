@@ -2,8 +2,9 @@
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
 A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
-is queued right after the packing. A two-sided carrier sends once the payload has been packed. Both
-announce a segment once it is packed. A carrier inherits the methods that it does not need.
+is queued right after the packing. A two-sided carrier sends what the receiver asks for once the
+segment is announced. All announce a segment once it is packed, each exactly once. A carrier
+inherits the methods that it does not need.
 """
 
 from __future__ import annotations
@@ -52,22 +53,28 @@ class Outbound(Protocol):
         """See above."""
         return b""
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
-        """Queue work on the device between a staging slot's packing and `send`.
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
+        """Prepare to send a segment: queue work on the device, or ask the receiver to read.
 
         Args:
+            segment: it may be announced as void later.
             slot: the sender's staging slot, which is being packed.
-            credit: the receiver's staging slot.
-            nbytes: size of the payload.
             packed: the packing.
 
         Returns:
             What the announcement has to wait for; None if that is only the packing.
+
+        Raises:
+            TransferError: the link is broken.
         """
         return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce a segment that is packed; send its payload, if `stage` has not begun to.
+
+        Args:
+            segment: the one that was staged; without bytes if it is void.
+            slot: the sender's staging slot.
 
         Returns:
             Ends when the sender's staging slot may be used again.
@@ -76,14 +83,6 @@ class Outbound(Protocol):
             TransferError: the link is broken.
         """
         ...
-
-    def drop(self, segment: Segment) -> Pending:
-        """Do not announce a segment that has been staged.
-
-        Returns:
-            Ends when nothing writes to the receiver's staging slot any more.
-        """
-        return DONE
 
     def close(self) -> None:
         """End the link; copies that are queued on the device may still be made."""
@@ -97,7 +96,8 @@ class Inbound(Protocol):
         """Receive an announced payload into the staging slot `segment.credit`.
 
         Args:
-            segment: the announcement; the payload fits into the staging slot.
+            segment: the announcement; the payload fits into the staging slot. If it is void, what
+                arrives does not matter, but nothing may arrive later.
             body: the payload, if it came with the announcement.
 
         Returns:

@@ -204,7 +204,7 @@ class _IpcOutbound(Outbound):
         """The process that writes, and its events."""
         return msgspec.msgpack.encode(IpcReply(this_process(), self._handles))
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's staging slot. It is announced meanwhile.
 
         Raises:
@@ -212,7 +212,7 @@ class _IpcOutbound(Outbound):
         """
         if self.address is None:
             raise TransferError("the link has ended")
-        offer = self.offer
+        offer, credit, nbytes = self.offer, segment.credit, segment.nbytes
         if credit >= offer.num_slots or nbytes > offer.stride:
             raise TransferError(
                 f"{nbytes} bytes for staging slot {credit} of a receiver that has "
@@ -233,10 +233,6 @@ class _IpcOutbound(Outbound):
     def send(self, segment: Segment, slot: int) -> Pending:
         """Announce a payload that is being copied."""
         self.socket.post(segment)
-        return self.drop(segment)
-
-    def drop(self, segment: Segment) -> Pending:
-        """Return the payload's copy, which goes on."""
         return _Copy(self._ends[segment.credit])
 
     def close(self) -> None:

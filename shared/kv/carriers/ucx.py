@@ -19,10 +19,16 @@ from typing import ClassVar
 import torch
 import zmq
 
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
-from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
+from pagewire.shared.kv.carriers.ucx_worker import (
+    MAX_ABANDONED,
+    UcxLibrary,
+    UcxRequest,
+    UcxWorker,
+)
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.peer_process import Quarantine
 from pagewire.shared.kv.staging import Staging
@@ -176,14 +182,20 @@ class _UcxOutbound(Outbound):
         self, carrier: UcxCarrier, link: int, worker: UcxWorker, socket: LinkSocket
     ) -> None:
         self._carrier, self._link, self._worker, self._socket = carrier, link, worker, socket
+        self._sent: dict[int, UcxRequest] = {}  # by credit
 
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a payload and begin to send it."""
-        self._socket.post(segment)
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
+        """Begin to send: UCX reads the payload once the receiver wants it (`RNDV_THRESH`)."""
         buffer = self._carrier.staging.buffers[slot]
         request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
+        self._sent[segment.credit] = request
         self._carrier.wake(self._worker)
-        return request
+        return None
+
+    def send(self, segment: Segment, slot: int) -> Pending:
+        """Announce a payload."""
+        self._socket.post(segment)
+        return self._sent.pop(segment.credit)
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
@@ -195,9 +207,10 @@ class _UcxInbound(Inbound):
         self._carrier, self._link, self._worker = carrier, link, worker
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Begin to receive a payload."""
-        buffer = self._carrier.staging.buffers[segment.credit]
-        request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
+        """Begin to receive a payload, of any size if the segment is void."""
+        staging = self._carrier.staging
+        buffer, tag = staging.buffers[segment.credit], _tag(self._link, segment)
+        request = self._worker.receive(buffer, segment.nbytes or staging.slot_bytes, tag)
         self._carrier.wake(self._worker)
         return request
 

@@ -1,7 +1,10 @@
 """UCX's settings: they keep a worker alive when a peer dies at any moment, and are fast.
 
-Settings of the user in the environment (`UCX_...`) are not changed. Each choice was found by
-killing processes during transfers:
+Settings of the user in the environment (`UCX_...`) are not changed, except for the first one below.
+The others were found by killing processes during transfers:
+
+- `RNDV_THRESH` is 0: UCX reads a payload when the receiver asks for it, and never when it is sent.
+  A send may begin before the payload is there.
 
 - Error handling is on for all endpoints. Without it a sender that dies while its memory is read
   (cma) aborts the reading process, and a transfer that waits for a dead peer can never be ended:
@@ -51,7 +54,8 @@ def ucx_settings(host: str, *, cuda: bool) -> dict[str, str]:
     }
     if _SET_BY_USER.isdisjoint(_CHOOSES_DEVICES):
         settings |= _device_settings(host)
-    return {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
+    chosen = {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
+    return {**chosen, "RNDV_THRESH": "0"}
 
 
 def listens_on(settings: dict[str, str]) -> str:

@@ -65,9 +65,9 @@ class _ZmqOutbound(Outbound):
     ) -> None:
         self._staging, self._host, self._moves, self._socket = staging, host, moves, socket
 
-    def stage(self, slot: int, credit: int, nbytes: int, packed: PendingMove) -> Pending | None:
+    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         """Copy a payload from the GPU to the host."""
-        source, target = self._staging.buffers[slot], self._host[slot]
+        source, target, nbytes = self._staging.buffers[slot], self._host[slot], segment.nbytes
         if not source.is_cuda:
             return None
         return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
@@ -86,6 +86,8 @@ class _ZmqInbound(Inbound):
         if body is None or len(body) != segment.nbytes:
             size = 0 if body is None else len(body)
             raise TransferError(f"a payload of {size} bytes, announced as {segment.nbytes}")
+        if not segment.nbytes:  # it is void
+            return DONE
         host = self._host[segment.credit][: segment.nbytes]
         host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
         target = self._staging.buffers[segment.credit]

@@ -52,13 +52,6 @@ class SenderCredits:
         use = self.uses[credit] = self.uses.get(credit, 0) + 1
         return credit, use
 
-    def put_back(self, credit: int) -> Return | None:
-        """Give up a use that was not announced; return the message to send, if there is one."""
-        if self._in_use.pop(credit):
-            return Return(credit)
-        self.idle.append(credit)
-        return None
-
     def acknowledge(self, credit: int, use: int) -> None:
         """End a use: the credit is idle again, unless it was reclaimed.
 

@@ -83,28 +83,26 @@ class Outgoing:
             TransferError: the link is broken.
             Exception: whatever the packing raises.
         """
-        slot, (credit, use) = self.staging.acquire(), link.credits.take()
-        nbytes = self.groups.packed_bytes(len(cut.positions), len(cut.groups))
-        segment = Segment(
-            credit=credit,
-            use=use,
-            job=TEST_JOB if job is None else job.name,
-            first=cut.positions.start,
-            count=len(cut.positions),
-            first_group=cut.groups.start,
-            num_groups=len(cut.groups),
-            seed=secrets.randbits(64) - 2**63,
-            nbytes=nbytes,
-        )
-        try:
-            buffer, seed = self.staging.buffers[slot], segment.seed
-            packed = self.moves.pack(blocks, cut.groups, buffer, seed, plan)
-            pending = link.outbound.stage(slot, credit, nbytes, packed) or packed
-        except BaseException:  # whatever a device raises: neither may leak
-            self.release(slot)
-            link.put_back(credit)
-            raise
+        slot, seed = self.staging.acquire(), secrets.randbits(64) - 2**63
         epoch, now = 0 if job is None else job.epoch, self.clock()
+        try:
+            packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
+            credit, use = link.credits.take()  # now: a failed packing costs no credit
+            segment = Segment(
+                credit=credit,
+                use=use,
+                job=TEST_JOB if job is None else job.name,
+                first=cut.positions.start,
+                count=len(cut.positions),
+                first_group=cut.groups.start,
+                num_groups=len(cut.groups),
+                seed=seed,
+                nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
+            )
+            pending = link.outbound.stage(segment, slot, packed) or packed
+        except BaseException:  # whatever a device raises: the staging slot may not leak
+            self.release(slot)
+            raise
         self.packing.append(OutgoingSegment(link, job, epoch, cut, segment, slot, pending, now))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:

@@ -222,7 +222,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
         self.credits.fill(link.number, segment.credit, segment.use)
-        if not 0 < segment.nbytes <= self.staging.slot_bytes or link.inbound is None:
+        if segment.nbytes > self.staging.slot_bytes or link.inbound is None:
             raise ProtocolError(
                 f"a segment of {segment.nbytes} bytes in a staging slot of "
                 f"{self.staging.slot_bytes}"

@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
@@ -257,33 +259,28 @@ class KvSender(KvHalf[SenderLink]):
             self._send(packing.popleft())
 
     def _send(self, packed: OutgoingSegment) -> None:
-        """Send a segment, or free its staging slot and credit if nobody wants it any more."""
-        link, job, segment = packed.link, packed.job, packed.segment
-        is_open = link in self.links
+        """Announce a packed segment, as void if its blocks are not wanted any more."""
+        link, job = packed.link, packed.job
+        if link not in self.links:
+            self._outgoing.release(packed.slot)
+            return
         is_known = job is None or self._jobs.get(job.name) is job
-        is_wanted = is_open and is_known and not packed.is_dropped
+        if job is not None and not (is_known and job.epoch == packed.epoch):
+            packed.segment = msgspec.structs.replace(packed.segment, nbytes=0)
+            if is_known:  # the blocks went to another sequence while they were read
+                job.queue.requeue(packed.cut)
+        if job is not None:
+            packed.since = self.clock()
         try:
             packed.pending.is_done()  # raises what has gone wrong
-            if is_wanted and (job is None or job.epoch == packed.epoch):
-                packed.pending = link.outbound.send(segment, packed.slot)
-                self._outgoing.writing.append(packed)
-                if job is not None:
-                    packed.since = self.clock()
-                link.sent[segment.credit] = packed
-                self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-                return
-            if is_wanted and job is not None:
-                # The blocks went to another sequence while they were read.
-                job.queue.requeue(packed.cut)
-            if is_open and not packed.is_dropped:
-                packed.is_dropped, packed.pending = True, link.outbound.drop(segment)
-                self._outgoing.packing.append(packed)
-                return
-            if is_open:
-                link.put_back(segment.credit)
+            packed.pending = link.outbound.send(packed.segment, packed.slot)
         except TransferError as exc:
+            self._outgoing.release(packed.slot)
             self._lose(link, str(exc))
-        self._outgoing.release(packed.slot)
+            return
+        self._outgoing.writing.append(packed)
+        link.sent[packed.segment.credit] = packed
+        self.stats.bytes[link.peer, link.carrier] += packed.segment.nbytes
 
     # The receiver answers
 
@@ -318,6 +315,8 @@ class KvSender(KvHalf[SenderLink]):
             self._on_tested(link, sent, ack)
             return
         self.stats.outcomes[ack.outcome] += 1
+        if not sent.segment.nbytes:
+            return  # it was void
         if ack.outcome != "corrupt":
             job.unacknowledged -= sent.cut.num_units
         elif self._jobs.get(job.name) is job:

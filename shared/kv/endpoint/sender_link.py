@@ -49,7 +49,6 @@ class OutgoingSegment:
         slot: the sender's staging slot, until the payload is sent.
         pending: the packing and staging, then the sending.
         since: when the segment was announced, or a test launched.
-        is_dropped: it will not be announced; its copy may be under way.
     """
 
     link: SenderLink
@@ -60,7 +59,6 @@ class OutgoingSegment:
     slot: int
     pending: Pending
     since: float
-    is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +81,6 @@ class SenderLink:
     sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
     is_tested: bool = False
     gb_per_s: float = 0.0
-
-    def put_back(self, credit: int) -> None:
-        """Give up a use of a credit that was not announced.
-
-        Raises:
-            TransferError: the receiver wants the credit back and cannot be reached.
-        """
-        answer = self.credits.put_back(credit)
-        if answer is not None:
-            self.socket.post(answer)
 
 
 def choose_carrier(

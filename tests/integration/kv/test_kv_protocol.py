@@ -61,7 +61,6 @@ def test_a_sender_that_breaks_the_protocol_loses_its_link_alone(
         ({"credit": 4}, payload(1), "has no use 1 of credit 4"),
         ({"credit": 255}, payload(1), "has no use 1 of credit 255"),
         ({"use": 0}, payload(1), "has no use 0"),
-        ({"nbytes": 0}, b"", "a segment of 0 bytes in a staging slot of 64"),
         ({"nbytes": 65}, bytes(65), "a segment of 65 bytes in a staging slot of 64"),
         ({"nbytes": 2**40 - 1}, payload(1), "in a staging slot of 64"),
         ({}, payload(1)[1:], "a payload of 31 bytes, announced as 32"),
@@ -156,7 +155,7 @@ def test_credits_are_reclaimed_and_come_back() -> None:
         pair.until(lambda: list(link.credits.idle) == [0, 1])
 
 
-def test_a_credit_that_is_packed_into_comes_back_when_it_is_not_used() -> None:
+def test_what_is_packed_in_vain_is_announced_as_void_and_answers_a_reclaim() -> None:
     with kv_pair("zmq", linked=False) as pair, raw_receiver(pair, pair.prefill) as (raw, link):
         raw.pass_test([0])
         pair.until(lambda: link.credits.idle)
@@ -167,8 +166,11 @@ def test_a_credit_that_is_packed_into_comes_back_when_it_is_not_used() -> None:
         pair.until(lambda: pair.prefill.sender.staging.num_free == 2)
         pair.prefill.sender.cancel("job", link)
         pair.prefill.device.has_moved = True
-        assert raw.hear(3)[2] == Return(0)
-        assert not pair.prefill.held()
+        for credit, void in enumerate(raw.hear(4)[2:]):
+            assert isinstance(void, Segment) and (void.credit, void.nbytes) == (credit, 0)
+            raw.say(Ack(credit, void.use, "dropped"))
+        pair.until(lambda: not pair.prefill.held())
+        assert list(link.credits.idle) == [1]
 
 
 def test_a_payload_that_is_under_way_answers_a_reclaim() -> None:

@@ -34,6 +34,7 @@ pytestmark = pytest.mark.timeout(30)
         ({}, size(3) - 1),
         ({}, size(3) + 1),
         ({}, 1),
+        ({}, 0),
         ({"count": 0}, 1),
         ({"count": 2**40 - 1}, size(8)),
         ({"num_groups": 0}, size(3)),

@@ -255,8 +255,8 @@ def test_a_second_reclaim_of_a_credit_in_use_is_refused() -> None:
 
 def test_the_credit_that_has_rested_longest_is_taken_first() -> None:
     _, sender = lent(3)
-    (first, use), (second, _) = sender.take(), sender.take()
-    assert sender.put_back(second) is None
+    (first, use), (second, other_use) = sender.take(), sender.take()
+    sender.acknowledge(second, other_use)
     sender.acknowledge(first, use)
     assert [sender.take()[0] for _ in range(3)] == [2, second, first]
     assert not sender.idle
