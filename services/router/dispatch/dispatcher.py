@@ -318,7 +318,6 @@ class TokenStream:
             prompt.missing_blocks(link.worker_id),
             prompt.uncached_tokens(prefills[0]) if prefills else 0,
         )
-        self._dispatcher.selector.wake(prefills)
         self._dispatcher.selector.note_sent(prompt, (link.worker_id, *prefills[:1]))
         self._others = []
         self._sent_at = self._sent_at or sent_at

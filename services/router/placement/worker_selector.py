@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
@@ -20,6 +21,7 @@ from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
 
+WAKE_INTERVAL_S = 0.02  # a worker that was woken polls for a quarter of this time
 _MAX_HASHERS = 16
 
 
@@ -46,6 +48,7 @@ class WorkerSelector:
         self._policy, self._in_flight = policy, in_flight
         self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
         self._complaints = Complaints(logger)
+        self._next_wake_s = 0.0
 
     def decode_records(self) -> list[WorkerRecord]:
         """Return the records of the decode workers that take requests and can be reached.
@@ -163,15 +166,19 @@ class WorkerSelector:
         epochs = {record.worker_id: record.epoch for record in records if record is not None}
         self._index.add_optimistic(prompt.hashes, epochs, self._in_flight.take_changes())
 
-    def wake(self, prefill_workers: Sequence[str]) -> None:
-        """Wake the prefill worker to which a decode worker will send a job in a moment, if any.
+    def wake_idle(self) -> None:
+        """Wake the idle prefill workers, since a request is arriving: one of them may compute it.
 
         An idle worker takes 0.8 ms longer to begin a prompt than one that busy-polls.
         """
-        link = self._prefill_links.get(prefill_workers[0]) if prefill_workers else None
-        if link is not None:
-            with contextlib.suppress(ChannelError):  # its links end; the decode worker notices, too
-                link.post(PrefillSoon())
+        if time.monotonic() < self._next_wake_s:
+            return
+        self._next_wake_s = time.monotonic() + WAKE_INTERVAL_S
+        for record in self._ready(self._prefill_links):
+            link = self._prefill_links.get(record.worker_id)
+            if link is not None and not self._load(record, record.load.queued_prefill_tokens):
+                with contextlib.suppress(ChannelError):  # its links end, and it is not ready
+                    link.post(PrefillSoon())
 
     def _hasher(self, layout: BlockLayout) -> BlockHasher:
         key = (layout.fingerprint, layout.dtype, layout.block_size)

@@ -201,14 +201,17 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self._end_quarantine()
         # A thread that has slept takes longer to let a sequence run; on a CPU it would only take
         # time from the workers that compute.
-        is_gpu = self.staging.memory.is_cuda
-        awaits_job = is_gpu and self.expected.any_heard(self.clock() - POLLED_S)
-        if not awaits_job or self.core.awaits_step:
+        is_gpu, now = self.staging.memory.is_cuda, self.clock()
+        awaits_job = is_gpu and self.expected.any_heard(now - POLLED_S)
+        is_receiving = bool(self._receiving or self._unpacking)
+        if not awaits_job or is_receiving or self.core.awaits_step:
             self._next_rehearsal_s = math.inf
-        elif not self.clock() < self._next_rehearsal_s < math.inf:
-            self._next_rehearsal_s = self.clock() + REHEARSAL_INTERVAL_S
-            self.moves.rehearse_launch()
-        return bool(self._receiving or self._unpacking or awaits_job)
+        else:
+            if now >= self._next_rehearsal_s:
+                self._next_rehearsal_s = math.inf
+                self.moves.rehearse_launch()
+            self._next_rehearsal_s = min(self._next_rehearsal_s, now + REHEARSAL_INTERVAL_S)
+        return is_receiving or awaits_job
 
     def _check_deadlines(self) -> None:
         """End links whose announced payloads do not arrive."""

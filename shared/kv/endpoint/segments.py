@@ -92,11 +92,12 @@ class ExportQueue:
 
 
 def _divide(positions: range, most: int) -> list[range]:
-    """Divide blocks into parts of at most `most`; of several, the last one is small.
+    """Divide blocks into parts of at most `most`; of several, the last one is a quarter of that.
 
-    Each part is unpacked while the next one crosses. Nothing hides the last one's unpacking.
+    Each part is unpacked while the next one crosses, which takes four times as long. Nothing hides
+    the unpacking of the last one.
     """
-    num_last = most // 8 if len(positions) > most else 0
+    num_last = most // 4 if len(positions) > most else 0
     end = len(positions) - num_last
     parts = [positions[first : min(first + most, end)] for first in range(0, end, most)]
     return [*parts, positions[end:]] if num_last else parts

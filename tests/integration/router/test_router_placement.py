@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
+from pagewire.services.router.placement.worker_selector import WAKE_INTERVAL_S
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import WorkerLoad
 from pagewire.shared.control.protocol import LoadReport
@@ -100,17 +102,34 @@ def test_a_prompt_goes_where_its_prefix_is_cached(redis):
     with_cluster(redis, scenario)
 
 
-def test_the_prefill_worker_of_a_prompt_is_woken_for_its_job(redis):
+def test_idle_prefill_workers_are_woken_as_soon_as_a_request_begins_to_arrive(redis):
     async def scenario(cluster: Cluster) -> None:
-        first, second = cluster.prefills
-        await eventually(lambda: first.num_routers == second.num_routers == 1)
+        (busy, idle), url = cluster.prefills, httpx.URL(cluster.router.url)
+        await eventually(lambda: busy.num_routers == idle.num_routers == 1)
+        busy.put_record(load=WorkerLoad(queued_prefill_tokens=60))
+        directory = cluster.router.service.members.directory
+        await eventually(lambda: directory.get("prefill-0").load.queued_prefill_tokens == 60)
         for number in range(1, 4):
-            await publish(redis, "prefill-1", LONG)
-            assert (await cluster.ask(LONG))[1][0] == "prefill-1"
-            await eventually(lambda: second.times_woken == number)  # noqa: B023
-        assert first.times_woken == 0
-        await second.die()
+            _, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            await eventually(lambda: idle.times_woken == number)  # noqa: B023
+            writer.close()
+            await writer.wait_closed()
+            await asyncio.sleep(WAKE_INTERVAL_S)
+        assert busy.times_woken == 0
+        await idle.die()
         assert (await cluster.ask(LONG))[1]  # it could not be woken, and the request goes on
+
+    with_cluster(redis, scenario)
+
+
+def test_a_burst_of_requests_wakes_a_prefill_worker_once(redis):
+    async def scenario(cluster: Cluster) -> None:
+        await eventually(lambda: all(each.num_routers == 1 for each in cluster.prefills))
+        for _ in range(1000):
+            cluster.router.service.selector.wake_idle()
+        await asyncio.sleep(0.3)
+        assert 1 <= cluster.prefills[0].times_woken < 100
 
     with_cluster(redis, scenario)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,14 +123,25 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
     ]
 
 
-def test_the_last_of_several_segments_is_small() -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "wanted"),
+    [
+        (1, [1]),
+        (16, [16]),
+        (17, [13, 4]),
+        (32, [16, 12, 4]),
+        (36, [16, 16, 4]),
+        (40, [16, 16, 4, 4]),
+    ],
+)
+def test_the_last_of_several_segments_is_small(num_blocks: int, wanted: list[int]) -> None:
     groups = LayerGroups(1, 8)
     queue = ExportQueue(groups, groups.packed_bytes(16), planned=0)
-    queue.add(list(range(40)), 1, by_layer_group=False)
+    queue.add(list(range(num_blocks)), 1, by_layer_group=False)
     sizes = []
     while ready := queue.take():
         sizes.append(len(ready[1]))
-    assert sizes == [16, 16, 6, 2]
+    assert sizes == wanted
 
 
 def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:

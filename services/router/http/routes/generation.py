@@ -201,6 +201,7 @@ async def read_request(
     service = service_of(request)
     with_timings = wants_timings(request.headers.get(HEADER))
     service.check_room()
+    service.selector.wake_idle()
     async with received_body(request, service.bodies) as raw:
         with service.admit():
             framed = raw if frame is None else await frame(raw)
