@@ -13,7 +13,7 @@ from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.segments import Cut
 from pagewire.shared.kv.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.messages import TEST_JOB, Segment
+from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
 
@@ -60,21 +60,13 @@ class Outgoing:
             return False
         if self.staging.num_free > 1 or num_links == 1:
             return True
-        return all(segment.link is not link for segment in (*self.packing, *self.writing))
+        return all(segment.job.link is not link for segment in (*self.packing, *self.writing))
 
-    def launch(
-        self,
-        link: SenderLink,
-        job: SenderJob | None,
-        cut: Cut,
-        blocks: list[int],
-        plan: int,
-    ) -> None:
+    def launch(self, job: SenderJob, cut: Cut, blocks: list[int], plan: int) -> None:
         """Launch the packing and staging of a segment; `has_room` said that there is room.
 
         Args:
-            link: the link to send it over.
-            job: the job; None for a test of the link.
+            job: the job.
             cut: the part of the job that it has.
             blocks: of the cut.
             plan: that makes them final.
@@ -84,14 +76,14 @@ class Outgoing:
             Exception: whatever the packing raises.
         """
         slot, seed = self.staging.acquire(), secrets.randbits(64) - 2**63
-        epoch, now = 0 if job is None else job.epoch, self.clock()
+        link, now = job.link, self.clock()
         try:
             packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
             credit, use = link.credits.take()  # now: a failed packing costs no credit
             segment = Segment(
                 credit=credit,
                 use=use,
-                job=TEST_JOB if job is None else job.name,
+                job=job.name,
                 first=cut.positions.start,
                 count=len(cut.positions),
                 first_group=cut.groups.start,
@@ -103,7 +95,7 @@ class Outgoing:
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise
-        self.packing.append(OutgoingSegment(link, job, epoch, cut, segment, slot, pending, now))
+        self.packing.append(OutgoingSegment(job, job.epoch, cut, segment, slot, pending, now))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the staging slots whose payloads are sent; return the links that failed, and why."""
@@ -114,12 +106,12 @@ class Outgoing:
                     self.writing.remove(segment)
                     self.release(segment.slot)
             except TransferError as exc:
-                failed.append((segment.link, exc))
+                failed.append((segment.job.link, exc))
         return failed
 
     def drop_writes(self, link: SenderLink) -> None:
         """Free the staging slots from which an ended link was writing."""
-        for segment in [segment for segment in self.writing if segment.link is link]:
+        for segment in [segment for segment in self.writing if segment.job.link is link]:
             self.writing.remove(segment)
             self.release(segment.slot)
 

@@ -32,7 +32,7 @@ from pagewire.shared.kv.endpoint.sender_link import (
 )
 from pagewire.shared.kv.endpoint.sockets import KvSockets, SenderSocket
 from pagewire.shared.kv.job_messages import JobReport, JobRequest
-from pagewire.shared.kv.messages import Ack, Grant, Open, Reclaim
+from pagewire.shared.kv.messages import TEST_JOB, Ack, Grant, Open, Reclaim
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,9 @@ class KvSender(KvHalf[SenderLink]):
             raise
         slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
         link = SenderLink(hello.worker_id, name, slot_bytes, socket, outbound)
+        link.test = SenderJob(TEST_JOB, link, ExportQueue(self.groups, slot_bytes, 0), 0)
+        count = max(1, self.groups.max_blocks(min(slot_bytes, MAX_TEST_BYTES)))
+        link.test.queue.add([0] * count, 0, by_layer_group=False)  # any block, many times
         self.links.append(link)
         self.watch(socket.fd)
         if not self.post(link, Open(name, outbound.reply)):
@@ -111,6 +114,7 @@ class KvSender(KvHalf[SenderLink]):
         link.socket.close()
         self._outgoing.drop_writes(link)
         self.stats.outcomes["lost"] += len(link.sent)
+        link.test.is_over = True
         for job in [job for job in self._jobs.values() if job.link is link]:
             self._fail(job, "the KV link is gone")
 
@@ -145,8 +149,7 @@ class KvSender(KvHalf[SenderLink]):
         """End a job of a link and free its blocks; ignore unknown jobs."""
         known = self._jobs.get(job)
         if known is not None and known.link is link:
-            del self._jobs[job]
-            self.core.abort(job)
+            self._end(known)
 
     def fault_counts(self) -> dict[str, int]:
         """Return the number of faults so far, by kind."""
@@ -207,10 +210,8 @@ class KvSender(KvHalf[SenderLink]):
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
-        for link in [link for link in self.links if not link.is_tested]:
-            self._test(link)
-        for job in list(self._jobs.values()):
-            while self._jobs.get(job.name) is job and self._pack(job):
+        for job in [*(link.test for link in self.links), *self._jobs.values()]:
+            while self._pack(job):
                 self._send_packed()  # it must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
@@ -222,35 +223,20 @@ class KvSender(KvHalf[SenderLink]):
 
     # A segment leaves
 
-    def _test(self, link: SenderLink) -> None:
-        """Launch a link's test, once there is room for it: any block, many times."""
-        if self._outgoing.has_room(link, len(self.links)):
-            link.is_tested = True
-            count = max(1, self.groups.max_blocks(min(link.slot_bytes, MAX_TEST_BYTES)))
-            self._launch(link, None, Cut(range(count), self.groups.whole), [0] * count, plan=0)
-
     def _pack(self, job: SenderJob) -> bool:
-        """Launch the packing of a job's next segment; return whether that was possible."""
-        has_room = self._outgoing.has_room(job.link, len(self.links))
-        ready = job.queue.take() if has_room else None
+        """Launch the packing of a job's next segment; return whether there was one, and room."""
+        may_pack = not job.is_over and self._outgoing.has_room(job.link, len(self.links))
+        ready = job.queue.take() if may_pack else None
         if ready is None:
             return False
-        self._launch(job.link, job, *ready)
-        return True
-
-    def _launch(
-        self, link: SenderLink, job: SenderJob | None, cut: Cut, blocks: list[int], plan: int
-    ) -> None:
-        """Launch the packing of a segment; see `Outgoing.launch`."""
         try:
-            self._outgoing.launch(link, job, cut, blocks, plan)
+            self._outgoing.launch(job, *ready)
         except TransferError as exc:
-            self._lose(link, str(exc))
+            self._lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
-            if job is None:
-                raise
             logger.exception("the blocks of job %s cannot be packed", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
+        return True
 
     def _send_packed(self) -> None:
         """Handle packed segments, in order."""
@@ -260,16 +246,15 @@ class KvSender(KvHalf[SenderLink]):
 
     def _send(self, packed: OutgoingSegment) -> None:
         """Announce a packed segment, as void if its blocks are not wanted any more."""
-        link, job = packed.link, packed.job
+        job, link = packed.job, packed.job.link
         if link not in self.links:
             self._outgoing.release(packed.slot)
             return
-        is_known = job is None or self._jobs.get(job.name) is job
-        if job is not None and not (is_known and job.epoch == packed.epoch):
+        if job.is_over or job.epoch != packed.epoch:
             packed.segment = msgspec.structs.replace(packed.segment, nbytes=0)
-            if is_known:  # the blocks went to another sequence while they were read
+            if not job.is_over:  # the blocks went to another sequence while they were read
                 job.queue.requeue(packed.cut)
-        if job is not None:
+        if job is not link.test:
             packed.since = self.clock()
         try:
             packed.pending.is_done()  # raises what has gone wrong
@@ -311,16 +296,16 @@ class KvSender(KvHalf[SenderLink]):
         link.credits.acknowledge(ack.credit, ack.use)
         del link.sent[ack.credit]
         self._outgoing.may_pack = True
-        if (job := sent.job) is None:
+        if sent.job is link.test:
             self._on_tested(link, sent, ack)
             return
         self.stats.outcomes[ack.outcome] += 1
-        if not sent.segment.nbytes:
-            return  # it was void
-        if ack.outcome != "corrupt":
-            job.unacknowledged -= sent.cut.num_units
-        elif self._jobs.get(job.name) is job:
-            self._resend(job, sent.cut)
+        if sent.job.is_over or not sent.segment.nbytes:
+            return
+        if ack.outcome == "corrupt":
+            self._resend(sent.job, sent.cut)
+        else:
+            sent.job.unacknowledged -= sent.cut.num_units
 
     def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
         if ack.outcome != "ok":
@@ -340,14 +325,16 @@ class KvSender(KvHalf[SenderLink]):
 
     def _end_complete(self) -> None:
         """Free the sequences whose prompts are computed and whose blocks are acknowledged."""
-        sent = [job.name for job in self._jobs.values() if job.unacknowledged <= 0]
-        for name in sent:
-            if self.core.get(name) is None:
-                del self._jobs[name]
-                self.core.abort(name)
+        for job in [job for job in self._jobs.values() if job.unacknowledged <= 0]:
+            if self.core.get(job.name) is None:
+                self._end(job)
 
     def _fail(self, job: SenderJob, reason: str) -> None:
-        if self._jobs.get(job.name) is job:
-            del self._jobs[job.name]
-            self.core.abort(job.name)
+        if not job.is_over:
+            self._end(job)
             self.on_failed(job.name, job.link, reason)
+
+    def _end(self, job: SenderJob) -> None:
+        job.is_over = True
+        self._jobs.pop(job.name, None)
+        self.core.abort(job.name)

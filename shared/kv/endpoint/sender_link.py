@@ -20,13 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class SenderJob:
-    """A job in the engine.
+    """A job in the engine, or a link's test, which has no sequence there.
 
     Attributes:
-        name: of the job, and of its sequence in the engine.
+        name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
         epoch: grows by one when the sequence loses its blocks.
         resends: how often each cut was packed again.
+        is_over: it has ended; what is still packed for it is void.
     """
 
     name: str
@@ -35,6 +36,7 @@ class SenderJob:
     unacknowledged: int
     epoch: int = 0
     resends: Counter[Cut] = field(default_factory=Counter)
+    is_over: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +44,6 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        job: None for a test of the link.
         epoch: the job's `epoch` when the packing was launched; if it has grown since, the sequence
             has lost these blocks.
         cut: the part of the job that the segment has.
@@ -51,8 +52,7 @@ class OutgoingSegment:
         since: when the segment was announced, or a test launched.
     """
 
-    link: SenderLink
-    job: SenderJob | None
+    job: SenderJob
     epoch: int
     cut: Cut
     segment: Segment
@@ -70,6 +70,8 @@ class SenderLink:
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         gb_per_s: speed of the test, from its launch to its acknowledgement.
+        test: sends the link's first segment, which tests the carrier; whoever makes the link sets
+            it.
     """
 
     peer: str
@@ -79,8 +81,8 @@ class SenderLink:
     outbound: Outbound
     credits: SenderCredits = field(default_factory=SenderCredits)
     sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
-    is_tested: bool = False
     gb_per_s: float = 0.0
+    test: SenderJob = field(init=False)
 
 
 def choose_carrier(
