@@ -56,7 +56,7 @@ PAUSE_S = 0.05
 STEPPING_ROWS = 32
 STEPPING_ROW_BLOCKS = 64
 STEP_PRODUCTS = 8  # of 4096 x 4096: about as long as a decode step
-PREFILL_PRODUCTS = 12  # 2 to 3 ms, in which the packing of a prompt is launched
+PREFILL_PRODUCTS = 24  # 4 to 6 ms, in which the packing of a prompt is launched
 
 
 class DeviceTimer:

@@ -65,9 +65,7 @@ def export_handle(memory: torch.Tensor) -> bytes:
     """
     if memory.data_ptr() not in _allocated:
         raise TransferError("staging is not GPU memory that another process may map")
-    with torch.cuda.device(memory.device):
-        _call("cudaSetDevice", memory.device.index)
-        handle = _call("cudaIpcGetMemHandle", memory.data_ptr())
+    handle = _call_on(memory.device, "cudaIpcGetMemHandle", memory.data_ptr())
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
@@ -81,10 +79,9 @@ def map_handle(handle: bytes, device: torch.device) -> int:
     """
     opaque = _runtime().cudaIpcMemHandle_t()
     ctypes.memmove(opaque.getPtr(), handle, HANDLE_BYTES)
+    flags = _runtime().cudaIpcMemLazyEnablePeerAccess
     # The mapping belongs to the device that is current: another one's copies would be slow.
-    with torch.cuda.device(device):
-        _call("cudaSetDevice", device.index)
-        return int(_call("cudaIpcOpenMemHandle", opaque, _runtime().cudaIpcMemLazyEnablePeerAccess))
+    return int(_call_on(device, "cudaIpcOpenMemHandle", opaque, flags))
 
 
 def unmap(address: int, device: torch.device) -> None:
@@ -93,9 +90,7 @@ def unmap(address: int, device: torch.device) -> None:
     Raises:
         TransferError: it is not one.
     """
-    with torch.cuda.device(device):
-        _call("cudaSetDevice", device.index)
-        _call("cudaIpcCloseMemHandle", address)
+    _call_on(device, "cudaIpcCloseMemHandle", address)
 
 
 def queue_copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
@@ -106,6 +101,13 @@ def queue_copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream)
     """
     kind = _runtime().cudaMemcpyKind.cudaMemcpyDeviceToDevice
     _call("cudaMemcpyAsync", target, source, nbytes, kind, stream.cuda_stream)
+
+
+def _call_on(device: torch.device, name: str, *args: Any) -> Any:
+    """Call a function of the CUDA runtime while a device is the current one."""
+    with torch.cuda.device(device):
+        _call("cudaSetDevice", device.index)
+        return _call(name, *args)
 
 
 def _call(name: str, *args: Any) -> Any:

@@ -85,9 +85,10 @@ class Quarantine:
         else:
             self._poller.register(self._pidfd, select.POLLIN)
 
-    def begin(self) -> None:
-        """Begin to count the time."""
+    def begin(self) -> Quarantine:
+        """Begin to count the time; returns this quarantine."""
         self._until = self._clock() + self._seconds
+        return self
 
     def is_done(self) -> bool:
         """Whether nothing is written any more."""

@@ -25,7 +25,6 @@ import time
 
 import torch
 
-from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
@@ -98,10 +97,8 @@ class _Half:
         segment = Segment(credit, use, "job", 0, 1, 0, 1, 0, nbytes)
         try:
             if verb == "send":
-                outbound = self._outbound[link]
-                assert outbound.stage(segment, credit, PendingMove(None)) is None
                 self._staging.buffers[credit][:nbytes] = payload(link, use, nbytes)
-                pending = outbound.send(segment, credit)
+                pending = self._outbound[link].send(segment, credit)
             else:
                 pending = self._inbound[link].receive(segment, None)
         except TransferError as exc:

@@ -2,9 +2,8 @@
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
 A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
-is queued right after the packing. A two-sided carrier sends what the receiver asks for once the
-segment is announced. All announce a segment once it is packed, each exactly once. A carrier
-inherits the methods that it does not need.
+is queued right after the packing. A two-sided carrier sends once the payload has been packed. Both
+announce a segment once it is packed. A carrier inherits the methods that it does not need.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Outbound(Protocol):
         return b""
 
     def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Prepare to send a segment: queue work on the device, or ask the receiver to read.
+        """Queue work on the device between a staging slot's packing and `send`.
 
         Args:
             segment: it may be announced as void later.
@@ -73,7 +72,7 @@ class Outbound(Protocol):
         """Announce a segment that is packed; send its payload, if `stage` has not begun to.
 
         Args:
-            segment: the one that was staged; without bytes if it is void.
+            segment: the one that was staged, or a void one in its place.
             slot: the sender's staging slot.
 
         Returns:
@@ -96,8 +95,8 @@ class Inbound(Protocol):
         """Receive an announced payload into the staging slot `segment.credit`.
 
         Args:
-            segment: the announcement; the payload fits into the staging slot. If it is void, what
-                arrives does not matter, but nothing may arrive later.
+            segment: the announcement; the payload fits into the staging slot. A void segment has
+                no payload, but what `stage` has queued for it may be under way.
             body: the payload, if it came with the announcement.
 
         Returns:

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import UNDECODABLE, TransferError
+from pagewire.shared.kv import device_memory
 from pagewire.shared.kv.carriers.base import (
     Carrier,
     Inbound,
@@ -30,13 +31,7 @@ from pagewire.shared.kv.carriers.base import (
     Pending,
     has_ended,
 )
-from pagewire.shared.kv.device_memory import (
-    HANDLE_BYTES,
-    export_handle,
-    map_handle,
-    queue_copy,
-    unmap,
-)
+from pagewire.shared.kv.device_memory import HANDLE_BYTES
 from pagewire.shared.kv.messages import MAX_CREDITS, Segment
 from pagewire.shared.kv.peer_process import Process, Quarantine, this_process
 from pagewire.shared.kv.staging import Staging
@@ -81,28 +76,24 @@ class IpcReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     events: Annotated[list[_Handle], Meta(max_length=MAX_CREDITS)]
 
 
+@dataclass(slots=True, eq=False)
 class IpcCarrier(Carrier):
     """Copies payloads from this worker's staging into other workers' staging on this host.
 
-    Args:
+    Attributes:
         staging: this worker's; a receiver's must come from `device_memory.allocate`.
         quarantine_s: how long the staging slots of an ended link stay unused, unless the sender's
             process ends earlier.
     """
 
     name: ClassVar[str] = "ipc"
-
-    def __init__(
-        self,
-        staging: Staging,
-        quarantine_s: float = QUARANTINE_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._staging = staging
-        self._quarantine_s, self._clock = quarantine_s, clock
-        self._quarantines: list[Quarantine] = []  # of links, that of each begins at its end
-        # Of ended links. They are not freed: their receivers may still have them open.
-        self._spare_ends: list[torch.cuda.Event] = []
+    staging: Staging
+    quarantine_s: float = QUARANTINE_S
+    clock: Callable[[], float] = time.monotonic
+    # Of links, that of each begins at its end.
+    _quarantines: list[Quarantine] = field(default_factory=list)
+    # Of ended links. They are not freed: their receivers may still have them open.
+    _spare_ends: list[torch.cuda.Event] = field(default_factory=list)
 
     def offer(self, link: int) -> bytes:
         """Return the address of this worker's staging; the same for each link.
@@ -110,11 +101,10 @@ class IpcCarrier(Carrier):
         Raises:
             TransferError: staging is not GPU memory that others may map.
         """
-        memory = self._staging.memory
-        handle, gpu = export_handle(memory), _uuid(memory.device.index)
+        memory = self.staging.memory
+        handle, gpu = device_memory.export_handle(memory), _uuid(memory.device.index)
         num_slots, stride = memory.shape
-        offer = IpcOffer(this_process(), gpu, handle, stride, num_slots)
-        return msgspec.msgpack.encode(offer)
+        return msgspec.msgpack.encode(IpcOffer(this_process(), gpu, handle, stride, num_slots))
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link.
@@ -122,12 +112,12 @@ class IpcCarrier(Carrier):
         Raises:
             TransferError: the reply makes no sense, or its events cannot be opened.
         """
-        remote, device = _decode(reply, IpcReply), self._staging.memory.device
+        remote, device = _decode(reply, IpcReply), self.staging.memory.device
         try:
             events = [torch.cuda.Event.from_ipc_handle(device, data) for data in remote.events]
         except RuntimeError as exc:
             raise TransferError(f"a sender's events cannot be opened: {exc}") from exc
-        quarantine = Quarantine(self._quarantine_s, self._clock, remote.sender)
+        quarantine = Quarantine(self.quarantine_s, self.clock, remote.sender)
         self._quarantines = [known for known in self._quarantines if not known.is_over]
         self._quarantines.append(quarantine)
         return _IpcInbound(quarantine, [_Copy(event) for event in events])
@@ -140,13 +130,13 @@ class IpcCarrier(Carrier):
         """
         remote, here = _decode(offer, IpcOffer), this_process()
         _check_is_near(remote.receiver, here)
-        device = self._staging.memory.device
+        device = self.staging.memory.device
         _check_peer_access(remote.gpu, device)
         try:
-            address = map_handle(remote.handle, device)
+            address = device_memory.map_handle(remote.handle, device)
         except TransferError as exc:
             raise TransferError(f"{exc}; {_advice(remote, here)}") from exc
-        return _IpcOutbound(self._staging, socket, remote, address, self._spare_ends)
+        return _IpcOutbound(self.staging, socket, remote, address, self._spare_ends)
 
     def close(self) -> None:
         """Stop watching senders. The staging stays, because they may still have it mapped."""
@@ -172,18 +162,20 @@ class _IpcOutbound(Outbound):
     """The sender's half.
 
     Attributes:
-        address: of the receiver's staging, while it is mapped.
+        address: of the receiver's staging.
         spare_ends: the carrier's events that no link uses.
+        reply: the process that writes, and its events.
     """
 
     staging: Staging
     socket: LinkSocket
     offer: IpcOffer
-    address: int | None
+    address: int
     spare_ends: list[torch.cuda.Event]
+    reply: bytes = field(init=False)
     _stream: torch.cuda.Stream = field(init=False)
     _ends: list[torch.cuda.Event] = field(init=False)  # at the end of a copy, by credit
-    _handles: list[bytes] = field(init=False)  # of these
+    _is_open: bool = True
     _last_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -194,15 +186,11 @@ class _IpcOutbound(Outbound):
         self._ends = [self.spare_ends.pop() for _ in range(self.offer.num_slots)]
         try:
             with torch.cuda.device(self.staging.memory.device):
-                self._handles = [end.ipc_handle() for end in self._ends]
+                handles = [end.ipc_handle() for end in self._ends]
         except RuntimeError as exc:
             self.close()
             raise TransferError(f"events cannot be shared with another process: {exc}") from exc
-
-    @property
-    def reply(self) -> bytes:
-        """The process that writes, and its events."""
-        return msgspec.msgpack.encode(IpcReply(this_process(), self._handles))
+        self.reply = msgspec.msgpack.encode(IpcReply(this_process(), handles))
 
     def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
         """Copy a payload into the receiver's staging slot. It is announced meanwhile.
@@ -210,7 +198,7 @@ class _IpcOutbound(Outbound):
         Raises:
             TransferError: there is no such staging slot, the link has ended, or CUDA refuses.
         """
-        if self.address is None:
+        if not self._is_open:
             raise TransferError("the link has ended")
         offer, credit, nbytes = self.offer, segment.credit, segment.nbytes
         if credit >= offer.num_slots or nbytes > offer.stride:
@@ -222,11 +210,11 @@ class _IpcOutbound(Outbound):
         source = self.staging.buffers[slot].data_ptr()
         if (now_s := time.monotonic()) > self._last_s + _IDLE_S:
             # Wakes NVLink while the step still runs; the payload replaces these bytes.
-            queue_copy(address, source, min(nbytes, _WAKE_BYTES), self._stream)
+            device_memory.queue_copy(address, source, min(nbytes, _WAKE_BYTES), self._stream)
         self._last_s = now_s
         if packed.end is not None:
             self._stream.wait_event(packed.end)
-        queue_copy(address, source, nbytes, self._stream)
+        device_memory.queue_copy(address, source, nbytes, self._stream)
         self._ends[credit].record(self._stream)
         return None
 
@@ -237,18 +225,16 @@ class _IpcOutbound(Outbound):
 
     def close(self) -> None:
         """End the mapping after the queued copies, in a thread: this waits for the device."""
-        address, self.address = self.address, None
-        if address is not None:
-            threading.Thread(
-                target=self._unmap, args=(address,), name="kv-unmap", daemon=True
-            ).start()
+        if self._is_open:
+            self._is_open = False
+            threading.Thread(target=self._unmap, name="kv-unmap", daemon=True).start()
 
-    def _unmap(self, address: int) -> None:
+    def _unmap(self) -> None:
         while not all(has_ended(_Copy(end)) for end in self._ends):
             time.sleep(_POLL_INTERVAL_S)
         self.spare_ends += self._ends
         try:
-            unmap(address, self.staging.memory.device)
+            device_memory.unmap(self.address, self.staging.memory.device)
         except TransferError as exc:
             pid = self.offer.receiver.pid
             logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
@@ -268,8 +254,7 @@ class _IpcInbound(Inbound):
 
     def close(self) -> Pending:
         """End the link; the sender's queued copies may still be made."""
-        self._quarantine.begin()
-        return self._quarantine
+        return self._quarantine.begin()
 
 
 def _decode(data: bytes, kind: type[_T]) -> _T:
@@ -292,9 +277,8 @@ def _check_is_near(receiver: Process, here: Process) -> None:
 def _check_peer_access(gpu: str, device: torch.device) -> None:
     """Refuse a GPU that this one cannot write to, where this process sees it."""
     for index in range(torch.cuda.device_count()):
-        if index == device.index or _uuid(index) != gpu:
-            continue
-        if not torch.cuda.can_device_access_peer(device.index, index):
+        is_receivers = index != device.index and _uuid(index) == gpu
+        if is_receivers and not torch.cuda.can_device_access_peer(device.index, index):
             raise TransferError(
                 f"GPU {device.index} has no peer access to the receiver's GPU {index} ({gpu})"
             )

@@ -19,16 +19,10 @@ from typing import ClassVar
 import torch
 import zmq
 
-from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
-from pagewire.shared.kv.carriers.ucx_worker import (
-    MAX_ABANDONED,
-    UcxLibrary,
-    UcxRequest,
-    UcxWorker,
-)
+from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.peer_process import Quarantine
 from pagewire.shared.kv.staging import Staging
@@ -71,7 +65,7 @@ class UcxCarrier(Carrier):
         self._offered: dict[int, UcxWorker] = {}  # by link
         self._epoll = select.epoll()  # readable when an armed worker has something to do
         self._by_fd: dict[int, UcxWorker] = {}  # that may be progressed
-        self._unarmed: dict[UcxWorker, None] = {}  # of these, those that are not armed
+        self._unarmed: set[UcxWorker] = set()  # of these, those that are not armed
         self._next_tick_s = 0.0
         logger.warning(
             "UCX listens %s: anyone who reaches its TCP port there can end this worker, and KV "
@@ -99,9 +93,8 @@ class UcxCarrier(Carrier):
 
     def withdraw(self, link: int) -> None:
         """Free the worker of an offer."""
-        worker = self._offered.pop(link, None)
-        if worker is not None:
-            self.end(worker)
+        if link in self._offered:
+            self.end(self._offered.pop(link))
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -128,7 +121,7 @@ class UcxCarrier(Carrier):
 
     def wake(self, worker: UcxWorker) -> None:
         """Progress a worker at each poll from now on: something is under way on it."""
-        self._unarmed[worker] = None
+        self._unarmed.add(worker)
 
     def end(self, worker: UcxWorker) -> bool:
         """Free a worker, or abandon it; returns whether it was freed."""
@@ -139,7 +132,7 @@ class UcxCarrier(Carrier):
         """Stop progressing a worker."""
         if self._by_fd.pop(worker.fd, None) is not None:
             self._epoll.unregister(worker.fd)
-        self._unarmed.pop(worker, None)
+        self._unarmed.discard(worker)
 
     def fds(self) -> list[int]:
         """One file descriptor for all workers."""
@@ -150,20 +143,17 @@ class UcxCarrier(Carrier):
         now = time.monotonic()
         if now >= self._next_tick_s:
             self._next_tick_s = now + TICK_S
-            self._unarmed.update(dict.fromkeys(self._by_fd.values()))
+            self._unarmed.update(self._by_fd.values())
         else:
-            for fd, _ in self._epoll.poll(0):
-                self._unarmed[self._by_fd[fd]] = None
-        has_happened = False
-        for worker in list(self._unarmed):
-            has_happened |= self._poll(worker)
-        return has_happened
+            self._unarmed.update(self._by_fd[fd] for fd, _ in self._epoll.poll(0))
+        polled = [self._poll(worker) for worker in list(self._unarmed)]
+        return any(polled)
 
     def _poll(self, worker: UcxWorker) -> bool:
         has_happened = worker.poll()
         if worker.problem is None and not worker.is_busy:
             if worker.arm():
-                del self._unarmed[worker]
+                self._unarmed.discard(worker)
             else:
                 has_happened = True  # to be polled once more before the thread sleeps
         if worker.problem is not None:
@@ -182,20 +172,16 @@ class _UcxOutbound(Outbound):
         self, carrier: UcxCarrier, link: int, worker: UcxWorker, socket: LinkSocket
     ) -> None:
         self._carrier, self._link, self._worker, self._socket = carrier, link, worker, socket
-        self._sent: dict[int, UcxRequest] = {}  # by credit
-
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Begin to send: UCX reads the payload once the receiver wants it (`RNDV_THRESH`)."""
-        buffer = self._carrier.staging.buffers[slot]
-        request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
-        self._sent[segment.credit] = request
-        self._carrier.wake(self._worker)
-        return None
 
     def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a payload."""
+        """Announce a payload and begin to send it."""
         self._socket.post(segment)
-        return self._sent.pop(segment.credit)
+        if not segment.nbytes:  # it is void
+            return DONE
+        buffer = self._carrier.staging.buffers[slot]
+        request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
+        self._carrier.wake(self._worker)
+        return request
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
@@ -207,20 +193,18 @@ class _UcxInbound(Inbound):
         self._carrier, self._link, self._worker = carrier, link, worker
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Begin to receive a payload, of any size if the segment is void."""
-        staging = self._carrier.staging
-        buffer, tag = staging.buffers[segment.credit], _tag(self._link, segment)
-        request = self._worker.receive(buffer, segment.nbytes or staging.slot_bytes, tag)
+        """Begin to receive a payload."""
+        if not segment.nbytes:  # it is void
+            return DONE
+        buffer = self._carrier.staging.buffers[segment.credit]
+        request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
         self._carrier.wake(self._worker)
         return request
 
     def close(self) -> Pending:
         """Free the worker, or abandon it if a payload is under way."""
-        if self._carrier.end(self._worker):
-            return DONE
-        quarantine = Quarantine(QUARANTINE_S)
-        quarantine.begin()
-        return quarantine
+        is_freed = self._carrier.end(self._worker)
+        return DONE if is_freed else Quarantine(QUARANTINE_S).begin()
 
 
 def _tag(link: int, segment: Segment) -> int:

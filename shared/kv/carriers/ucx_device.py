@@ -13,25 +13,34 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from pagewire.shared.errors import ConfigError
+
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("16s16s")
 
 
-def find_device(host: str) -> str | None:
+def find_device(host: str) -> str:
     """Return the device on which UCX would listen on a host's IPv4 address and on no other.
 
     Args:
         host: a name or an address of this machine.
+
+    Raises:
+        ConfigError: there is none, so that UCX would listen on all devices.
     """
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # unknown, not a name, or of IPv6
-        return None
+        found = []
     own = [ipaddress.IPv4Address(entry[4][0]) for entry in found]
     for name, address in _devices():
         if address in own or (address.is_loopback and any(a.is_loopback for a in own)):
             return name
-    return None
+    raise ConfigError(
+        f"UCX would listen on all network devices, since none has {host!r} as its first IPv4 "
+        "address: set UCX_NET_DEVICES to the device of the network between the workers, such "
+        "as eth0, or choose KV transport 'zmq'"
+    )
 
 
 def _devices() -> Iterator[tuple[str, ipaddress.IPv4Address]]:

@@ -1,10 +1,7 @@
 """UCX's settings: they keep a worker alive when a peer dies at any moment, and are fast.
 
-Settings of the user in the environment (`UCX_...`) are not changed, except for the first one below.
-The others were found by killing processes during transfers:
-
-- `RNDV_THRESH` is 0: UCX reads a payload when the receiver asks for it, and never when it is sent.
-  A send may begin before the payload is there.
+Settings of the user in the environment (`UCX_...`) are not changed. Each choice was found by
+killing processes during transfers:
 
 - Error handling is on for all endpoints. Without it a sender that dies while its memory is read
   (cma) aborts the reading process, and a transfer that waits for a dead peer can never be ended:
@@ -20,7 +17,6 @@ from __future__ import annotations
 
 import os
 
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.carriers.ucx_device import find_device
 
 # Importing ucxx sets some, so this is what the user had set before.
@@ -53,23 +49,11 @@ def ucx_settings(host: str, *, cuda: bool) -> dict[str, str]:
         "RNDV_FRAG_MEM_TYPE": "cuda" if cuda else "host",
     }
     if _SET_BY_USER.isdisjoint(_CHOOSES_DEVICES):
-        settings |= _device_settings(host)
-    chosen = {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
-    return {**chosen, "RNDV_THRESH": "0"}
+        settings |= {"NET_DEVICES": find_device(host), "TCP_AF_PRIO": "inet"}
+    return {name: value for name, value in settings.items() if f"UCX_{name}" not in _SET_BY_USER}
 
 
 def listens_on(settings: dict[str, str]) -> str:
     """Return where UCX listens with these settings and the user's: words for a log."""
     devices = settings.get("NET_DEVICES") or os.environ.get("UCX_NET_DEVICES")
     return f"on {devices}" if devices else "on all network devices"
-
-
-def _device_settings(host: str) -> dict[str, str]:
-    device = find_device(host)
-    if device is None:
-        raise ConfigError(
-            f"UCX would listen on all network devices, since none has {host!r} as its first IPv4 "
-            "address: set UCX_NET_DEVICES to the device of the network between the workers, such "
-            "as eth0, or choose KV transport 'zmq'"
-        )
-    return {"NET_DEVICES": device, "TCP_AF_PRIO": "inet"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,27 +84,32 @@ class UcxLibrary:
             raise TransferError(f"UCX makes no worker: {exc}") from exc
 
 
+@dataclass(slots=True, eq=False)
 class UcxRequest:
     """A send or receive.
 
     Attributes:
+        buffer: kept alive while UCX may use it.
         problem: why it has failed.
     """
 
-    __slots__ = ("_buffer", "_worker", "handle", "problem")
-
-    def __init__(self, worker: UcxWorker, handle: Any, buffer: object) -> None:
-        self._worker, self.handle = worker, handle
-        self._buffer = buffer  # kept alive
-        self.problem: str | None = None
+    worker: UcxWorker
+    handle: Any
+    buffer: object
+    problem: str | None = None
 
     def is_done(self) -> bool:
-        """Whether UCX is done with the memory.
+        """Whether it has ended well, so that UCX is done with the memory.
 
         Raises:
             TransferError: it has failed, or its worker has.
         """
-        return self._worker.has_ended(self)
+        self.worker.settle()
+        is_completed = bool(self.handle.completed)
+        problem = self.problem if is_completed else self.worker.problem
+        if problem is not None:
+            raise TransferError(f"UCX: {problem}")
+        return is_completed
 
 
 class UcxWorker:
@@ -120,9 +126,8 @@ class UcxWorker:
         self._worker.init_blocking_progress_mode()
         self.fd = int(self._worker.epoll_file_descriptor)
         self._endpoint: Any = None
-        self._under_way: list[UcxRequest] = []
+        self._under_way: list[UcxRequest] = []  # those that have not ended well
         self.problem: str | None = None
-        self._is_torn = False  # something failed, or was under way when it broke
         _held.add(self)
 
     @property
@@ -173,7 +178,8 @@ class UcxWorker:
         return self._begin(self._worker.tag_recv, tensor, nbytes, tag)
 
     def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
-        self._check()
+        if self.problem is not None:
+            raise TransferError(f"UCX: {self.problem}")
         buffer = self._library.array(_first_bytes(tensor, nbytes))
         try:
             handle = verb(buffer, self._library.tag(tag))
@@ -183,44 +189,27 @@ class UcxWorker:
         self._under_way.append(request)
         return request
 
-    def has_ended(self, request: UcxRequest) -> bool:
-        """Whether a request has ended well.
-
-        Raises:
-            TransferError: it has failed, or the worker has.
-        """
-        if request in self._under_way:
-            self._settle()
-        if request in self._under_way:
-            self._check()
-            return False
-        if request.problem is not None:
-            raise TransferError(f"UCX: {request.problem}")
-        return True
-
     def poll(self) -> bool:
         """Progress a little; returns whether a request has ended or the worker has broken."""
         for _ in range(_STEPS):
-            if not self._progress():
+            if self.problem is not None or not self._progress():
                 break
-        return self._settle() or self.problem is not None
+        return self.settle() or self.problem is not None
 
-    def _settle(self) -> bool:
+    def settle(self) -> bool:
         """Note which requests have ended; returns whether one has."""
         ended = [request for request in self._under_way if request.handle.completed]
         for request in ended:
             try:
                 request.handle.check_error()
+                self._under_way.remove(request)
             except self._library.error as exc:
                 request.problem = str(exc)
                 self._break(request.problem)
-            self._under_way.remove(request)
         return bool(ended)
 
     def _progress(self) -> bool:
         """One step; returns whether there may be more to do."""
-        if self.problem is not None:
-            return False
         more = bool(self._worker.progress_once())
         if self._endpoint is not None and not self._endpoint.alive:
             self._break("UCX found the peer dead")
@@ -234,34 +223,30 @@ class UcxWorker:
             self._break(str(exc))
             return False
 
-    def _check(self) -> None:
-        if self.problem is not None:
-            raise TransferError(f"UCX: {self.problem}")
-
     def _break(self, problem: str) -> None:
+        """Note why it may not be progressed any more; of several problems, the first."""
         if self.problem is None:
-            self.problem, self._is_torn = problem, bool(self._under_way)
+            self.problem = problem
 
     def close(self) -> bool:
         """Free it if nothing is under way, else abandon it; returns whether it was freed."""
-        self._settle()
+        self.settle()
         self._break("the link has ended")
-        is_freed = self._is_quiet() and self._close_endpoint()
-        if is_freed:
+        if self._is_quiet() and self._close_endpoint():
             self._endpoint = None
             del self._worker
             _held.discard(self)
-        else:
-            self._library.num_abandoned += 1
-            logger.warning(
-                "a KV link ended in mid-transfer: its UCX worker is left alone (%d of %d)",
-                *(self._library.num_abandoned, MAX_ABANDONED),
-            )
-        return is_freed
+            return True
+        self._library.num_abandoned += 1
+        logger.warning(
+            "a KV link ended in mid-transfer: its UCX worker is left alone (%d of %d)",
+            *(self._library.num_abandoned, MAX_ABANDONED),
+        )
+        return False
 
     def _is_quiet(self) -> bool:
-        """Whether nothing is under way; the destructor would wait for what is to be received."""
-        if self._is_torn:
+        """Whether all has ended well; the destructor would wait for what is to be received."""
+        if self._under_way:
             return False
         return not self._worker.tag_probe(self._library.tag(0), self._library.any_tag).matched
 
