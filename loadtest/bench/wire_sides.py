@@ -37,10 +37,8 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import make_staging

@@ -19,10 +19,8 @@ from prometheus_client import Counter
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
 from pagewire.shared.kv.job_messages import (
     CancelPrefill,
     JobReport,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pagewire.shared.control.protocol import Generate, Timings
-from pagewire.shared.kv.endpoint.expectations import Expected
+from pagewire.shared.kv.endpoint.receiver_link import Expected
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.logs import about
 from pagewire.shared.tracing import Attributes, TracedSpan

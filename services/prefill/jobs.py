@@ -83,11 +83,6 @@ class PrefillJobs:
         """Jobs that have not ended, their blocks included; may be called in any thread."""
         return self._sender.num_jobs
 
-    def expect_soon(self) -> None:
-        """Have the engine's thread busy-poll: a job is about to come. From any thread."""
-        self._sender.expects_job = True
-        self._engine.thread.wake()
-
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):
             job = self._jobs.get(message.job_id)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
+EXPECTED_S = 0.005  # from the first bytes of a request until its job comes, and some more
 WATCH_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
@@ -70,11 +71,12 @@ class EngineThread:
             core: used by nobody else from `start` on.
             on_outputs: called in the engine's thread, which waits for it; what it raises ends the
                 loop.
-            busy_polls: poll without sleeping while only the hooks wait for something, which takes
-                a core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
+            busy_polls: poll without sleeping while only the hooks wait for something, or work is
+                expected, which takes a core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
                 to send a prompt's blocks.
         """
-        self._hook_poll_s = 0.0 if busy_polls else POLL_S
+        self._busy_polls = busy_polls
+        self._polls_until_s = 0.0
         self._hooks_are_quiet = False  # for `WATCH_S`: their peer may have stopped
         self.core = core
         self.iterations = 0
@@ -128,6 +130,11 @@ class EngineThread:
         self._is_woken = True
         self._waker.wake()
 
+    def expect_work(self) -> None:
+        """Look for work without sleeping, for a while: it is about to come. From any thread."""
+        self._polls_until_s = time.monotonic() + EXPECTED_S
+        self.wake()
+
     def watch(self, fd: int) -> None:
         """Wake up when a file descriptor becomes readable: a hook has something to do then."""
         self._waker.watch(fd)
@@ -158,7 +165,8 @@ class EngineThread:
         self._observe(idle=not self.core.has_work)
         if worked:
             return
-        if self.core.awaits_step or self.core.hooks_busy:
+        expects_work = self._busy_polls and time.monotonic() < self._polls_until_s
+        if self.core.awaits_step or self.core.hooks_busy or expects_work:
             self._watch()
         else:
             self._idle()
@@ -173,8 +181,8 @@ class EngineThread:
         were_quiet, self._hooks_are_quiet = self._hooks_are_quiet, True
         while not (self._has_news or core.is_step_due() or time.monotonic() > until):
             if not core.are_hooks_due():
-                sleeps = core.awaits_step or were_quiet
-                time.sleep(POLL_S if sleeps else self._hook_poll_s)
+                sleeps = core.awaits_step or were_quiet or not self._busy_polls
+                time.sleep(POLL_S if sleeps else 0.0)
                 continue
             were_quiet = self._hooks_are_quiet = False
             if core.run_hooks() or not (core.awaits_step or core.hooks_busy):
@@ -215,7 +223,7 @@ class EngineThread:
         if not (self._has_news or self.core.is_due()):
             self._waker.wait(IDLE_WAIT_S)
         self._waker.finish()
-        self._is_woken = False
+        self._is_woken = self._hooks_are_quiet = False
 
     def _run_commands(self) -> None:
         for _ in range(len(self._commands)):  # later ones wait for the next iteration

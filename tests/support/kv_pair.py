@@ -20,9 +20,7 @@ from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence

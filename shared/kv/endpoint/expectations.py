@@ -10,52 +10,9 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import Expected
 from pagewire.shared.kv.endpoint.segments import Coverage
 from pagewire.shared.kv.layer_groups import LayerGroups
-
-
-@dataclass(slots=True, eq=False)
-class Expected:
-    """A sequence's reserved blocks, and which of them one prefill job has delivered.
-
-    Attributes:
-        block_ids: blocks of the whole sequence.
-        after: the last plan whose work may touch them.
-        job: the job's name, unique in the cluster.
-        coverage: blocks that have arrived, including those that are being unpacked.
-        last_active_s: time of the job's last message or segment.
-        attempt: number of this job among those of the request.
-        link: the link of the prefill worker that has the job; None if none has it.
-        done_s: when the job's first token came.
-        num_unpacking: segments that are being unpacked.
-        first_token: the token that the prefill worker sampled; None before that.
-        first_segment_s: arrival of the job's first segment; None before that.
-        num_segments: segments unpacked or being unpacked, including corrupt ones.
-        num_bytes: bytes of these segments.
-    """
-
-    request_id: str
-    block_ids: list[int]
-    after: int
-    job: str
-    coverage: Coverage
-    last_active_s: float
-    attempt: int = 1
-    link: ReceiverLink | None = None
-    done_s: float = 0.0
-    num_unpacking: int = 0
-    first_token: int | None = None
-    first_segment_s: float | None = None
-    num_segments: int = 0
-    num_bytes: int = 0
-
-    def note_segment(self, nbytes: int) -> None:
-        """Count a segment of the job, whose arrival `last_active_s` already has."""
-        self.num_segments += 1
-        self.num_bytes += nbytes
-        if self.first_segment_s is None:
-            self.first_segment_s = self.last_active_s
 
 
 @dataclass(slots=True)

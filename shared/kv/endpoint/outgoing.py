@@ -95,7 +95,7 @@ class Outgoing:
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise
-        self.packing.append(OutgoingSegment(job, job.epoch, cut, segment, slot, pending, now))
+        self.packing.append(OutgoingSegment(job, job.queue.epoch, cut, segment, slot, pending, now))
 
     def free_written(self) -> list[tuple[SenderLink, TransferError]]:
         """Free the staging slots whose payloads are sent; return the links that failed, and why."""

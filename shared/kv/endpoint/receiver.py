@@ -27,10 +27,9 @@ from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending, has_ended
 from pagewire.shared.kv.endpoint.credits import ReceiverCredits
-from pagewire.shared.kv.endpoint.expectations import Expectations, Expected
+from pagewire.shared.kv.endpoint.expectations import Expectations
 from pagewire.shared.kv.endpoint.half import KvHalf
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
 from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.messages import TEST_JOB, Ack, Open, Outcome, Return, Segment, ToSender

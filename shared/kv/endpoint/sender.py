@@ -41,7 +41,6 @@ MAX_TEST_BYTES = 64 << 20  # enough to measure a link's speed
 # A prompt's last blocks are sent by layer group while the step still runs, if they have more bytes
 # than this. Fewer bytes are sent more quickly than the additional segments are handled.
 DIVIDED_BYTES = 64 << 20
-EXPECTED_S = 0.005  # how long to busy-poll for an announced job
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,19 +51,15 @@ class KvSender(KvHalf[SenderLink]):
         sockets: makes the sockets of links.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
         on_failed: called with a failed job, its link, and why; its sequence has been freed.
-        expects_job: any thread sets it when a receiver is about to send a job: then this polls for
-            a while.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
     sockets: KvSockets
     on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
-    expects_job: bool = False
     divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
-    _polls_until_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._outgoing = Outgoing(self.staging, self.moves, self.groups, self.clock)
@@ -184,7 +179,6 @@ class KvSender(KvHalf[SenderLink]):
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
             elif isinstance(work, Withdraw):
                 job.queue.lose_blocks()
-                job.epoch += 1
 
     def _poll(self, plan: StepPlan | None) -> bool:
         if plan is not None:
@@ -201,12 +195,7 @@ class KvSender(KvHalf[SenderLink]):
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
-        if self.expects_job:
-            self.expects_job = False
-            if self.staging.memory.is_cuda and not self.core.awaits_step:
-                self._polls_until_s = self.clock() + EXPECTED_S
-                self.moves.rehearse_launch()
-        return self._outgoing.is_busy or self.clock() < self._polls_until_s
+        return self._outgoing.is_busy
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
@@ -250,7 +239,7 @@ class KvSender(KvHalf[SenderLink]):
         if link not in self.links:
             self._outgoing.release(packed.slot)
             return
-        if job.is_over or job.epoch != packed.epoch:
+        if job.is_over or job.queue.epoch != packed.epoch:
             packed.segment = msgspec.structs.replace(packed.segment, nbytes=0)
             if not job.is_over:  # the blocks went to another sequence while they were read
                 job.queue.requeue(packed.cut)

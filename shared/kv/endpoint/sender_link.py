@@ -25,7 +25,6 @@ class SenderJob:
     Attributes:
         name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
-        epoch: grows by one when the sequence loses its blocks.
         resends: how often each cut was packed again.
         is_over: it has ended; what is still packed for it is void.
     """
@@ -34,7 +33,6 @@ class SenderJob:
     link: SenderLink
     queue: ExportQueue
     unacknowledged: int
-    epoch: int = 0
     resends: Counter[Cut] = field(default_factory=Counter)
     is_over: bool = False
 
@@ -44,8 +42,8 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        epoch: the job's `epoch` when the packing was launched; if it has grown since, the sequence
-            has lost these blocks.
+        epoch: the queue's `epoch` when the packing was launched; if it has grown since, the
+            sequence has lost these blocks.
         cut: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
         pending: the packing and staging, then the sending.

@@ -11,8 +11,7 @@ import pytest
 from pagewire.shared.control.protocol import PrefillSoon
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_link import JobCallbacks, ReceiverLink
 from pagewire.shared.kv.job_messages import (
     CancelPrefill,
     JobReport,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.endpoint.expectations import Expected
-from pagewire.shared.kv.endpoint.job_callbacks import JobCallbacks
+from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks
 from pagewire.shared.kv.messages import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
