@@ -117,6 +117,19 @@ class Tracing:
         self._exporter.shutdown()
 
 
+def start_span(tracing: Tracing | None, name: str, trace: str | None) -> TracedSpan | None:
+    """Begin a span of a request that came with a `traceparent`. Returns None if it is not traced.
+
+    Args:
+        tracing: of this process; None if no endpoint is set.
+        name: of the span.
+        trace: the `traceparent`, if there was one.
+    """
+    if tracing is None or trace is None:
+        return None
+    return tracing.start(name, trace)
+
+
 class _ReportingExporter:
     """Exports spans, and reports when that begins to fail and when it works again.
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal
-from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.errors import ChannelError, PagewireError
+from pagewire.shared.errors import PagewireError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -27,16 +26,22 @@ class PrefillLink:
     """A connection to one run of a prefill worker, or the attempt to open one.
 
     Attributes:
-        tested: set once the KV link has passed its test, so that jobs may use it.
-        kv: the KV link; None until it has been offered.
+        kv: the KV link, from its offer to the prefill worker on.
+        tested: done once the KV link has passed its test, so that jobs may use it.
         opening: the task that opens the connection and the KV link.
     """
 
     record: WorkerRecord
     client: ControlClient
-    tested: asyncio.Event = field(default_factory=asyncio.Event)
-    kv: ReceiverLink | None = None
+    kv: EngineResource[ReceiverLink]
+    tested: asyncio.Future[None] = field(default_factory=asyncio.Future)
     opening: asyncio.Task[None] = field(init=False)
+
+    def end(self) -> None:
+        """Close the connection and the KV link, or end the attempt to open them."""
+        self.opening.cancel()
+        self.client.close()
+        self.kv.close()
 
 
 @dataclass(slots=True)
@@ -70,9 +75,8 @@ class PrefillLinks:
     timeout_s: float
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
-    _unfit: dict[tuple[str, int], set[str]] = field(
-        default_factory=dict
-    )  # carriers, by worker and epoch
+    # Carriers that failed their tests, by worker and epoch.
+    _unfit: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:
@@ -83,7 +87,7 @@ class PrefillLinks:
     def open_epochs(self) -> dict[str, int]:
         """The prefill workers whose links jobs may use, with their epochs."""
         links = self._links.values()
-        return {link.record.worker_id: link.record.epoch for link in links if link.tested.is_set()}
+        return {link.record.worker_id: link.record.epoch for link in links if link.tested.done()}
 
     def start(self) -> None:
         """Open links as workers appear."""
@@ -101,129 +105,107 @@ class PrefillLinks:
         if link is not None and link.record.epoch != record.epoch:
             self._lose(link, "it was restarted")
         if record.worker_id not in self._links and record.state == "ready":
-            link = self._links[record.worker_id] = self._new_link(record)
-            link.opening = self.tasks.spawn(self._try_open(link), f"link to {record.worker_id}")
+            self._begin(record)
 
-    async def _try_open(self, link: PrefillLink) -> None:
-        try:
-            await self._open(link)
-        except (PagewireError, TimeoutError) as exc:
-            self._lose(link, str(exc) or "no answer")
-
-    async def _open(self, link: PrefillLink) -> None:
-        """Connect, offer a KV link, wait until it has passed its test.
-
-        Raises:
-            PagewireError, TimeoutError: one of these steps failed.
-        """
-        record, timeout_s = link.record, self.timeout_s
-        pong = await link.client.connect(timeout_s)
-        if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
-            raise ChannelError(f"{record.endpoint} now belongs to another worker")
-        kv = await self._offer(link)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await link.tested.wait()
-        except TimeoutError:
-            if not link.tested.is_set():  # else the loop has heard of both at once
-                self._leave_out(link)
-                raise
-        self._complaints.forget(record.worker_id, record.epoch)
-        logger.info("linked to %s by %s", record.worker_id, kv.carrier)
-
-    async def _offer(self, link: PrefillLink) -> ReceiverLink:
-        """Offer a KV link."""
-        without = self._unfit.get((link.record.worker_id, link.record.epoch), ())
-
-        def make_offer(_core: EngineCore) -> ReceiverLink:
-            # Set in the engine's thread: `_end` closes the link there, even if this call timed out.
-            link.kv = self.receiver.offer(link.record.worker_id, without)
-            return link.kv
-
-        kv = await self.engine.call(make_offer, self.timeout_s)
-        link.client.post(
-            KvHello(
-                worker_id=self.identity.worker_id,
-                epoch=self.identity.epoch,
-                layout=self.engine.layout,
-                link=kv.number,
-                token=kv.token,
-                endpoint=self.receiver.socket.endpoint,
-                carriers=kv.offers,
-                slot_bytes=self.receiver.staging.slot_bytes,
-            )
-        )
-        return kv
-
-    def _new_link(self, record: WorkerRecord) -> PrefillLink:
-        def on_message(message: ControlMessage) -> None:
-            if not isinstance(message, KvRefusal):
-                name = type(message).__name__
-                logger.warning("unexpected %s message from %s", name, record.worker_id)
-            elif link.kv is not None and message.link == link.kv.number:
-                self._on_kv_lost(link.kv, message.error)
-
+    def _begin(self, record: WorkerRecord) -> None:
+        """Begin to open a link."""
         client = ControlClient(
             record.endpoint,
             self.keys,
             make_client_id(self.identity.worker_id),
-            on_message,
+            lambda message: self._on_message(link, message),
             lambda reason: self._lose(link, reason),
             heartbeat_s=self.heartbeat_s,
             lease_s=self.lease_s,
         )
-        link = PrefillLink(record, client)
-        return link
+        link = PrefillLink(record, client, EngineResource(self.engine, self.receiver.close))
+        self._links[record.worker_id] = link
+        link.opening = self.tasks.spawn(self._open(link), f"link to {record.worker_id}")
+
+    async def _open(self, link: PrefillLink) -> None:
+        """Connect, offer a KV link, wait until it has passed its test; end it if a step fails."""
+        record = link.record
+        try:
+            await link.client.connect_to(record.worker_id, record.epoch, self.timeout_s)
+            kv = await self._offer(link)
+        except PagewireError as exc:
+            self._lose(link, str(exc))
+            return
+        await asyncio.wait([link.tested], timeout=self.timeout_s)  # no TimeoutError
+        if link.tested.done():
+            self._complaints.forget(record.worker_id, record.epoch)
+            logger.info("linked to %s by %s", record.worker_id, kv.carrier)
+        else:
+            self._on_kv_lost(kv, "no answer")
+
+    async def _offer(self, link: PrefillLink) -> ReceiverLink:
+        """Offer a KV link, by the carriers that have not failed.
+
+        Raises:
+            PagewireError: there is no room for a link, no carrier, no time, or no connection.
+        """
+        peer = link.record.worker_id
+        without = self._unfit.get((peer, link.record.epoch), ())
+        kv = await link.kv.open(lambda: self.receiver.offer(peer, without), self.timeout_s)
+        hello = KvHello(
+            worker_id=self.identity.worker_id,
+            epoch=self.identity.epoch,
+            layout=self.engine.layout,
+            link=kv.number,
+            token=kv.token,
+            endpoint=self.receiver.socket.endpoint,
+            carriers=kv.offers,
+            slot_bytes=self.receiver.staging.slot_bytes,
+        )
+        link.client.post(hello)
+        return kv
+
+    def _on_message(self, link: PrefillLink, message: ControlMessage) -> None:
+        kv = link.kv.value
+        if not isinstance(message, KvRefusal):
+            name = type(message).__name__
+            logger.warning("unexpected %s message from %s", name, link.record.worker_id)
+        elif kv is not None and message.link == kv.number:
+            self._on_kv_lost(kv, message.error)
 
     def _on_tested(self, kv: ReceiverLink) -> None:
         link = self._links.get(kv.peer)
-        if link is not None and link.kv is kv:
-            link.tested.set()
+        if link is not None and link.kv.value is kv:
+            link.tested.set_result(None)
 
     def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
         link = self._links.get(kv.peer)
-        if link is not None and link.kv is kv:
-            if not link.tested.is_set():
-                self._leave_out(link)
+        if link is not None and link.kv.value is kv:
+            if not link.tested.done():
+                self._leave_out(link.record, kv.carrier)
             self._lose(link, reason)
 
-    def _leave_out(self, link: PrefillLink) -> None:
-        """Note that a link's carrier failed its test; if all have failed, offer all again."""
+    def _leave_out(self, record: WorkerRecord, carrier: str) -> None:
+        """Note that a carrier failed its test; if all have failed or none was chosen, offer all."""
         known = {(worker.worker_id, worker.epoch) for worker in self.workers()}
         self._unfit = {run: unfit for run, unfit in self._unfit.items() if run in known}
-        run = link.record.worker_id, link.record.epoch
-        unfit = self._unfit.pop(run, set())
-        if link.kv is not None and link.kv.carrier:
-            unfit = unfit | {link.kv.carrier}
-            if not unfit.issuperset(self.receiver.carriers):
-                self._unfit[run] = unfit
+        run = record.worker_id, record.epoch
+        unfit = self._unfit.pop(run, set()) | {carrier}
+        if carrier and not unfit.issuperset(self.receiver.carriers):
+            self._unfit[run] = unfit
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""
-        if self._links.get(link.record.worker_id) is not link:
+        record = link.record
+        if self._links.get(record.worker_id) is not link:
             return
-        del self._links[link.record.worker_id]
-        self._end(link)
-        if link.tested.is_set():
-            logger.warning("lost %s: %s", link.record.worker_id, reason)
+        del self._links[record.worker_id]
+        link.end()
+        if link.tested.done():
+            logger.warning("lost %s: %s", record.worker_id, reason)
         else:
-            text = f"no link to {link.record.worker_id} at {link.record.endpoint}: {reason}"
-            self._complaints.say(link.record.worker_id, link.record.epoch, text)
-
-    def _end(self, link: PrefillLink) -> None:
-        link.opening.cancel()  # it has ended, if the link is open
-        link.client.close()
-
-        def close(_core: EngineCore) -> None:
-            if link.kv is not None:
-                self.receiver.close(link.kv)
-
-        self.engine.submit(close, admitted=True)
+            text = f"no link to {record.worker_id} at {record.endpoint}: {reason}"
+            self._complaints.say(record.worker_id, record.epoch, text)
 
     def close(self) -> None:
         """Close all connections and stop opening others."""
         if self._keeping is not None:
             self._keeping.cancel()
         for link in self._links.values():
-            self._end(link)
+            link.end()
         self._links.clear()

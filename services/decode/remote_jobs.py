@@ -83,13 +83,8 @@ class RemoteJobs(JobCallbacks):
             request.tried.add(link.peer)
             if self._receiver.post(link, request.prefill_message(expected)):
                 expected.link = link
-                logger.debug(
-                    "%s: prefill by %s, job %s",
-                    request.engine_id,
-                    link.peer,
-                    expected.job,
-                    extra=request.log,
-                )
+                text = "%s: prefill by %s, job %s"
+                logger.debug(text, request.engine_id, link.peer, expected.job, extra=request.log)
                 return
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
@@ -182,14 +177,13 @@ class RemoteJobs(JobCallbacks):
             self._begin(request, self._receiver.expected.retry(expected))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
-        counter = self._local_prefills.labels(reason)
         logger.debug("%s: local prefill, %s", request.engine_id, reason, extra=request.log)
 
         def recompute_locally(core: EngineCore) -> None:
             sequence = core.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
                 core.recompute_locally(sequence, request.first_token)
-                counter.inc()
+                self._local_prefills.labels(reason).inc()
 
         # Not at once: the plan that reserves the blocks may be on its way to the device.
         self._engine.submit(recompute_locally, admitted=True)

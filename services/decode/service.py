@@ -41,7 +41,7 @@ from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.kv.job_messages import PrefillDone
 from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.tracing import Tracing
+from pagewire.shared.tracing import Tracing, start_span
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 
@@ -131,8 +131,7 @@ class DecodeService:
         for each in message.each():
             request = DecodeRequest(peer_id, each, f"r{next(self._ids)}", group)
             request.arrived_s = time.monotonic()
-            if self._tracing is not None and message.trace is not None:
-                request.span = self._tracing.start("decode", message.trace)
+            request.span = start_span(self._tracing, "decode", message.trace)
             group.append(request)
         try:
             self._check(peer_id, message)

@@ -10,18 +10,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pagewire.shared.addresses import numeric_endpoint
-from pagewire.shared.control.protocol import (
-    ControlMessage,
-    KvHello,
-    KvRefusal,
-    clip_text,
-)
-from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal, clip_text
 from pagewire.shared.errors import LayoutMismatchError, PagewireError, TransferError
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.logs import Complaints
-from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
 from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -29,14 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker that has offered a link.
-
-    Attributes:
-        link: the open link; set in the engine's thread.
-    """
+    """A decode worker that has offered a link."""
 
     hello: KvHello
-    link: SenderLink | None = None
+    link: EngineResource[SenderLink]
 
 
 @dataclass(slots=True)
@@ -65,7 +55,7 @@ class DecodeLinks:
     def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a decode worker offers, or refuse it, in a background task."""
         self.close(peer_id)  # an earlier link or attempt of this connection
-        peer = self._peers[peer_id] = _Peer(hello)
+        peer = self._peers[peer_id] = _Peer(hello, EngineResource(self.engine, self.sender.close))
         self.tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
 
     async def _open(self, peer_id: str, peer: _Peer) -> None:
@@ -84,9 +74,8 @@ class DecodeLinks:
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
-        difference = hello.layout.difference(
-            self.engine.layout, hello.worker_id, "the prefill worker"
-        )
+        theirs, ours = hello.layout, self.engine.layout
+        difference = theirs.difference(ours, hello.worker_id, "the prefill worker")
         if difference is not None:
             raise LayoutMismatchError(difference)
         try:
@@ -97,29 +86,17 @@ class DecodeLinks:
         resolved = msgspec.structs.replace(hello, endpoint=endpoint)
         if self._peers.get(peer_id) is not peer:  # it disconnected, or sent another offer
             raise TransferError("its control connection has ended")
-
-        def connect(_core: EngineCore) -> SenderLink:
-            # Set in the engine's thread: `close` ends the link there, even if this call timed out.
-            peer.link = self.sender.connect(resolved)
-            return peer.link
-
-        return await self.engine.call(connect, self.timeout_s)
+        return await peer.link.open(lambda: self.sender.connect(resolved), self.timeout_s)
 
     def close(self, peer_id: str) -> None:
         """End the link of a connection, if it has one."""
         peer = self._peers.pop(peer_id, None)
-        if peer is None:
-            return
-
-        def close(_core: EngineCore) -> None:
-            if peer.link is not None:
-                self.sender.close(peer.link)
-
-        self.engine.submit(close, admitted=True)
+        if peer is not None:
+            peer.link.close()
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:
         """Notify the decode worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
-        for peer_id in [name for name, peer in self._peers.items() if peer.link is link]:
+        for peer_id in [name for name, peer in self._peers.items() if peer.link.value is link]:
             number = self._peers.pop(peer_id).hello.link
             self.post(peer_id, KvRefusal(link=number, error=clip_text(reason)))

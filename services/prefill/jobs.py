@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewire.shared.control.protocol import LoadReport, clip_text
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -29,7 +29,7 @@ from pagewire.shared.kv.job_messages import (
     PromptScored,
 )
 from pagewire.shared.logs import about
-from pagewire.shared.tracing import Attributes, TracedSpan, Tracing
+from pagewire.shared.tracing import Attributes, TracedSpan, Tracing, start_span
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)
@@ -55,10 +55,11 @@ class _Job:
             self.span.end(found, error)
 
 
+@dataclass(slots=True)
 class PrefillJobs:
     """The jobs of all linked decode workers.
 
-    Args:
+    Attributes:
         epoch: number of this run of the worker.
         engine: this worker's engine.
         sender: sends the jobs' blocks.
@@ -66,22 +67,20 @@ class PrefillJobs:
         tracing: makes the spans of jobs; None if they are not traced.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        engine: EngineHandle,
-        sender: KvSender,
-        is_draining: Callable[[], bool],
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._epoch, self._engine, self._sender = epoch, engine, sender
-        self._is_draining, self._tracing = is_draining, tracing
-        self._jobs: dict[str, _Job] = {}
-        sender.on_job_request, sender.on_failed = self._on_job_request, self._on_failed
+    epoch: int
+    engine: EngineHandle
+    sender: KvSender
+    is_draining: Callable[[], bool]
+    tracing: Tracing | None = None
+    _jobs: dict[str, _Job] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sender.on_job_request = self._on_job_request
+        self.sender.on_failed = self._on_failed
 
     def __len__(self) -> int:
         """Jobs that have not ended, their blocks included; may be called in any thread."""
-        return self._sender.num_jobs
+        return self.sender.num_jobs
 
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):
@@ -90,7 +89,7 @@ class PrefillJobs:
                 del self._jobs[message.job_id]
                 job.end_span()
                 logger.debug("job %s is cancelled", message.job_id, extra=about(job.log_id))
-            self._sender.cancel(message.job_id, link)
+            self.sender.cancel(message.job_id, link)
             return
         try:
             self._start(message, link)
@@ -105,63 +104,55 @@ class PrefillJobs:
             OverloadedError: the worker is draining, or the engine's queue is full.
             TransferError: the link has ended.
         """
-        if self._is_draining():
+        if self.is_draining():
             raise OverloadedError("this prefill worker is shutting down")
-        if max(message.token_ids, default=0) >= self._engine.vocab_size:
-            raise InvalidRequestError(f"token ids must be below {self._engine.vocab_size}")
-        message.spec.check_vocabulary(self._engine.vocab_size)
-        eos = self._engine.eos_token_ids  # the spec may forbid them as first token
+        if max(message.token_ids, default=0) >= self.engine.vocab_size:
+            raise InvalidRequestError(f"token ids must be below {self.engine.vocab_size}")
+        message.spec.check_vocabulary(self.engine.vocab_size)
+        eos = self.engine.eos_token_ids  # the spec may forbid them as first token
         sequence = new_sequence(message.job_id, message.token_ids, message.spec, eos)
         sequence.output_start = min(message.num_prompt_tokens, len(message.token_ids))
         sequence.prefill_only = True
-        core = self._engine.core
+        core = self.engine.core
         core.add(sequence)
         num_blocks = core.scheduler.pool.groups.num_job_blocks(len(message.token_ids))
         try:
-            self._sender.export(message.job_id, link, message.first_block, num_blocks)
+            self.sender.export(message.job_id, link, message.first_block, num_blocks)
         except TransferError:
             core.abort(message.job_id)
             raise
-        span = None
-        if self._tracing is not None and message.trace is not None:
-            span = self._tracing.start("prefill", message.trace)
+        span = start_span(self.tracing, "prefill", message.trace)
         self._jobs[message.job_id] = _Job(link, message.spec.log_id, span)
         logger.debug("job %s of %s", message.job_id, link.peer, extra=about(message.spec.log_id))
 
     def take(self, output: StepOutput) -> bool:
         """Report what the engine put out to the job's decode worker; return whether it is a job."""
-        job = self._jobs.get(output.request_id)
-        if job is not None:
-            self._report(output, job)
-        return job is not None
-
-    def _report(self, output: StepOutput, job: _Job) -> None:
-        job_id, link = output.request_id, job.link
+        job_id = output.request_id
+        if (job := self._jobs.get(job_id)) is None:
+            return False
         if output.prompt_logprobs is not None:
             scored = PromptScored(job_id=job_id, prompt_logprobs=output.prompt_logprobs)
-            self._sender.post(link, scored)
+            self.sender.post(job.link, scored)
         elif output.finish_reason == "error":
-            self._sender.cancel(job_id, link)
-            self._on_failed(job_id, link, output.error or "the engine failed")
+            self.sender.cancel(job_id, job.link)
+            self._on_failed(job_id, job.link, output.error or "the engine failed")
         else:
             del self._jobs[job_id]
             job.end_span(output.cached_tokens or 0, output.chunks)
+            queued = self.engine.core.scheduler.num_queued_tokens
             done = PrefillDone(
                 job_id=job_id,
                 first_token=output.token_ids[0],
                 cached_tokens=output.cached_tokens or 0,
-                load=LoadReport(
-                    self._epoch,
-                    self._engine.thread.iterations,
-                    self._engine.core.scheduler.num_queued_tokens,
-                ),
+                load=LoadReport(self.epoch, self.engine.thread.iterations, queued),
                 queue_s=output.queue_s,
                 prefill_s=output.prefill_s,
                 chunks=output.chunks,
                 logprobs=output.logprobs,
             )
-            self._sender.post(link, done)
+            self.sender.post(job.link, done)
             logger.debug("job %s has its first token", job_id, extra=about(job.log_id))
+        return True
 
     def _on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
         """Remove a failed job and report it, whether its first token was sent or not."""
@@ -173,5 +164,5 @@ class PrefillJobs:
     def _report_failure(
         self, job_id: str, link: SenderLink, reason: str, log_id: str | None
     ) -> None:
-        if self._sender.post(link, PrefillFailed(job_id=job_id, reason=clip_text(reason))):
+        if self.sender.post(link, PrefillFailed(job_id=job_id, reason=clip_text(reason))):
             logger.warning("job %s failed: %s", job_id, reason, extra=about(log_id))

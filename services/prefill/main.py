@@ -30,4 +30,4 @@ def make_service(runtime: WorkerRuntime) -> Service:
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
     jobs = PrefillJobs(runtime.epoch, engine, sender, lambda: runtime.is_draining, runtime.tracing)
     embeddings = EmbeddingJobs(engine, post, lambda: runtime.is_draining)
-    return PrefillService(links, jobs, embeddings)
+    return PrefillService(engine.thread, links, jobs, embeddings)

@@ -19,6 +19,7 @@ from pagewire.shared.control.protocol import (
     PrefillSoon,
 )
 from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 
 logger = logging.getLogger(__name__)
@@ -28,13 +29,20 @@ class PrefillService:
     """Passes messages and outputs on to their parts.
 
     Args:
+        engine: this worker's engine thread.
         links: the links to decode workers.
         jobs: the jobs of linked decode workers.
         embeddings: serves the `Embed` messages of routers.
     """
 
-    def __init__(self, links: DecodeLinks, jobs: PrefillJobs, embeddings: EmbeddingJobs) -> None:
-        self._links, self._jobs, self._embeddings = links, jobs, embeddings
+    def __init__(
+        self,
+        engine: EngineThread,
+        links: DecodeLinks,
+        jobs: PrefillJobs,
+        embeddings: EmbeddingJobs,
+    ) -> None:
+        self._engine, self._links, self._jobs, self._embeddings = engine, links, jobs, embeddings
 
     @property
     def num_active(self) -> int:
@@ -53,7 +61,7 @@ class PrefillService:
             case KvHello():
                 self._links.open(peer_id, message)
             case PrefillSoon():
-                self._jobs.expect_soon()
+                self._engine.expect_work()
             case Embed():
                 self._embeddings.start(peer_id, message)
             case Cancel():

@@ -121,6 +121,17 @@ class ControlClient:
         self._ticker = Ticker(self._heartbeat_s, self._on_tick)
         return pong
 
+    async def connect_to(self, worker_id: str, epoch: int, timeout: float) -> None:
+        """Connect to one run of a worker.
+
+        Raises:
+            ChannelError: see `connect`; or another worker, or another run, is there now.
+        """
+        pong = await self.connect(timeout)
+        if (pong.worker_id, pong.epoch) != (worker_id, epoch):
+            self.close()
+            raise ChannelError(f"{self.endpoint} now belongs to another worker")
+
     def post(self, message: ControlMessage) -> None:
         """Queue a message to the server.
 

@@ -72,8 +72,8 @@ class EngineThread:
             on_outputs: called in the engine's thread, which waits for it; what it raises ends the
                 loop.
             busy_polls: poll without sleeping while only the hooks wait for something, or work is
-                expected, which takes a core. A thread that sleeps may wake up milliseconds late, longer than a GPU takes
-                to send a prompt's blocks.
+                expected, which takes a core. A thread that sleeps may wake up milliseconds late,
+                longer than a GPU takes to send a prompt's blocks.
         """
         self._busy_polls = busy_polls
         self._polls_until_s = 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar, cast
 
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
@@ -85,3 +85,45 @@ class EngineHandle:
                 return await done
         except TimeoutError as exc:
             raise TransferTimeoutError(f"the engine is busy: no answer in {timeout_s:g} s") from exc
+
+
+@dataclass(slots=True, eq=False)
+class EngineResource(Generic[T]):
+    """Something that the event loop has the engine's thread open and close.
+
+    Attributes:
+        engine: its thread opens and closes it.
+        release: closes it.
+        value: it; None until it is open. Set in the engine's thread.
+    """
+
+    engine: EngineHandle
+    release: Callable[[T], None]
+    value: T | None = field(default=None, init=False)
+
+    async def open(self, make: Callable[[], T], timeout_s: float) -> T:
+        """Open it, and return it.
+
+        Args:
+            make: opens it.
+            timeout_s: see `EngineHandle.call`.
+
+        Raises:
+            PagewireError: see `EngineHandle.call`.
+        """
+
+        def run(_core: EngineCore) -> T:
+            # Set in the engine's thread: `close` finds it there, even if this call timed out.
+            self.value = make()
+            return self.value
+
+        return await self.engine.call(run, timeout_s)
+
+    def close(self) -> None:
+        """Close it, even if `open` timed out and the engine's thread has not opened it yet."""
+
+        def run(_core: EngineCore) -> None:
+            if self.value is not None:
+                self.release(self.value)
+
+        self.engine.submit(run, admitted=True)

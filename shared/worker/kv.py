@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import get_args
@@ -107,7 +106,7 @@ async def open_endpoint(
             engine.thread.watch(fd)
             stack.callback(engine.thread.unwatch, fd)
         carriers[name] = carrier
-    make: Callable[..., KvSender | KvReceiver]
+    make: partial[KvSender] | partial[KvReceiver]
     if role == "prefill":
         make = partial(KvSender, sockets=sockets)
     else:

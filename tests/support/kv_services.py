@@ -120,7 +120,7 @@ async def prefill_worker(
         post = worker.server.post
         links = DecodeLinks(worker.engine, worker.sender, post, worker.tasks, times.transfer_s)
         jobs = PrefillJobs(epoch, worker.engine, worker.sender, lambda: worker.is_draining)
-        worker.service = PrefillService(links, jobs, worker.embeddings())
+        worker.service = PrefillService(worker.engine.thread, links, jobs, worker.embeddings())
         take = worker.sender.on_job_request
 
         def keep_and_take(link: SenderLink, message: JobRequest) -> None:

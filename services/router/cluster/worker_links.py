@@ -258,8 +258,5 @@ class WorkerLinks:
             heartbeat_s=self._heartbeat_s,
             lease_s=self._lease_s,
         )
-        pong = await link.client.connect(CONNECT_TIMEOUT_S)
-        if (pong.worker_id, pong.epoch) != (record.worker_id, record.epoch):
-            link.client.close()
-            raise ChannelError(f"{record.endpoint} now belongs to another worker")
+        await link.client.connect_to(record.worker_id, record.epoch, CONNECT_TIMEOUT_S)
         return link

@@ -102,18 +102,13 @@ class Outgoing:
         failed = []
         for segment in list(self.writing):
             try:
-                if segment.pending.is_done():
-                    self.writing.remove(segment)
-                    self.release(segment.slot)
+                if not segment.pending.is_done():
+                    continue
             except TransferError as exc:
                 failed.append((segment.job.link, exc))
-        return failed
-
-    def drop_writes(self, link: SenderLink) -> None:
-        """Free the staging slots from which an ended link was writing."""
-        for segment in [segment for segment in self.writing if segment.job.link is link]:
             self.writing.remove(segment)
             self.release(segment.slot)
+        return failed
 
     def release(self, slot: int) -> None:
         """Free a staging slot."""

@@ -107,7 +107,6 @@ class KvSender(KvHalf[SenderLink]):
         self.unwatch(link.socket.fd)
         link.outbound.close()
         link.socket.close()
-        self._outgoing.drop_writes(link)
         self.stats.outcomes["lost"] += len(link.sent)
         link.test.is_over = True
         for job in [job for job in self._jobs.values() if job.link is link]:
@@ -272,18 +271,16 @@ class KvSender(KvHalf[SenderLink]):
             elif isinstance(message, Ack):
                 self._on_ack(link, message)
             elif isinstance(message, Reclaim):
-                answer = link.credits.reclaim(message.credit)
-                if answer is not None:
+                if (answer := link.credits.reclaim(message.credit)) is not None:
                     link.socket.post(answer)
             else:
                 self.on_job_request(link, message)
 
     def _on_ack(self, link: SenderLink, ack: Ack) -> None:
-        sent = link.sent.get(ack.credit)
+        sent = link.sent.pop(ack.credit, None)
         if sent is None:
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
-        del link.sent[ack.credit]
         self._outgoing.may_pack = True
         if sent.job is link.test:
             self._on_tested(link, sent, ack)

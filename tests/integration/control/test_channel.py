@@ -218,6 +218,22 @@ def test_clients_connect_by_name() -> None:
     run_async(scenario())
 
 
+@pytest.mark.parametrize(("worker_id", "epoch"), [("w", 2), ("v", 1)])
+def test_a_client_connects_to_the_run_that_it_asks_for_only(worker_id: str, epoch: int) -> None:
+    async def scenario() -> None:
+        server = ControlServer("127.0.0.1", 0, KEYS, "w", 1, lambda p, m: None, lambda p: None)
+        endpoint = await server.start()
+        right, wrong = lone_client(endpoint), lone_client(endpoint)
+        await right.connect_to("w", 1, WAIT_S)
+        with pytest.raises(ChannelError, match="now belongs to another worker"):
+            await wrong.connect_to(worker_id, epoch, WAIT_S)
+        assert right.alive and not wrong.alive
+        right.close()
+        await server.close()
+
+    run_async(scenario())
+
+
 @pytest.mark.parametrize("endpoint", ["tcp://no-such-host.invalid:5", "tcp://[::1:5"])
 def test_a_name_without_an_address_is_a_channel_error(endpoint: str) -> None:
     async def scenario() -> None:
