@@ -25,7 +25,7 @@ from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -121,7 +121,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class PrefillSoon(Message, frozen=True):
-    """A decode worker is about to send this prefill worker a job: it begins to busy-poll."""
+    """A request is arriving at the router: the prefill worker busy-polls, as it may get a job."""
 
 
 class Embed(Message, frozen=True, kw_only=True):

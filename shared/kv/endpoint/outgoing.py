@@ -46,9 +46,8 @@ class Outgoing:
 
     def is_due(self) -> bool:
         """Whether some packing or sending has ended; quick."""
-        return any(
-            has_ended(segments[0].pending) for segments in (self.packing, self.writing) if segments
-        )
+        oldest = [segments[0] for segments in (self.packing, self.writing) if segments]
+        return any(has_ended(segment.pending) for segment in oldest)
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a staging slot and a credit for a link's next segment.

@@ -224,11 +224,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
         self.credits.fill(link.number, segment.credit, segment.use)
-        if segment.nbytes > self.staging.slot_bytes or link.inbound is None:
-            raise ProtocolError(
-                f"a segment of {segment.nbytes} bytes in a staging slot of "
-                f"{self.staging.slot_bytes}"
-            )
+        size = self.staging.slot_bytes
+        if segment.nbytes > size or link.inbound is None:
+            raise ProtocolError(f"a segment of {segment.nbytes} bytes in a staging slot of {size}")
         pending = link.inbound.receive(segment, body)
         self._receiving.append(_Receiving(link, segment, pending, self.clock()))
 
