@@ -174,6 +174,42 @@ def test_sleeps_end_with_the_first_news(
         until(lambda: hook.iterations == 2)
 
 
+@dataclass
+class SilentHook(Hook):
+    """Waits for nothing, and never wakes the loop."""
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        self.iterations, self.due = self.iterations + 1, False
+        return False
+
+    def is_due(self) -> bool:
+        return self.due
+
+
+@pytest.mark.parametrize("busy_polls", [True, False])
+def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
+    busy_polls: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_module, "EXPECTED_S", 1.0)
+    core, _ = make_core()
+    hook = SilentHook()
+    core.hooks.append(hook)
+    with started(core, busy_polls=busy_polls) as engine:
+        until(lambda: hook.iterations == 1)
+        engine.expect_work()
+        until(lambda: hook.iterations >= 2)
+        time.sleep(0.1)
+        before = hook.iterations
+        hook.due = True
+        time.sleep(0.1)
+        assert (hook.iterations > before) == busy_polls
+        time.sleep(1.0)
+        before = hook.iterations
+        hook.due = True
+        time.sleep(0.1)
+        assert hook.iterations == before  # it sleeps
+
+
 def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
     core, _ = make_core()
     hook = Hook()
