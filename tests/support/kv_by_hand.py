@@ -103,6 +103,7 @@ class KvLinkByHand:
 
     def __init__(self, socket: zmq.Socket[bytes], carrier: str) -> None:
         self._socket, self._carrier = socket, carrier
+        self._credit = 0
         self._in_use: int | None = None  # a credit
         self._uses = 0
         self._tickets: list[Prefill] = []
@@ -129,16 +130,21 @@ class KvLinkByHand:
         """Send the link's test, and wait for its acknowledgement."""
         grant = self.receive()
         assert isinstance(grant, Grant)
-        self._in_use = grant.credits[0]
+        self._credit = grant.credits[0]
+        self.send_blocks(TEST_JOB, 1)
+
+    def send_blocks(self, job: str, count: int) -> None:
+        """Send the first blocks of a job, all zeros, and wait for their acknowledgement."""
+        self._in_use = self._credit
         groups = LayerGroups.of_layout(LAYOUT)
-        payload = bytes(groups.packed_bytes(1))  # intact for seed 0: checksums are zero, too
+        payload = bytes(groups.packed_bytes(count))  # intact for seed 0: checksums are zero, too
         self._uses += 1
         segment = Segment(
             credit=self._in_use,
             use=self._uses,
-            job=TEST_JOB,
+            job=job,
             first=0,
-            count=1,
+            count=count,
             first_group=0,
             num_groups=groups.count,
             seed=0,

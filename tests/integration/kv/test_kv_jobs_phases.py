@@ -13,9 +13,10 @@ from pagewire.shared.control.protocol import Cancel
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
+from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker, Times
+from pagewire.tests.support.kv_workers import BLOCK_SIZE, DecodeWorker, PrefillWorker, Times
 
 LONG = prompt_of(40)  # five segments
 
@@ -126,6 +127,26 @@ def test_a_request_that_waits_to_be_read_by_the_engine_is_queued() -> None:
         assert (found.prefill_worker, found.wait_s) == (None, 0.0)
         assert found.queue_s >= waits_s
         assert found.queue_s + found.prefill_s <= took
+
+    run_async(scenario())
+
+
+@pytest.mark.parametrize("blocks_first", [False, True])
+def test_timings_of_the_transfer_leave_with_the_first_token_or_after_it(blocks_first: bool) -> None:
+    async def scenario() -> None:
+        prompt = prompt_of(2 * BLOCK_SIZE)
+        async with failing_job("local", prompt=prompt, max_tokens=2, timed=True) as case:
+            if blocks_first:
+                case.link.send_blocks(case.job, 2)
+            case.link.done(case.job, 0)
+            outputs = case.router.outputs["r"]
+            await eventually(lambda: outputs)
+            if not blocks_first:
+                case.link.send_blocks(case.job, 2)
+            await eventually(lambda: outputs[-1].finish_reason)
+        assert outputs[0].token_ids == [0]
+        known = [output.timings.carrier for output in outputs if output.timings is not None]
+        assert known == (["zmq", "zmq"] if blocks_first else [None, "zmq", "zmq"])
 
     run_async(scenario())
 
