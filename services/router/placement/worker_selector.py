@@ -177,7 +177,7 @@ class WorkerSelector:
         for record in self._ready(self._prefill_links):
             link = self._prefill_links.get(record.worker_id)
             if link is not None and not self._load(record, record.load.queued_prefill_tokens):
-                with contextlib.suppress(ChannelError):  # its links end, and it is not ready
+                with contextlib.suppress(ChannelError):  # it is lost, which the links will notice
                     link.post(PrefillSoon())
 
     def _hasher(self, layout: BlockLayout) -> BlockHasher:
