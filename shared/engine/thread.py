@@ -165,19 +165,24 @@ class EngineThread:
         self._observe(idle=not self.core.has_work)
         if worked:
             return
-        expects_work = self._busy_polls and time.monotonic() < self._polls_until_s
-        if self.core.awaits_step or self.core.hooks_busy or expects_work:
-            self._watch()
+        now = time.monotonic()
+        if self.core.awaits_step or self.core.hooks_busy:
+            self._watch(now + WATCH_S)
+        elif self._busy_polls and now < self._polls_until_s:
+            self._watch(self._polls_until_s)
         else:
             self._idle()
 
-    def _watch(self) -> None:
+    def _watch(self, until: float) -> None:
         """Poll the device and the hooks until a step or a command needs an iteration.
 
         Whole iterations would do, too, but each keeps the interpreter's lock for longer, and hooks
         would wait for the rest of it.
+
+        Args:
+            until: the time at which this ends at the latest.
         """
-        core, until = self.core, time.monotonic() + WATCH_S
+        core = self.core
         were_quiet, self._hooks_are_quiet = self._hooks_are_quiet, True
         while not (self._has_news or core.is_step_due() or time.monotonic() > until):
             if not core.are_hooks_due():

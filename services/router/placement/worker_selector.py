@@ -21,7 +21,7 @@ from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
 
-WAKE_INTERVAL_S = 0.02  # a worker that was woken polls for a quarter of this time
+WAKE_INTERVAL_S = 0.05  # a worker that was woken polls for a tenth of this time
 _MAX_HASHERS = 16
 
 

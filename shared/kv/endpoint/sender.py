@@ -242,8 +242,7 @@ class KvSender(KvHalf[SenderLink]):
             packed.segment = msgspec.structs.replace(packed.segment, nbytes=0)
             if not job.is_over:  # the blocks went to another sequence while they were read
                 job.queue.requeue(packed.cut)
-        if job is not link.test:
-            packed.since = self.clock()
+        packed.since = self.clock()
         try:
             packed.pending.is_done()  # raises what has gone wrong
             packed.pending = link.outbound.send(packed.segment, packed.slot)
@@ -316,7 +315,9 @@ class KvSender(KvHalf[SenderLink]):
                 self._end(job)
 
     def _fail(self, job: SenderJob, reason: str) -> None:
-        if not job.is_over:
+        if job is job.link.test:
+            self._lose(job.link, f"it cannot be tested: {reason}")
+        elif not job.is_over:
             self._end(job)
             self.on_failed(job.name, job.link, reason)
 

@@ -47,7 +47,7 @@ class OutgoingSegment:
         cut: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
         pending: the packing and staging, then the sending.
-        since: when the segment was announced, or a test launched.
+        since: when the packing was launched, then when the segment was announced.
     """
 
     job: SenderJob
@@ -67,7 +67,7 @@ class SenderLink:
         peer: name of the decode worker.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
-        gb_per_s: speed of the test, from its launch to its acknowledgement.
+        gb_per_s: speed of the test, from its announcement to its acknowledgement.
         test: sends the link's first segment, which tests the carrier; whoever makes the link sets
             it.
     """

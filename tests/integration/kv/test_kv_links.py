@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import raw_sender
-from pagewire.tests.support.kv_sides import CARRIERS, hello_of
+from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S, hello_of
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
@@ -221,3 +222,31 @@ def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: st
         pair.finish()
         assert request.is_over
         assert count(pair, StagingSlotState.FREE) == 4
+
+
+@CARRIERS
+def test_a_link_whose_test_cannot_be_packed_is_lost_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: object) -> PendingMove:
+        raise RuntimeError("the device is lost")
+
+    with kv_pair(kind, linked=False) as pair:
+        monkeypatch.setattr(pair.prefill.device, "pack", pack)
+        link = pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.prefill.lost)
+        reason = "it cannot be tested: its blocks cannot be packed: the device is lost"
+        assert pair.prefill.lost == [(link.sent, reason)]
+        assert not pair.prefill.failed
+
+
+@CARRIERS
+def test_the_receiver_of_a_test_has_its_time_from_the_announcement_on(kind: str) -> None:
+    with kv_pair(kind, linked=False) as pair:
+        pair.prefill.device.has_moved = False
+        link = pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: link.sent.credits.num_in_use)
+        pair.clock.now += 2 * TIMEOUT_S  # this thread was busy
+        pair.prefill.device.has_moved = True
+        pair.until(lambda: link.is_tested)
+        assert not pair.prefill.lost
