@@ -82,9 +82,10 @@ def test_graphs_that_share_memory_take_turns() -> None:
                 q = out
             return q
 
-        steps.append((layers(), *pool.capture(layers)))
+        # A graph reads `x` and `batch` again, which `layers` keeps.
+        steps.append((layers, layers(), *pool.capture(layers)))
     for _ in range(50):
-        for eager, graph, captured in steps:
+        for _, eager, graph, captured in steps:
             captured.fill_(torch.nan)
             graph.replay()
             assert torch.equal(captured, eager)
