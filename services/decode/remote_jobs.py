@@ -49,8 +49,7 @@ class RemoteJobs(JobCallbacks):
         on_first_token: called once per request, with the message and the worker that sent it.
         on_prompt_scored: called before `on_first_token`, with log probabilities of the prompt. If
             another worker computes the prompt again, they come again from its start.
-        on_arrived: called when all of a request's KV has arrived after its first token, and its
-            timings are known.
+        on_arrived: called when all of a request's KV has arrived, and its timings are known.
     """
 
     find: Callable[[str], DecodeRequest | None]
@@ -122,12 +121,10 @@ class RemoteJobs(JobCallbacks):
             prefill_worker=peer,
             cached_tokens=done.cached_tokens,
         )
-        first = done.first_token if request.first_token is None else request.first_token
-        self._receiver.complete(expected, first)
-        # Only now: while the event loop sends it, this thread waits for the interpreter's lock.
         if request.first_token is None:
-            request.first_token = first
+            request.first_token = done.first_token
             self.on_first_token(request, done, peer)
+        self._receiver.complete(expected, request.first_token)
 
     def on_activated(self, expected: Expected) -> None:
         """Record the transfer in the request's timings."""
@@ -143,8 +140,7 @@ class RemoteJobs(JobCallbacks):
             carrier=expected.link.carrier or None,
         )
         request.note_transfer()
-        if request.first_token is not None:  # else the timings leave with it
-            self.on_arrived(request)
+        self.on_arrived(request)
 
     def on_withdrawn(self, expected: Expected) -> None:
         """Cancel a job at the prefill worker that has it."""

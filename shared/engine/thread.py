@@ -169,6 +169,7 @@ class EngineThread:
         if self.core.awaits_step or self.core.hooks_busy:
             self._watch(now + WATCH_S)
         elif self._busy_polls and now < self._polls_until_s:
+            self._hooks_are_quiet = False
             self._watch(self._polls_until_s)
         else:
             self._idle()

@@ -10,8 +10,8 @@ sender. The sender answers a `Reclaim` with a `Return`; if a `Segment` with that
 way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, which comes first,
 and `KvRefusal` are control messages (shared/control/protocol.py).
 
-A segment is announced when it is packed. All that are packed are announced: what has been queued
-for the others may still be under way.
+A segment is announced when it is packed. If its blocks are not wanted any more, it is announced as
+void: a copy that was queued for it may still be under way.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Ack(_Message, frozen=True):
 
     Attributes:
         outcome: "ok": the blocks are in place; "corrupt": a checksum is wrong, so the segment must
-            be packed again; "dropped": no sequence waits for it any more.
+            be packed again; "dropped": it is void, or no sequence waits for it any more.
     """
 
     credit: CreditIndex

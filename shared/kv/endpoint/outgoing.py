@@ -78,7 +78,7 @@ class Outgoing:
         link, now = job.link, self.clock()
         try:
             packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
-            credit, use = link.credits.take()  # now: a failed packing costs no credit
+            credit, use = link.credits.take()  # after the packing, which may fail
             segment = Segment(
                 credit=credit,
                 use=use,
@@ -90,7 +90,10 @@ class Outgoing:
                 seed=seed,
                 nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
             )
-            pending = link.outbound.stage(segment, slot, packed) or packed
+            try:
+                pending = link.outbound.stage(segment, slot, packed) or packed
+            except RuntimeError as exc:  # of the device: a copy may be queued
+                raise TransferError(f"a KV segment cannot be staged: {exc}") from exc
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise

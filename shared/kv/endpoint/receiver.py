@@ -247,7 +247,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
         expected = self.expected.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
-        is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, segment.num_groups)
+        is_wanted = 0 < segment.nbytes == self.groups.packed_bytes(segment.count, len(groups))
         if expected is None:
             is_wanted &= segment.job == TEST_JOB and groups == self.groups.whole
         else:

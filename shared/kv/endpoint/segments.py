@@ -95,10 +95,10 @@ class ExportQueue:
 
 
 def _divide(positions: range, most: int) -> list[range]:
-    """Divide blocks into parts of at most `most`; of several, the last one is a quarter of that.
+    """Divide blocks into parts of at most `most`; of several, the last one has a quarter of that.
 
-    Each part is unpacked while the next one crosses, which takes four times as long. Nothing hides
-    the unpacking of the last one.
+    Each part is unpacked while the next one crosses: crossing takes four times as long. Nothing
+    hides the unpacking of the last one.
     """
     num_last = most // 4 if len(positions) > most else 0
     end = len(positions) - num_last

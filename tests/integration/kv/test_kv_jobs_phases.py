@@ -131,22 +131,18 @@ def test_a_request_that_waits_to_be_read_by_the_engine_is_queued() -> None:
     run_async(scenario())
 
 
-@pytest.mark.parametrize("blocks_first", [False, True])
-def test_timings_of_the_transfer_leave_with_the_first_token_or_after_it(blocks_first: bool) -> None:
+def test_timings_of_the_transfer_come_when_the_blocks_have_arrived() -> None:
     async def scenario() -> None:
         prompt = prompt_of(2 * BLOCK_SIZE)
         async with failing_job("local", prompt=prompt, max_tokens=2, timed=True) as case:
-            if blocks_first:
-                case.link.send_blocks(case.job, 2)
             case.link.done(case.job, 0)
             outputs = case.router.outputs["r"]
             await eventually(lambda: outputs)
-            if not blocks_first:
-                case.link.send_blocks(case.job, 2)
+            case.link.send_blocks(case.job, 2)
             await eventually(lambda: outputs[-1].finish_reason)
         assert outputs[0].token_ids == [0]
         known = [output.timings.carrier for output in outputs if output.timings is not None]
-        assert known == (["zmq", "zmq"] if blocks_first else [None, "zmq", "zmq"])
+        assert known == [None, "zmq", "zmq"]
 
     run_async(scenario())
 

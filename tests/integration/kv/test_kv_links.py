@@ -250,3 +250,20 @@ def test_the_receiver_of_a_test_has_its_time_from_the_announcement_on(kind: str)
         pair.prefill.device.has_moved = True
         pair.until(lambda: link.is_tested)
         assert not pair.prefill.lost
+
+
+@CARRIERS
+def test_a_link_whose_segment_cannot_be_staged_is_lost_with_its_credits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stage(*_: object) -> None:
+        raise RuntimeError("no event can be recorded")
+
+    with kv_pair(kind) as pair:
+        link = pair.link.sent
+        monkeypatch.setattr(link.outbound, "stage", stage)
+        pair.ask(PROMPT)
+        pair.until(lambda: pair.prefill.lost)
+        reason = "a KV segment cannot be staged: no event can be recorded"
+        assert pair.prefill.lost == [(link, reason)]
+        assert pair.prefill.sender.staging.num_free == pair.prefill.sender.staging.num_slots

@@ -35,6 +35,8 @@ pytestmark = pytest.mark.timeout(30)
         ({}, 1),
         ({}, 0),
         ({"count": 0}, 1),
+        ({"count": 0}, 0),
+        ({"job": TEST_JOB, "count": 0, "num_groups": NUM_GROUPS}, 0),
         ({"count": 2**40 - 1}, size(8)),
         ({"num_groups": 0}, size(3)),
         ({"num_groups": 1}, size(3)),
