@@ -142,7 +142,8 @@ class PrefillLinks:
         """Offer a KV link, by the carriers that have not failed.
 
         Raises:
-            PagewireError: there is no room for a link, no carrier, no time, or no connection.
+            PagewireError: too many links are open, no carrier works, the engine is busy, or the
+                connection is lost.
         """
         peer = link.record.worker_id
         without = self._unfit.get((peer, link.record.epoch), ())

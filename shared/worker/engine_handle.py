@@ -93,7 +93,7 @@ class EngineResource(Generic[T]):
 
     Attributes:
         engine: its thread opens and closes it.
-        release: closes it.
+        release: closes it; ignores what is closed already.
         value: it; None until it is open. Set in the engine's thread.
     """
 

@@ -46,7 +46,7 @@ class KvCollector:
         yield crossed
         segments = CounterMetricFamily(
             "pagewire_kv_transfer_segments",
-            "KV segments sent and received, by outcome: those of a link that ended are lost",
+            "KV segments by outcome: lost with their link, dropped if void or not wanted",
             labels=["direction", "outcome"],
         )
         outcomes = (*OUTCOMES, "lost") if isinstance(half, KvSender) else OUTCOMES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 
-from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.messages import Grant, Open
@@ -14,6 +15,7 @@ from pagewire.tests.support.kv_raw import raw_sender
 from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S, hello_of
 
 pytestmark = pytest.mark.timeout(30)
+BROKEN = RuntimeError("the device is broken")
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 
@@ -228,14 +230,11 @@ def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: st
 def test_a_link_whose_test_cannot_be_packed_is_lost_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pack(*_: object) -> PendingMove:
-        raise RuntimeError("the device is lost")
-
     with kv_pair(kind, linked=False) as pair:
-        monkeypatch.setattr(pair.prefill.device, "pack", pack)
+        monkeypatch.setattr(pair.prefill.device, "pack", Mock(side_effect=BROKEN))
         link = pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.prefill.lost)
-        reason = "it cannot be tested: its blocks cannot be packed: the device is lost"
+        reason = "it cannot be tested: its blocks cannot be packed: the device is broken"
         assert pair.prefill.lost == [(link.sent, reason)]
         assert not pair.prefill.failed
 
@@ -256,14 +255,11 @@ def test_the_receiver_of_a_test_has_its_time_from_the_announcement_on(kind: str)
 def test_a_link_whose_segment_cannot_be_staged_is_lost_with_its_credits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stage(*_: object) -> None:
-        raise RuntimeError("no event can be recorded")
-
     with kv_pair(kind) as pair:
         link = pair.link.sent
-        monkeypatch.setattr(link.outbound, "stage", stage)
+        monkeypatch.setattr(link.outbound, "stage", Mock(side_effect=BROKEN))
         pair.ask(PROMPT)
         pair.until(lambda: pair.prefill.lost)
-        reason = "a KV segment cannot be staged: no event can be recorded"
+        reason = "a KV segment cannot be staged: the device is broken"
         assert pair.prefill.lost == [(link, reason)]
         assert pair.prefill.sender.staging.num_free == pair.prefill.sender.staging.num_slots
