@@ -25,7 +25,7 @@ from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 

@@ -10,8 +10,7 @@ sender. The sender answers a `Reclaim` with a `Return`; if a `Segment` with that
 way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, which comes first,
 and `KvRefusal` are control messages (shared/control/protocol.py).
 
-A segment is announced when it is packed. If its blocks are not wanted any more, it is announced as
-void: a copy that was queued for it may still be under way.
+A segment may be announced while it is being packed: its payload always follows.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class Segment(_Message, frozen=True):
         first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`.
         first_group, num_groups: layer groups of each block.
         seed: added to the checksums after the blocks.
-        nbytes: size of the payload: blocks and checksums; 0: the segment is void, since its blocks
-            were not wanted any more when they had been packed.
+        nbytes: size of the payload: blocks and checksums.
     """
 
     credit: CreditIndex
@@ -76,7 +74,7 @@ class Segment(_Message, frozen=True):
     first_group: Annotated[int, Meta(ge=0, lt=MAX_LAYER_GROUPS)]
     num_groups: Annotated[int, Meta(ge=0, le=MAX_LAYER_GROUPS)]
     seed: Int64
-    nbytes: Count
+    nbytes: Annotated[int, Meta(gt=0, lt=2**40)]
 
     @property
     def positions(self) -> range:
@@ -106,7 +104,7 @@ class Ack(_Message, frozen=True):
 
     Attributes:
         outcome: "ok": the blocks are in place; "corrupt": a checksum is wrong, so the segment must
-            be packed again; "dropped": it is void, or no sequence waits for it any more.
+            be packed again; "dropped": no sequence waits for it any more.
     """
 
     credit: CreditIndex

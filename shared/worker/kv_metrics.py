@@ -46,7 +46,7 @@ class KvCollector:
         yield crossed
         segments = CounterMetricFamily(
             "pagewire_kv_transfer_segments",
-            "KV segments by outcome: lost with their link, dropped if void or not wanted",
+            "KV segments by outcome: lost with their link, dropped if not wanted",
             labels=["direction", "outcome"],
         )
         outcomes = (*OUTCOMES, "lost") if isinstance(half, KvSender) else OUTCOMES

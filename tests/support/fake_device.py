@@ -252,6 +252,9 @@ class FakeDevice:
         work()
         return FakeMove(self)
 
+    def fence(self) -> None:
+        """Do nothing: moves are made when they are launched."""
+
     def rehearse_launch(self) -> None:
         """Do nothing: this device never pauses."""
 

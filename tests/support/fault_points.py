@@ -2,7 +2,7 @@
 
     exported      a plan with a job's final blocks is launched, none of them is packed
     packed        the packing is launched
-    staged        the payload that is sent before the announcement is queued
+    staged        the payload is queued, if the carrier does that before it announces it
     announced     the announcement is posted
     arrived       the receiver has the announcement
     unpacking     the unpacking is launched
@@ -65,7 +65,8 @@ class WatchedCarrier:
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         receiver, own = _split(offer)
-        return WatchedOutbound(self._carrier.outbound(link, own, socket), receiver, self._points)
+        watched = WatchedSocket(socket, receiver, self._points)
+        return WatchedOutbound(self._carrier.outbound(link, own, watched), receiver, self._points)
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         sender, own = _split(reply)
@@ -83,25 +84,28 @@ class WatchedOutbound:
     def reply(self) -> bytes:
         return _with_pid(self._outbound.reply)
 
-    def stage(self, segment: messages.Segment, slot: int, packed: PendingMove) -> Pending | None:
-        where = Segment(os.getpid(), self.receiver, segment.credit)
-        if segment.job == messages.TEST_JOB:
-            return self._outbound.stage(segment, slot, packed)
-        self._points.reach("packed", where)
-        staged = self._outbound.stage(segment, slot, packed)
-        self._points.reach("staged", where)
-        return staged
-
-    def send(self, segment: messages.Segment, slot: int) -> Pending:
-        sent = self._outbound.send(segment, slot)
+    def send(self, segment: messages.Segment, slot: int, packed: PendingMove) -> Pending:
         if segment.job != messages.TEST_JOB:
-            where = Segment(os.getpid(), self.receiver, segment.credit)
-            self._points.reach("announced", where)
-        return sent
+            self._points.reach("packed", Segment(os.getpid(), self.receiver, segment.credit))
+        return self._outbound.send(segment, slot, packed)
 
     def close(self) -> None:
         self._points.board.note("closed", peer=self.receiver)
         self._outbound.close()
+
+
+class WatchedSocket:
+    def __init__(self, socket: LinkSocket, receiver: int, points: Points) -> None:
+        self._socket, self._receiver, self._points = socket, receiver, points
+
+    def post(self, segment: messages.Segment, body: memoryview | None = None) -> Pending:
+        where = Segment(os.getpid(), self._receiver, segment.credit)
+        if segment.job == messages.TEST_JOB:
+            return self._socket.post(segment, body)
+        self._points.reach("staged", where)
+        posted = self._socket.post(segment, body)
+        self._points.reach("announced", where)
+        return posted
 
 
 class WatchedInbound:

@@ -87,8 +87,7 @@ class IpcPeer:
         self.memory[slot, :nbytes] = pattern(seed, nbytes, self.device)
         torch.cuda.synchronize()  # for the moves' stream
         segment = _segment(credit, seed, nbytes)
-        assert self.outbound[-1].stage(segment, slot, PendingMove(None)) is None
-        _wait(self.outbound[-1].send(segment, slot))
+        _wait(self.outbound[-1].send(segment, slot, PendingMove(None)))
         assert self.announced.segments.pop() == segment
 
     def holds(self, slot: int, seed: int, nbytes: int) -> bool:
@@ -102,8 +101,7 @@ class IpcPeer:
         for index in range(count):
             slot = index % 2
             segment = _segment(slot, 0, self.slot_bytes)
-            self.outbound[-1].stage(segment, slot, PendingMove(None))
-            self._last = self.outbound[-1].send(segment, slot)
+            self._last = self.outbound[-1].send(segment, slot, PendingMove(None))
 
     def queue_late_copy(self, credit: int) -> None:
         """Queue a copy that waits for work of about a second."""
@@ -111,8 +109,7 @@ class IpcPeer:
         packed = torch.cuda.Event()
         packed.record()
         segment = _segment(credit, 0, self.slot_bytes)
-        self.outbound[-1].stage(segment, 0, PendingMove(packed))
-        self._last = self.outbound[-1].send(segment, 0)
+        self._last = self.outbound[-1].send(segment, 0, PendingMove(packed))
 
     def finish_copies(self) -> None:
         _wait(self._last)

@@ -27,7 +27,7 @@ class ShakyCarrier(LoopbackCarrier):
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link."""
-        return _ShakyOutbound(super().outbound(link, offer, socket))
+        return _ShakyOutbound(super().outbound(link, offer, socket), socket)
 
 
 class AbsentCarrier(LoopbackCarrier):
@@ -37,21 +37,18 @@ class AbsentCarrier(LoopbackCarrier):
 
 
 class _ShakyOutbound:
-    def __init__(self, inner: Outbound) -> None:
-        self._inner = inner
+    def __init__(self, inner: Outbound, socket: LinkSocket) -> None:
+        self._inner, self._socket = inner, socket
 
     @property
     def reply(self) -> bytes:
         return self._inner.reply
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         ShakyCarrier.num_tried += 1
-        if ShakyCarrier.trouble is not None:
-            return None
-        return self._inner.stage(segment, slot, packed)
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        return DONE if ShakyCarrier.trouble == "lost" else self._inner.send(segment, slot)
+        if ShakyCarrier.trouble is None:
+            return self._inner.send(segment, slot, packed)
+        return DONE if ShakyCarrier.trouble == "lost" else self._socket.post(segment)
 
     def close(self) -> None:
         self._inner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class LateDevice(FakeDevice):
 
     fails_to_move: Exception | None = None  # raised by the next packing or unpacking
     moves: deque[LateMove] = field(default_factory=deque)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # the other side may ask, too
 
     def pack(
         self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
@@ -76,11 +78,15 @@ class LateDevice(FakeDevice):
         self.moves.append(move)
         return move
 
+    def fence(self) -> None:
+        self.run_moves()
+
     def run_moves(self) -> None:
-        while self.moves:
-            move = self.moves.popleft()
-            move.work()
-            move.has_run = True
+        with self.lock:
+            while self.moves:
+                move = self.moves.popleft()
+                move.work()
+                move.has_run = True
 
     def _start(self, block_ids: list[int], after: int) -> None:
         error, self.fails_to_move = self.fails_to_move, None
@@ -96,7 +102,7 @@ class HeldBack:
         self.inner, self.is_held = inner, is_held
 
     def is_done(self) -> bool:
-        return not self.is_held() and self.inner.is_done()
+        return self.inner.is_done() and not self.is_held()
 
 
 class Failed:
@@ -112,8 +118,8 @@ class FaultyCarrier:
 
     Attributes:
         num_corrupt: number of next payloads in which a bit is flipped.
-        fails: operation that fails once: "offer", "outbound", "inbound", "stage", "staged", "send",
-            "sent" or "receive"; empty for none.
+        fails: operation that fails once: "offer", "outbound", "inbound", "send", "sent" or
+            "receive"; empty for none.
         holds_writes: whether sends do not end, so that their staging slots stay in use.
         holds_payloads: whether announced payloads do not arrive.
         holds_slots: whether something may still write to staging slots of links that have ended.
@@ -174,27 +180,18 @@ class FaultyOutbound:
     def reply(self) -> bytes:
         return self.inner.reply
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         carrier = self.carrier
-        carrier.fail_at("stage")
-        spoiled = None
+        carrier.fail_at("send")
         if carrier.num_corrupt:
             carrier.num_corrupt -= 1
             byte = carrier.staging.buffers[slot][segment.nbytes - 1 :][:1]
-            spoiled = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
-        staged = self.inner.stage(segment, slot, packed)
-        if carrier.fails == "staged":
+            packed = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
+        sent = self.inner.send(segment, slot, packed)
+        if carrier.fails == "sent":
             carrier.fails = ""
             return Failed()
-        return spoiled if staged is None else staged
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        self.carrier.fail_at("send")
-        sent = self.inner.send(segment, slot)
-        if self.carrier.fails == "sent":
-            self.carrier.fails = ""
-            return Failed()
-        return HeldBack(sent, lambda: self.carrier.holds_writes)
+        return HeldBack(sent, lambda: carrier.holds_writes)
 
     def close(self) -> None:
         self.carrier.num_open -= 1

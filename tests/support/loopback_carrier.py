@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import zmq
+
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
 _stagings: dict[bytes, Staging] = {}  # stagings to which senders may write, by name
+_copies: dict[tuple[int, int], Pending] = {}  # the newest by receiver's staging and credit
 
 
 class LoopbackCarrier(Carrier):
@@ -38,7 +41,7 @@ class LoopbackCarrier(Carrier):
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         """Return the receiver's half of a link."""
-        return _LoopbackInbound()
+        return _LoopbackInbound(self._staging)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link.
@@ -61,16 +64,20 @@ class _LoopbackOutbound(Outbound):
     ) -> None:
         self._source, self._target, self._moves, self._socket = source, target, moves, socket
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload into the receiver's staging slot."""
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Queue a payload's copy into the receiver's staging slot, and announce it."""
         source, target = self._source.buffers[slot], self._target.buffers[segment.credit]
         nbytes = segment.nbytes
-        return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a segment, whose payload has crossed."""
-        return self._socket.post(segment)
+        copy = self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
+        _copies[id(self._target), segment.credit] = copy
+        self._socket.post(segment)
+        return copy
 
 
 class _LoopbackInbound(Inbound):
-    """Nothing to do: the payload is there already, and copies end before their announcement."""
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Return the payload's copy."""
+        return _copies.get((id(self._staging), segment.credit), DONE)

@@ -61,12 +61,9 @@ class _Outbound(Outbound):
     def reply(self) -> bytes:
         return msgspec.msgpack.encode(this_process())
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         nbytes = segment.nbytes
         self._target[segment.credit, :nbytes] = self._staging.buffers[slot][:nbytes]
-        return None
-
-    def send(self, segment: Segment, slot: int) -> Pending:
         return self._socket.post(segment)
 
 

@@ -25,6 +25,7 @@ import time
 
 import torch
 
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
@@ -98,7 +99,8 @@ class _Half:
         try:
             if verb == "send":
                 self._staging.buffers[credit][:nbytes] = payload(link, use, nbytes)
-                pending = self._outbound[link].send(segment, credit)
+                pending = self._outbound[link].send(segment, credit, PendingMove(None))
+                pending.is_done()  # it is packed, so this sends it
             else:
                 pending = self._inbound[link].receive(segment, None)
         except TransferError as exc:

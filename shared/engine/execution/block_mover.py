@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
 from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blocks
-from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
+from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool, launch_graph
 from pagewire.shared.kv.layer_groups import LayerGroups
 
 # Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
@@ -85,14 +85,7 @@ class _MoveGraph:
         """Launch the move on a stream."""
         fill_copy_list(self.words, rows, seed)
         self.corrupt[()] = 0
-        before = torch.cuda.current_stream(stream.device)
-        # `torch.cuda.stream` looks for other devices, which takes tens of microseconds. Here the
-        # pool's device is always the current one.
-        torch.cuda.set_stream(stream)
-        try:
-            self.graph.replay()
-        finally:
-            torch.cuda.set_stream(before)
+        launch_graph(self.graph, stream)
         self.end.record(stream)
 
 
@@ -113,6 +106,7 @@ class BlockMover:
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
+    _rehearsal: _MoveGraph | None = None  # moves nothing
 
     def __post_init__(self) -> None:
         self.groups = LayerGroups.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
@@ -185,6 +179,17 @@ class BlockMover:
             work()
             return PendingMove(self.record_event())
 
+    def rehearse(self) -> None:
+        """Launch an unpacking of no blocks, if there are graphs; see `BlockMoves`."""
+        if self._rehearsal is not None:
+            rows = self.groups.rows([], self.groups.whole)
+            self._rehearsal.replay(rows, 0, self._stream_after(None))
+
+    def fence(self) -> None:
+        """Have later work on the current stream wait for the moves so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self.kv_pool.device).wait_stream(self._stream)
+
     def capture_packing(self, buffers: Iterable[torch.Tensor]) -> None:
         """Capture CUDA graphs of packing into these staging slots; nothing else may run."""
         self._capture(
@@ -195,13 +200,16 @@ class BlockMover:
 
     def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
         """Capture CUDA graphs of unpacking from these staging slots; nothing else may run."""
+        size, device = self.groups.packed_bytes(1), self.kv_pool.device
+        rehearsed = torch.empty(size, dtype=torch.uint8, device=device)  # nothing reads it
         self._capture(
-            buffers,
+            [*buffers, rehearsed],
             self._unpacking,
             lambda copy_list, buffer, corrupt: self.ops.unpack_blocks(
                 buffer, self._rows, copy_list, corrupt
             ),
         )
+        self._rehearsal = self._unpacking.pop(rehearsed.data_ptr(), None)
 
     @torch.inference_mode()
     def _capture(

@@ -105,6 +105,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+def launch_graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Launch a graph on a stream; `graph.replay` would need that stream to be the current one.
+
+    To set a stream and to restore the one before takes the host as long as the launch.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    from cuda.bindings import runtime  # for Linux only
+
+    (error,) = runtime.cudaGraphLaunch(graph.raw_cuda_graph_exec(), stream.cuda_stream)
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise RuntimeError(f"cudaGraphLaunch: {error.name}")
+
+
 class GraphPool:
     """Captures graphs that share memory, since only one of them runs at a time."""
 

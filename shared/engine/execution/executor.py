@@ -92,8 +92,12 @@ class BlockMoves(Protocol):
         """
         ...
 
+    def fence(self) -> None:
+        """Have plans that are launched from now on wait for the moves so far."""
+        ...
+
     def rehearse_launch(self) -> None:
-        """Do the first part of a launch, without effect: after a pause, it takes longer."""
+        """Do parts of a move and a launch, without effect: after a pause, they take longer."""
         ...
 
 

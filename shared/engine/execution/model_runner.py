@@ -294,10 +294,16 @@ class ModelRunner:
         """Queue other work on the device after the moves so far."""
         return self.mover.queue(work)
 
+    def fence(self) -> None:
+        """Have later plans wait for the moves so far."""
+        self.mover.fence()
+
     @torch.inference_mode()
     def rehearse_launch(self) -> None:
-        """Do the first part of a launch, without effect, as `BlockMoves` says."""
+        """Do parts of a move and a launch, without effect, as `BlockMoves` says."""
+        self.mover.rehearse()
         self.state.apply_padding()
+        PendingTokens(0, self.state.last_token[:1])
 
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int

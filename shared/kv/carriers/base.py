@@ -2,12 +2,14 @@
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
 A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
-is queued right after the packing. A two-sided carrier sends once the payload has been packed. Both
-announce a segment once it is packed. A carrier inherits the methods that it does not need.
+is queued right after the packing. A two-sided carrier sends once the payload has been packed. A
+segment may be announced before that. A carrier inherits the methods that it does not need.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import zmq
@@ -21,7 +23,7 @@ class Pending(Protocol):
     """An operation that is under way."""
 
     def is_done(self) -> bool:
-        """Whether it has ended, without waiting.
+        """Go on with it, without waiting; return whether it has ended.
 
         Raises:
             TransferError: it has failed.
@@ -40,6 +42,21 @@ def has_ended(pending: Pending) -> bool:
 DONE: Pending = PendingMove(None)  # something that ended at once
 
 
+@dataclass(slots=True)
+class Then:
+    """An operation that begins, when `is_done` is called, once another one has ended."""
+
+    first: Pending
+    begin: Callable[[], Pending]
+    _begun: Pending | None = None
+
+    def is_done(self) -> bool:
+        """Begin it if the first one has ended; return whether it has ended."""
+        if self._begun is None and self.first.is_done():
+            self._begun = self.begin()
+        return self._begun is not None and self._begun.is_done()
+
+
 class Outbound(Protocol):
     """The sender's half of one link.
 
@@ -52,34 +69,21 @@ class Outbound(Protocol):
         """See above."""
         return b""
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Queue work on the device between a staging slot's packing and `send`.
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Announce a segment; send its payload once it is packed.
 
         Args:
-            segment: it may be announced as void later.
+            segment: the announcement.
             slot: the sender's staging slot, which is being packed.
             packed: the packing.
 
         Returns:
-            What the announcement has to wait for; None if that is only the packing.
+            Ends when the sender's staging slot may be used again. The carrier may need its
+            `is_done` to go on.
 
         Raises:
             TransferError: the link is broken.
-        """
-        return None
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a segment that is packed; send its payload, if `stage` has not begun to.
-
-        Args:
-            segment: the one that was staged, or a void one in its place.
-            slot: the sender's staging slot.
-
-        Returns:
-            Ends when the sender's staging slot may be used again.
-
-        Raises:
-            TransferError: the link is broken.
+            RuntimeError: of the device.
         """
         ...
 
@@ -95,8 +99,7 @@ class Inbound(Protocol):
         """Receive an announced payload into the staging slot `segment.credit`.
 
         Args:
-            segment: the announcement; the payload fits into the staging slot. A void segment has
-                no payload, but what `stage` has queued for it may be under way.
+            segment: the announcement; the payload fits into the staging slot.
             body: the payload, if it came with the announcement.
 
         Returns:

@@ -1,9 +1,8 @@
 """Payloads between the GPUs of one host, or two workers of one GPU, by CUDA IPC.
 
 One-sided: the sender maps the receiver's staging and queues a copy into it right after its packing,
-by a copy engine. It announces the segment when it is packed. The copy ends with an event that the
-receiver's process has opened and queries, so that the announcement crosses meanwhile. No port is
-opened.
+by a copy engine, and announces the segment at once. The copy ends with an event that the receiver's
+process has opened and queries. No port is opened.
 """
 
 from __future__ import annotations
@@ -192,8 +191,8 @@ class _IpcOutbound(Outbound):
             raise TransferError(f"events cannot be shared with another process: {exc}") from exc
         self.reply = msgspec.msgpack.encode(IpcReply(this_process(), handles))
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload into the receiver's staging slot. It is announced meanwhile.
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Queue a payload's copy into the receiver's staging slot, then announce it.
 
         Raises:
             TransferError: there is no such staging slot, the link has ended, or CUDA refuses.
@@ -216,12 +215,8 @@ class _IpcOutbound(Outbound):
             self._stream.wait_event(packed.end)
         device_memory.queue_copy(address, source, nbytes, self._stream)
         self._ends[credit].record(self._stream)
-        return None
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a payload that is being copied."""
         self.socket.post(segment)
-        return _Copy(self._ends[segment.credit])
+        return _Copy(self._ends[credit])
 
     def close(self) -> None:
         """End the mapping after the queued copies, in a thread: this waits for the device."""

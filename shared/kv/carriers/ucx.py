@@ -14,13 +14,23 @@ from __future__ import annotations
 import logging
 import select
 import time
+from functools import partial
 from typing import ClassVar
 
 import torch
 import zmq
 
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+    Then,
+)
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
 from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
 from pagewire.shared.kv.messages import Segment
@@ -120,7 +130,7 @@ class UcxCarrier(Carrier):
         return worker
 
     def wake(self, worker: UcxWorker) -> None:
-        """Progress a worker at each poll from now on: something is under way on it."""
+        """Progress a worker at each poll from now on: something begins on it."""
         self._unarmed.add(worker)
 
     def end(self, worker: UcxWorker) -> bool:
@@ -151,7 +161,7 @@ class UcxCarrier(Carrier):
 
     def _poll(self, worker: UcxWorker) -> bool:
         has_happened = worker.poll()
-        if worker.problem is None and not worker.is_busy:
+        if worker.problem is None and not worker.under_way:
             if worker.arm():
                 self._unarmed.discard(worker)
             else:
@@ -173,15 +183,15 @@ class _UcxOutbound(Outbound):
     ) -> None:
         self._carrier, self._link, self._worker, self._socket = carrier, link, worker, socket
 
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Announce a payload and begin to send it."""
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Announce a payload at once, so that the receiver is ready for it; send it when packed."""
         self._socket.post(segment)
-        if not segment.nbytes:  # it is void
-            return DONE
+        return Then(packed, partial(self._begin, segment, slot))
+
+    def _begin(self, segment: Segment, slot: int) -> Pending:
         buffer = self._carrier.staging.buffers[slot]
-        request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
         self._carrier.wake(self._worker)
-        return request
+        return self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
@@ -194,12 +204,9 @@ class _UcxInbound(Inbound):
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Begin to receive a payload."""
-        if not segment.nbytes:  # it is void
-            return DONE
         buffer = self._carrier.staging.buffers[segment.credit]
-        request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
         self._carrier.wake(self._worker)
-        return request
+        return self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
 
     def close(self) -> Pending:
         """Free the worker, or abandon it if a payload is under way."""

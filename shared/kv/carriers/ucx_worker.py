@@ -12,6 +12,7 @@ is complete. So this module uses the plain classes and progresses in bounded ste
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ABANDONED = 16  # workers of a process
 _STEPS = 16  # a poll: over TCP a step moves up to 128 KiB
+_CLOSING_POLLS = 10
 
 # Workers that are open or abandoned. At the interpreter's end ucxx's destructors would progress
 # them, or wait for ten seconds; one reference that nobody releases keeps them from running.
@@ -90,13 +92,12 @@ class UcxRequest:
 
     Attributes:
         buffer: kept alive while UCX may use it.
-        problem: why it has failed.
     """
 
     worker: UcxWorker
     handle: Any
-    buffer: object
-    problem: str | None = None
+    buffer: torch.Tensor
+    tag: int
 
     def is_done(self) -> bool:
         """Whether it has ended well, so that UCX is done with the memory.
@@ -104,12 +105,13 @@ class UcxRequest:
         Raises:
             TransferError: it has failed, or its worker has.
         """
-        self.worker.settle()
-        is_completed = bool(self.handle.completed)
-        problem = self.problem if is_completed else self.worker.problem
-        if problem is not None:
-            raise TransferError(f"UCX: {problem}")
-        return is_completed
+        if self.handle.completed:
+            self.worker.settle()
+            if self not in self.worker.under_way:
+                return True
+        if self.worker.problem is not None:
+            raise TransferError(f"UCX: {self.worker.problem}")
+        return False
 
 
 class UcxWorker:
@@ -117,6 +119,7 @@ class UcxWorker:
 
     Attributes:
         fd: becomes readable when an armed worker has something to do.
+        under_way: sends and receives that have not ended well.
         problem: why it may not be progressed any more.
     """
 
@@ -126,7 +129,7 @@ class UcxWorker:
         self._worker.init_blocking_progress_mode()
         self.fd = int(self._worker.epoll_file_descriptor)
         self._endpoint: Any = None
-        self._under_way: list[UcxRequest] = []  # those that have not ended well
+        self.under_way: list[UcxRequest] = []
         self.problem: str | None = None
         _held.add(self)
 
@@ -139,11 +142,6 @@ class UcxWorker:
     def endpoint(self) -> int:
         """The `ucp_ep_h`; once connected."""
         return int(self._endpoint.handle)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is under way."""
-        return bool(self._under_way)
 
     def connect(self, address: bytes) -> None:
         """Make the endpoint.
@@ -180,13 +178,13 @@ class UcxWorker:
     def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
         if self.problem is not None:
             raise TransferError(f"UCX: {self.problem}")
-        buffer = self._library.array(_first_bytes(tensor, nbytes))
         try:
-            handle = verb(buffer, self._library.tag(tag))
+            data = self._library.array(_first_bytes(tensor, nbytes))
+            handle = verb(data, self._library.tag(tag))
         except self._library.error as exc:
             raise TransferError(f"UCX: {exc}") from exc
-        request = UcxRequest(self, handle, buffer)
-        self._under_way.append(request)
+        request = UcxRequest(self, handle, tensor, tag)
+        self.under_way.append(request)
         return request
 
     def poll(self) -> bool:
@@ -198,14 +196,13 @@ class UcxWorker:
 
     def settle(self) -> bool:
         """Note which requests have ended; returns whether one has."""
-        ended = [request for request in self._under_way if request.handle.completed]
+        ended = [request for request in self.under_way if request.handle.completed]
         for request in ended:
             try:
                 request.handle.check_error()
-                self._under_way.remove(request)
+                self.under_way.remove(request)
             except self._library.error as exc:
-                request.problem = str(exc)
-                self._break(request.problem)
+                self._break(str(exc))
         return bool(ended)
 
     def _progress(self) -> bool:
@@ -230,7 +227,7 @@ class UcxWorker:
 
     def close(self) -> bool:
         """Free it if nothing is under way, else abandon it; returns whether it was freed."""
-        self.settle()
+        self._end_receives()
         self._break("the link has ended")
         if self._is_quiet() and self._close_endpoint():
             self._endpoint = None
@@ -244,11 +241,22 @@ class UcxWorker:
         )
         return False
 
+    def _end_receives(self) -> None:
+        """End receives that have not begun, by empty messages to this worker: ucxx cancels none."""
+        self.settle()
+        if not self.under_way or self._endpoint is not None:
+            return
+        with contextlib.suppress(TransferError):  # then it is abandoned
+            self.connect(self.address)
+            for receive in list(self.under_way):
+                self.send(receive.buffer, 0, receive.tag)
+            for _ in range(_CLOSING_POLLS):
+                self.poll()
+
     def _is_quiet(self) -> bool:
         """Whether all has ended well; the destructor would wait for what is to be received."""
-        if self._under_way:
-            return False
-        return not self._worker.tag_probe(self._library.tag(0), self._library.any_tag).matched
+        unexpected = self._worker.tag_probe(self._library.tag(0), self._library.any_tag)
+        return not self.under_way and not unexpected.matched
 
     def _close_endpoint(self) -> bool:
         """Close the endpoint; returns whether it is closed."""

@@ -6,6 +6,7 @@ are sent without a copy; payloads on a GPU are copied to page-locked memory firs
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,15 @@ import zmq
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.kv.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+    Then,
+)
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.staging import Staging
 
@@ -65,16 +74,13 @@ class _ZmqOutbound(Outbound):
     ) -> None:
         self._staging, self._host, self._moves, self._socket = staging, host, moves, socket
 
-    def stage(self, segment: Segment, slot: int, packed: PendingMove) -> Pending | None:
-        """Copy a payload from the GPU to the host."""
-        source, target, nbytes = self._staging.buffers[slot], self._host[slot], segment.nbytes
-        if not source.is_cuda:
-            return None
-        return self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
-
-    def send(self, segment: Segment, slot: int) -> Pending:
-        """Send announcement and payload."""
-        return self._socket.post(segment, self._host[slot][: segment.nbytes].numpy().data)
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Copy a payload from the GPU to the host; then send the announcement with it."""
+        sides = self._staging.buffers, self._host
+        source, target = (buffers[slot][: segment.nbytes] for buffers in sides)
+        if source.is_cuda:
+            packed = self._moves.queue(lambda: target.copy_(source, non_blocking=True))
+        return Then(packed, partial(self._socket.post, segment, target.numpy().data))
 
 
 class _ZmqInbound(Inbound):
@@ -86,8 +92,6 @@ class _ZmqInbound(Inbound):
         if body is None or len(body) != segment.nbytes:
             size = 0 if body is None else len(body)
             raise TransferError(f"a payload of {size} bytes, announced as {segment.nbytes}")
-        if not segment.nbytes:  # it is void
-            return DONE
         host = self._host[segment.credit][: segment.nbytes]
         host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
         target = self._staging.buffers[segment.credit]

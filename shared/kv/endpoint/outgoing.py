@@ -1,9 +1,8 @@
-"""The sender's staging slots: segments are packed and staged there, then written by the carrier."""
+"""The sender's staging slots: segments are packed there, and sent by the carrier."""
 
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,8 +26,7 @@ class Outgoing:
         groups: layer groups of a block.
         clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
-        packing: segments that are being packed, in the order in which their packing ends.
-        writing: segments whose payload the carrier is sending.
+        sending: segments that are being packed or sent, in order.
     """
 
     staging: Staging
@@ -36,18 +34,11 @@ class Outgoing:
     groups: LayerGroups
     clock: Callable[[], float]
     may_pack: bool = False
-    packing: deque[OutgoingSegment] = field(default_factory=deque)
-    writing: list[OutgoingSegment] = field(default_factory=list)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is being packed or written."""
-        return bool(self.packing or self.writing)
+    sending: list[OutgoingSegment] = field(default_factory=list)
 
     def is_due(self) -> bool:
-        """Whether some packing or sending has ended; quick."""
-        oldest = [segments[0] for segments in (self.packing, self.writing) if segments]
-        return any(has_ended(segment.pending) for segment in oldest)
+        """Send what is packed; return whether some sending has ended; quick."""
+        return any(has_ended(segment.sent) for segment in self.sending)
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a staging slot and a credit for a link's next segment.
@@ -59,10 +50,10 @@ class Outgoing:
             return False
         if self.staging.num_free > 1 or num_links == 1:
             return True
-        return all(segment.job.link is not link for segment in (*self.packing, *self.writing))
+        return all(segment.job.link is not link for segment in self.sending)
 
-    def launch(self, job: SenderJob, cut: Cut, blocks: list[int], plan: int) -> None:
-        """Launch the packing and staging of a segment; `has_room` said that there is room.
+    def launch(self, job: SenderJob, cut: Cut, blocks: list[int], plan: int) -> OutgoingSegment:
+        """Launch the packing and sending of a segment; `has_room` said that there is room.
 
         Args:
             job: the job.
@@ -91,24 +82,27 @@ class Outgoing:
                 nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
             )
             try:
-                pending = link.outbound.stage(segment, slot, packed) or packed
+                sent = link.outbound.send(segment, slot, packed)
             except RuntimeError as exc:  # of the device: a copy may be queued
-                raise TransferError(f"a KV segment cannot be staged: {exc}") from exc
+                raise TransferError(f"a KV segment cannot be sent: {exc}") from exc
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise
-        self.packing.append(OutgoingSegment(job, job.queue.epoch, cut, segment, slot, pending, now))
+        self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, sent, now))
+        return self.sending[-1]
 
-    def free_written(self) -> list[tuple[SenderLink, TransferError]]:
-        """Free the staging slots whose payloads are sent; return the links that failed, and why."""
+    def advance(self) -> list[tuple[SenderLink, TransferError]]:
+        """Send what is packed, free staging slots; return the links that failed, and why."""
         failed = []
-        for segment in list(self.writing):
+        for segment in list(self.sending):
+            if not segment.is_packed and segment.packed.is_done():
+                segment.is_packed, segment.since = True, self.clock()
             try:
-                if not segment.pending.is_done():
+                if not segment.sent.is_done():
                     continue
             except TransferError as exc:
                 failed.append((segment.job.link, exc))
-            self.writing.remove(segment)
+            self.sending.remove(segment)
             self.release(segment.slot)
         return failed
 

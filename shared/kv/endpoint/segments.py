@@ -39,13 +39,11 @@ class ExportQueue:
         groups: layer groups of a block.
         slot_bytes: size of a staging slot, into which each segment and each block fits.
         planned: blocks before this position have been cut, or are not wanted.
-        epoch: grows by one when the sequence loses its blocks.
     """
 
     groups: LayerGroups
     slot_bytes: int
     planned: int
-    epoch: int = 0
     _cuts: deque[Cut] = field(default_factory=deque)
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
@@ -70,7 +68,6 @@ class ExportQueue:
 
     def lose_blocks(self) -> None:
         """Forget blocks that the sequence lost; they will be exported again from the first."""
-        self.epoch += 1
         self._blocks.clear()
         self._plans.clear()
 

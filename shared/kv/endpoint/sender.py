@@ -1,6 +1,6 @@
 """The prefill worker's half of a KV endpoint: packs the blocks of its jobs and sends them.
 
-    Export in a plan --> cut --> staging slot, credit --> pack, stage --> Segment, payload --> Ack
+    Export in a plan --> cut --> staging slot, credit --> pack --> Segment, payload --> Ack
 
 A job owns its sequence's blocks until all are acknowledged and the first token is sampled, the job
 is cancelled, or its link ends.
@@ -15,12 +15,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
-from pagewire.shared.kv.carriers.base import has_ended
 from pagewire.shared.kv.endpoint.half import KvHalf
 from pagewire.shared.kv.endpoint.outgoing import Outgoing
 from pagewire.shared.kv.endpoint.segments import Cut, ExportQueue
@@ -157,7 +154,10 @@ class KvSender(KvHalf[SenderLink]):
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Do nothing: the launch records the events of exported blocks on the device."""
+        """Have a plan wait until blocks that a sequence has lost to others are packed."""
+        lost = {work.request_id for work in plan.kv if isinstance(work, Withdraw)}
+        if any(segment.job.name in lost for segment in self._outgoing.sending):
+            self.moves.fence()
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
@@ -187,26 +187,28 @@ class KvSender(KvHalf[SenderLink]):
                 self._take_answers(link)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
-        self._send_packed()
-        for link, error in self._outgoing.free_written():
-            self._lose(link, str(error))
+        self._advance()
         self._end_complete()
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
-        return self._outgoing.is_busy
+        return bool(self._outgoing.sending)
+
+    def _advance(self) -> None:
+        for link, error in self._outgoing.advance():
+            self._lose(link, str(error))
 
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
         for job in [*(link.test for link in self.links), *self._jobs.values()]:
             while self._pack(job):
-                self._send_packed()  # it must not wait until everything is launched
+                self._advance()  # what is packed must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
         """End links whose receivers are silent."""
         latest = self.clock() - self.timeout_s
         for link in list(self.links):
-            if any(sent.since < latest for sent in link.sent.values()):
+            if any(sent.is_packed and sent.since < latest for sent in link.sent.values()):
                 self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
@@ -218,41 +220,16 @@ class KvSender(KvHalf[SenderLink]):
         if ready is None:
             return False
         try:
-            self._outgoing.launch(job, *ready)
+            sent = self._outgoing.launch(job, *ready)
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
             logger.exception("the blocks of job %s cannot be packed", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
+        else:
+            job.link.sent[sent.segment.credit] = sent
+            self.stats.bytes[job.link.peer, job.link.carrier] += sent.segment.nbytes
         return True
-
-    def _send_packed(self) -> None:
-        """Handle packed segments, in order."""
-        packing = self._outgoing.packing
-        while packing and has_ended(packing[0].pending):
-            self._send(packing.popleft())
-
-    def _send(self, packed: OutgoingSegment) -> None:
-        """Announce a packed segment, as void if its blocks are not wanted any more."""
-        job, link = packed.job, packed.job.link
-        if link not in self.links:
-            self._outgoing.release(packed.slot)
-            return
-        if job.is_over or job.queue.epoch != packed.epoch:
-            packed.segment = msgspec.structs.replace(packed.segment, nbytes=0)
-            if not job.is_over:  # the blocks went to another sequence while they were read
-                job.queue.requeue(packed.cut)
-        packed.since = self.clock()
-        try:
-            packed.pending.is_done()  # raises what has gone wrong
-            packed.pending = link.outbound.send(packed.segment, packed.slot)
-        except TransferError as exc:
-            self._outgoing.release(packed.slot)
-            self._lose(link, str(exc))
-            return
-        self._outgoing.writing.append(packed)
-        link.sent[packed.segment.credit] = packed
-        self.stats.bytes[link.peer, link.carrier] += packed.segment.nbytes
 
     # The receiver answers
 
@@ -285,7 +262,7 @@ class KvSender(KvHalf[SenderLink]):
             self._on_tested(link, sent, ack)
             return
         self.stats.outcomes[ack.outcome] += 1
-        if sent.job.is_over or not sent.segment.nbytes:
+        if sent.job.is_over:
             return
         if ack.outcome == "corrupt":
             self._resend(sent.job, sent.cut)

@@ -26,7 +26,7 @@ class SenderJob:
         name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
         resends: how often each cut was packed again.
-        is_over: it has ended; what is still packed for it is void.
+        is_over: it has ended; what is still sent for it does no harm.
     """
 
     name: str
@@ -42,21 +42,22 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        epoch: the queue's `epoch` when the packing was launched; if it has grown since, the
-            sequence has lost these blocks.
         cut: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
-        pending: the packing and staging, then the sending.
-        since: when the packing was launched, then when the segment was announced.
+        packed: the packing.
+        sent: the sending.
+        since: when the packing was launched, then when it was seen to have ended.
+        is_packed: it was seen to have ended.
     """
 
     job: SenderJob
-    epoch: int
     cut: Cut
     segment: Segment
     slot: int
-    pending: Pending
+    packed: Pending
+    sent: Pending
     since: float
+    is_packed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +68,7 @@ class SenderLink:
         peer: name of the decode worker.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
-        gb_per_s: speed of the test, from its announcement to its acknowledgement.
+        gb_per_s: speed of the test, from its packing to its acknowledgement.
         test: sends the link's first segment, which tests the carrier; whoever makes the link sets
             it.
     """

@@ -172,6 +172,8 @@ class SenderSocket(_Socket):
         Raises:
             TransferError: the connection is lost, or does not keep up.
         """
+        if self._socket.closed:
+            raise TransferError("the link has ended")
         try:
             if body is None:
                 self._socket.send(encode(message), zmq.NOBLOCK)

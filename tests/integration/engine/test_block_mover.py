@@ -101,3 +101,37 @@ def test_one_corrupt_layer_group_is_found(device: str, captured: bool) -> None:
         packed = side.pack(0, [1, 2], seed=unit, groups=range(1, 3))
         packed[unit * side.mover.groups.nbytes] ^= 1
         assert not side.unpack(0, [3, 4], seed=unit, groups=range(1, 3))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@each_device
+def test_a_fence_keeps_later_work_from_blocks_that_are_packed(device: str, captured: bool) -> None:
+    side = Side(device, 1, captured=captured)
+    blocks = [7, 3, 11]
+    expected = side.pack(0, blocks, seed=3).clone()
+    staging = side.payload(1, blocks, WHOLE)
+    if device == "cuda":  # the packing waits for this, on another stream than the steps'
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(100_000_000)
+            event = side.mover.record_event()
+    else:
+        event = side.mover.record_event()
+    move = side.mover.pack(blocks, WHOLE, staging, 3, event)
+    side.mover.fence()
+    side.pool.zero_()
+    while not move.is_done():
+        pass
+    assert torch.equal(staging, expected)
+
+
+@each_device
+def test_a_rehearsal_moves_nothing(device: str) -> None:
+    side = Side(device, 1, captured=True)
+    pool, staging = side.pool.clone(), [buffer.clone() for buffer in side.staging.buffers]
+    for _ in range(3):
+        side.mover.rehearse()
+        packed = side.pack(0, [1, 2], seed=5)
+        assert side.unpack(0, [1, 2], seed=5)
+    assert torch.equal(side.pool, pool)
+    assert torch.equal(side.staging.buffers[1], staging[1])
+    assert len(packed) == side.mover.groups.packed_bytes(2)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.base import DONE, Pending
 from pagewire.shared.kv.carriers.ucx import UcxCarrier
@@ -103,7 +104,8 @@ def test_link_to_a_stopped_or_dead_peer_can_be_closed(victim: str, number: signa
     with two_halves(1, LARGE) as (sender, receiver):
         stopped, other = (sender, receiver) if victim == "sender" else (receiver, sender)
         connect(sender, receiver, 1)
-        begin_large(sender, receiver, 1, 1)
+        cross(sender, receiver, 1, 1, 1000)
+        begin_large(sender, receiver, 1, 2)
         time.sleep(BREAK_OFF_MS / 1e3)
         stopped.signal(number)
         time.sleep(0.1)
@@ -145,32 +147,42 @@ def test_payload_that_is_broken_off_ends_neither_process() -> None:
         assert (sender.end(), receiver.end()) == (0, 0)
 
 
-def refused_sender(sender: Half, receiver: Half) -> list[str]:
-    receiver.do("offer", 99)
-    sender.do("outbound", 99, receiver.wait("offer", 99)[2])
-    return sender.wait("refused", 99)
-
-
-def refused_receiver(sender: Half, receiver: Half) -> list[str]:
-    receiver.do("offer", 99)
-    return receiver.wait("refused", 99)
-
-
-@pytest.mark.parametrize(
-    ("side", "refused"), [("sender", refused_sender), ("receiver", refused_receiver)]
-)
-def test_process_with_too_many_broken_workers_refuses_further_links(
-    side: str, refused: Callable[[Half, Half], list[str]]
-) -> None:
+def test_sender_with_too_many_broken_workers_refuses_further_links() -> None:
     with two_halves(1, MIB) as (sender, receiver):
-        half, verb = (sender, "send") if side == "sender" else (receiver, "receive")
         for link in range(1, MAX_ABANDONED + 1):
             connect(sender, receiver, link)
-            half.do(verb, link, 0, 1, MIB)  # the other side never does its part
-            half.do("close", link)
-            assert half.wait("closed", link)[2] == str(link)
-        assert "restart" in refused(sender, receiver)
-        assert half.end() == 0
+            sender.do("send", link, 0, 1, MIB)  # the other side never does its part
+            sender.do("close", link)
+            assert sender.wait("closed", link)[2] == str(link)
+        receiver.do("offer", 99)
+        sender.do("outbound", 99, receiver.wait("offer", 99)[2])
+        assert "restart" in sender.wait("refused", 99)
+        assert sender.end() == 0
+
+
+def test_receiver_with_too_many_broken_workers_offers_no_further_links() -> None:
+    with two_halves(1, LARGE) as (sender, receiver):
+        num_broken, link = 0, 0
+        while num_broken < MAX_ABANDONED:
+            link += 1
+            connect(sender, receiver, link)
+            cross(sender, receiver, link, 1, 1000)
+            begin_large(sender, receiver, link, 2)
+            receiver.do("close", link)
+            num_broken = int(receiver.wait("closed", link)[2])
+        receiver.do("offer", 99)
+        assert "restart" in receiver.wait("refused", 99)
+        assert receiver.end() == 0
+
+
+class Unpacked(PendingMove):
+    """A packing that does not end."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def is_done(self) -> bool:
+        return False
 
 
 class _NoSocket:
@@ -179,7 +191,7 @@ class _NoSocket:
 
 
 def carrier_here() -> tuple[UcxCarrier, Staging]:
-    staging = make_staging(2, MIB, torch.device("cpu"))
+    staging = make_staging(3, MIB, torch.device("cpu"))
     return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
 
 
@@ -197,18 +209,18 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     inbound = receiver.inbound(1, outbound.reply)
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
     received = inbound.receive(segment, None)
-    sent = outbound.send(segment, 0)
-    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    sent = outbound.send(segment, 0, PendingMove(None))
+    poll_until(lambda: sent.is_done() and received.is_done(), sender, receiver)
     fds = receiver.fds()
     poll_until(lambda: not select.select(fds, [], [], 0)[0] and not receiver.poll(), receiver)
     assert not select.select(fds, [], [], 0.3)[0]
 
     source.buffers[1].fill_(7)
     late = Segment(0, 1, "job", 0, 1, 0, 1, 0, 1000)
-    sent = outbound.send(late, 1)
-    poll_until(lambda: bool(select.select(fds, [], [], 0)[0]), sender)
+    sent = outbound.send(late, 1, PendingMove(None))
+    poll_until(lambda: sent.is_done() or bool(select.select(fds, [], [], 0)[0]), sender)
     received = inbound.receive(late, None)
-    poll_until(lambda: received.is_done() and sent.is_done(), sender, receiver)
+    poll_until(lambda: sent.is_done() and received.is_done(), sender, receiver)
     assert target.buffers[0][:1000].eq(7).all()
 
     outbound.close()
@@ -218,12 +230,20 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
         assert carrier.library.num_abandoned == 0
 
 
-def test_a_void_segment_has_no_payload() -> None:
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool) -> None:
     (sender, _), (receiver, _) = carrier_here(), carrier_here()
     outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
     inbound = receiver.inbound(1, outbound.reply)
-    void = Segment(1, 1, "job", 0, 1, 0, 1, 0, 0)
-    assert outbound.send(void, 0).is_done() and inbound.receive(void, None).is_done()
+    segments = [Segment(credit, 1, "job", 0, 1, 0, 1, 0, MIB) for credit in range(2)]
+    announced = [outbound.send(segment, segment.credit, Unpacked()) for segment in segments]
+    received = [inbound.receive(segment, None) for segment in segments]
+    if sends:  # another one
+        first = Segment(2, 1, "job", 0, 1, 0, 1, 0, MIB)
+        received.append(inbound.receive(first, None))
+        announced.append(outbound.send(first, 2, PendingMove(None)))
+        poll_until(lambda: announced[2].is_done() and received[2].is_done(), sender, receiver)
+    assert not any(pending.is_done() for pending in (*announced[:2], *received[:2]))
     outbound.close()
     assert inbound.close().is_done()
     for carrier in (sender, receiver):

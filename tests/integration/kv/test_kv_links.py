@@ -240,7 +240,7 @@ def test_a_link_whose_test_cannot_be_packed_is_lost_at_once(
 
 
 @CARRIERS
-def test_the_receiver_of_a_test_has_its_time_from_the_announcement_on(kind: str) -> None:
+def test_the_time_for_an_acknowledgement_begins_when_the_segment_is_packed(kind: str) -> None:
     with kv_pair(kind, linked=False) as pair:
         pair.prefill.device.has_moved = False
         link = pair.connect(pair.prefill, pair.decode)
@@ -252,14 +252,14 @@ def test_the_receiver_of_a_test_has_its_time_from_the_announcement_on(kind: str)
 
 
 @CARRIERS
-def test_a_link_whose_segment_cannot_be_staged_is_lost_with_its_credits(
+def test_a_link_whose_segment_cannot_be_sent_is_lost_with_its_credits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kv_pair(kind) as pair:
         link = pair.link.sent
-        monkeypatch.setattr(link.outbound, "stage", Mock(side_effect=BROKEN))
+        monkeypatch.setattr(link.outbound, "send", Mock(side_effect=BROKEN))
         pair.ask(PROMPT)
         pair.until(lambda: pair.prefill.lost)
-        reason = "a KV segment cannot be staged: the device is broken"
+        reason = "a KV segment cannot be sent: the device is broken"
         assert pair.prefill.lost == [(link, reason)]
         assert pair.prefill.sender.staging.num_free == pair.prefill.sender.staging.num_slots

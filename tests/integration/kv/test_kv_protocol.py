@@ -155,7 +155,7 @@ def test_credits_are_reclaimed_and_come_back() -> None:
         pair.until(lambda: list(link.credits.idle) == [0, 1])
 
 
-def test_what_is_packed_in_vain_is_announced_as_void_and_answers_a_reclaim() -> None:
+def test_what_is_packed_in_vain_is_sent_and_answers_a_reclaim() -> None:
     with kv_pair("zmq", linked=False) as pair, raw_receiver(pair, pair.prefill) as (raw, link):
         raw.pass_test([0])
         pair.until(lambda: link.credits.idle)
@@ -166,9 +166,9 @@ def test_what_is_packed_in_vain_is_announced_as_void_and_answers_a_reclaim() -> 
         pair.until(lambda: pair.prefill.sender.staging.num_free == 2)
         pair.prefill.sender.cancel("job", link)
         pair.prefill.device.has_moved = True
-        for credit, void in enumerate(raw.hear(4)[2:]):
-            assert isinstance(void, Segment) and (void.credit, void.nbytes) == (credit, 0)
-            raw.say(Ack(credit, void.use, "dropped"))
+        for credit, segment in enumerate(raw.hear(4)[2:]):
+            assert isinstance(segment, Segment) and (segment.job, segment.credit) == ("job", credit)
+            raw.say(Ack(credit, segment.use, "dropped"))
         pair.until(lambda: not pair.prefill.held())
         assert list(link.credits.idle) == [1]
 

@@ -28,7 +28,7 @@ EVENTS = [
     "link",
     "wait",
 ]
-FAILURES = ["stage", "staged", "send", "sent", "receive"]
+FAILURES = ["send", "sent", "receive"]
 Event = tuple[str, int, int]
 
 

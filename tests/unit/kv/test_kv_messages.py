@@ -59,7 +59,7 @@ to_receiver = st.one_of(
         first_group=st.integers(0, MAX_LAYER_GROUPS - 1),
         num_groups=st.integers(0, MAX_LAYER_GROUPS),
         seed=st.integers(-(2**63), 2**63 - 1),
-        nbytes=counts,
+        nbytes=st.integers(1, MAX_COUNT),
     ),
 )
 to_sender = st.one_of(
@@ -120,6 +120,7 @@ def test_a_segment_has_its_blocks_and_layer_groups() -> None:
     ("field", "value"),
     [
         *[(name, -1) for name in ("credit", "use", "first", "count", "first_group", "nbytes")],
+        ("nbytes", 0),
         ("credit", MAX_CREDITS),
         ("credit", "0"),
         ("credit", 0.5),
