@@ -111,7 +111,9 @@ def test_link_to_a_stopped_or_dead_peer_can_be_closed(victim: str, number: signa
         time.sleep(0.1)
         started = time.monotonic()
         other.do("close", 1)
-        assert other.wait("closed", 1)[2] == "1"
+        num_broken = other.wait("closed", 1)[2]
+        # A receiver that was slow to begin has nothing under way.
+        assert num_broken == "1" or (other is receiver and num_broken == "0")
         assert time.monotonic() - started < 2
         if other is receiver:
             receiver.wait("ended", 1)
