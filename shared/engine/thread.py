@@ -29,6 +29,7 @@ MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.2
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
 EXPECTED_S = 0.005  # from the first bytes of a request until its job comes, and some more
+REHEARSAL_INTERVAL_S = 0.001
 WATCH_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
@@ -64,6 +65,7 @@ class EngineThread:
         on_outputs: Callable[[StepOutputs], None],
         *,
         busy_polls: bool = False,
+        rehearse: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -74,8 +76,10 @@ class EngineThread:
             busy_polls: poll without sleeping while only the hooks wait for something, or work is
                 expected, which takes a core. A thread that sleeps may wake up milliseconds late,
                 longer than a GPU takes to send a prompt's blocks.
+            rehearse: called again and again while work is expected, if the thread busy-polls: the
+                first calls of CUDA after a pause take several times as long as later ones.
         """
-        self._busy_polls = busy_polls
+        self._busy_polls, self._rehearse = busy_polls, rehearse
         self._polls_until_s = 0.0
         self._hooks_are_quiet = False  # for `WATCH_S`: their peer may have stopped
         self.core = core
@@ -169,8 +173,9 @@ class EngineThread:
         if self.core.awaits_step or self.core.hooks_busy:
             self._watch(now + WATCH_S)
         elif self._busy_polls and now < self._polls_until_s:
+            self._rehearse()
             self._hooks_are_quiet = False
-            self._watch(self._polls_until_s)
+            self._watch(min(self._polls_until_s, time.monotonic() + REHEARSAL_INTERVAL_S))
         else:
             self._idle()
 

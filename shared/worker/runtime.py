@@ -173,7 +173,12 @@ class WorkerRuntime:
         )
         self.built = await asyncio.to_thread(self._build, index)
         is_gpu = self.built.device.type == "cuda"
-        self.engine = EngineThread(self.built.core, self._on_outputs, busy_polls=is_gpu)
+        self.engine = EngineThread(
+            self.built.core,
+            self._on_outputs,
+            busy_polls=is_gpu,
+            rehearse=self.built.runner.rehearse_launch,
+        )
         self._engine_watch = EngineWatch(self.engine)
         names = served_names(settings.served_model_name, settings.model)
         self.metrics_registry.register(EngineCollector(self.engine, names[0]))

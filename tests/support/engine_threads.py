@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
@@ -41,10 +42,10 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 @contextmanager
 def started(
-    core: EngineCore, outputs: Outputs | None = None, *, busy_polls: bool = False
+    core: EngineCore, outputs: Outputs | None = None, **options: Any
 ) -> Iterator[EngineThread]:
-    """Run an engine's thread."""
-    engine = EngineThread(core, outputs or Outputs(), busy_polls=busy_polls)
+    """Run an engine's thread, with options of `EngineThread`."""
+    engine = EngineThread(core, outputs or Outputs(), **options)
     engine.start()
     try:
         yield engine

@@ -194,8 +194,11 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
     core, _ = make_core()
     hook = SilentHook()
     core.hooks.append(hook)
-    with started(core, busy_polls=busy_polls) as engine:
+    rehearsals: list[None] = []
+    rehearse = partial(rehearsals.append, None)
+    with started(core, busy_polls=busy_polls, rehearse=rehearse) as engine:
         until(lambda: hook.iterations == 1)
+        assert not rehearsals
         for _ in range(2):  # news while work is expected: the loop goes on without sleeping
             engine.expect_work()
             until(lambda before=hook.iterations: hook.iterations > before)
@@ -204,11 +207,13 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
         hook.due = True
         time.sleep(0.1)
         assert (hook.iterations > before) == busy_polls
+        assert (len(rehearsals) > 2) == busy_polls
         time.sleep(1.0)
-        before = hook.iterations
+        before, num_rehearsals = hook.iterations, len(rehearsals)
         hook.due = True
         time.sleep(0.1)
         assert hook.iterations == before  # it sleeps
+        assert len(rehearsals) == num_rehearsals
 
 
 def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
