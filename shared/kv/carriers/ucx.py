@@ -32,7 +32,7 @@ from pagewire.shared.kv.carriers.base import (
     Then,
 )
 from pagewire.shared.kv.carriers.ucx_settings import listens_on
-from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxWorker
+from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED, UcxLibrary, UcxRequest, UcxWorker
 from pagewire.shared.kv.messages import Segment
 from pagewire.shared.kv.peer_process import Quarantine
 from pagewire.shared.kv.staging import Staging
@@ -126,12 +126,13 @@ class UcxCarrier(Carrier):
         worker = self.library.new_worker()
         self._by_fd[worker.fd] = worker
         self._epoll.register(worker.fd, select.EPOLLIN)
-        self.wake(worker)
+        self._unarmed.add(worker)
         return worker
 
-    def wake(self, worker: UcxWorker) -> None:
-        """Progress a worker at each poll from now on: something begins on it."""
-        self._unarmed.add(worker)
+    def watch(self, request: UcxRequest) -> UcxRequest:
+        """Progress a request's worker at each poll, until nothing is under way; returns it."""
+        self._unarmed.add(request.worker)
+        return request
 
     def end(self, worker: UcxWorker) -> bool:
         """Free a worker, or abandon it; returns whether it was freed."""
@@ -190,8 +191,8 @@ class _UcxOutbound(Outbound):
 
     def _begin(self, segment: Segment, slot: int) -> Pending:
         buffer = self._carrier.staging.buffers[slot]
-        self._carrier.wake(self._worker)
-        return self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
+        request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
+        return self._carrier.watch(request)
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
@@ -205,13 +206,12 @@ class _UcxInbound(Inbound):
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Begin to receive a payload."""
         buffer = self._carrier.staging.buffers[segment.credit]
-        self._carrier.wake(self._worker)
-        return self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
+        request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
+        return self._carrier.watch(request)
 
     def close(self) -> Pending:
         """Free the worker, or abandon it if a payload is under way."""
-        is_freed = self._carrier.end(self._worker)
-        return DONE if is_freed else Quarantine(QUARANTINE_S).begin()
+        return DONE if self._carrier.end(self._worker) else Quarantine(QUARANTINE_S).begin()
 
 
 def _tag(link: int, segment: Segment) -> int:

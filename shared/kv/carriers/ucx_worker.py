@@ -165,7 +165,7 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        return self._begin(self._endpoint.tag_send, tensor, nbytes, tag)
+        return self._begin(lambda: self._endpoint.tag_send, tensor, nbytes, tag)
 
     def receive(self, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
         """Begin to receive into the first bytes of a tensor.
@@ -173,14 +173,14 @@ class UcxWorker:
         Raises:
             TransferError: the worker is broken, or UCX refuses.
         """
-        return self._begin(self._worker.tag_recv, tensor, nbytes, tag)
+        return self._begin(lambda: self._worker.tag_recv, tensor, nbytes, tag)
 
     def _begin(self, verb: Any, tensor: torch.Tensor, nbytes: int, tag: int) -> UcxRequest:
-        if self.problem is not None:
+        if self.problem is not None:  # there may be no endpoint or worker any more
             raise TransferError(f"UCX: {self.problem}")
         try:
             data = self._library.array(_first_bytes(tensor, nbytes))
-            handle = verb(data, self._library.tag(tag))
+            handle = verb()(data, self._library.tag(tag))
         except self._library.error as exc:
             raise TransferError(f"UCX: {exc}") from exc
         request = UcxRequest(self, handle, tensor, tag)

@@ -177,14 +177,15 @@ def test_receiver_with_too_many_broken_workers_offers_no_further_links() -> None
         assert receiver.end() == 0
 
 
-class Unpacked(PendingMove):
-    """A packing that does not end."""
+class LatePacking(PendingMove):
+    """A packing that ends when a test says so."""
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.has_ended = False
 
     def is_done(self) -> bool:
-        return False
+        return self.has_ended
 
 
 class _NoSocket:
@@ -238,7 +239,8 @@ def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool)
     outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
     inbound = receiver.inbound(1, outbound.reply)
     segments = [Segment(credit, 1, "job", 0, 1, 0, 1, 0, MIB) for credit in range(2)]
-    announced = [outbound.send(segment, segment.credit, Unpacked()) for segment in segments]
+    packing = LatePacking()
+    announced = [outbound.send(segment, segment.credit, packing) for segment in segments]
     received = [inbound.receive(segment, None) for segment in segments]
     if sends:  # another one
         first = Segment(2, 1, "job", 0, 1, 0, 1, 0, MIB)
@@ -246,6 +248,19 @@ def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool)
         announced.append(outbound.send(first, 2, PendingMove(None)))
         poll_until(lambda: announced[2].is_done() and received[2].is_done(), sender, receiver)
     assert not any(pending.is_done() for pending in (*announced[:2], *received[:2]))
+    outbound.close()
+    assert inbound.close().is_done()
+    # The next link's file descriptors have the numbers of this one's.
+    outbound = sender.outbound(2, receiver.offer(2), _NoSocket())
+    inbound = receiver.inbound(2, outbound.reply)
+    packing.has_ended = True
+    for pending in announced[:2]:
+        with pytest.raises(TransferError, match="the link has ended"):
+            pending.is_done()
+    sender.poll()
+    arriving = inbound.receive(segments[0], None)
+    sending = outbound.send(segments[0], 0, packing)
+    poll_until(lambda: sending.is_done() and arriving.is_done(), sender, receiver)
     outbound.close()
     assert inbound.close().is_done()
     for carrier in (sender, receiver):
