@@ -10,7 +10,7 @@ sender. The sender answers a `Reclaim` with a `Return`; if a `Segment` with that
 way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, which comes first,
 and `KvRefusal` are control messages (shared/control/protocol.py).
 
-A segment may be announced while it is being packed: its payload always follows.
+A segment may be announced while it is being packed; its payload follows, unless the link ends.
 """
 
 from __future__ import annotations

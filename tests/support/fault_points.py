@@ -2,7 +2,7 @@
 
     exported      a plan with a job's final blocks is launched, none of them is packed
     packed        the packing is launched
-    staged        the payload is queued, if the carrier does that before it announces it
+    staged        the announcement is next; a one-sided carrier has queued the payload's copy
     announced     the announcement is posted
     arrived       the receiver has the announcement
     unpacking     the unpacking is launched

@@ -106,7 +106,8 @@ class BlockMover:
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
-    _rehearsal: _MoveGraph | None = None  # moves nothing
+    _rehearsal: _MoveGraph | None = None  # moves nothing, so a launch need not wait for another
+    _rehearsed: torch.Tensor | None = None  # its staging
 
     def __post_init__(self) -> None:
         self.groups = LayerGroups.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
@@ -201,15 +202,15 @@ class BlockMover:
     def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
         """Capture CUDA graphs of unpacking from these staging slots; nothing else may run."""
         size, device = self.groups.packed_bytes(1), self.kv_pool.device
-        rehearsed = torch.empty(size, dtype=torch.uint8, device=device)  # nothing reads it
+        self._rehearsed = torch.empty(size, dtype=torch.uint8, device=device)
         self._capture(
-            [*buffers, rehearsed],
+            [*buffers, self._rehearsed],
             self._unpacking,
             lambda copy_list, buffer, corrupt: self.ops.unpack_blocks(
                 buffer, self._rows, copy_list, corrupt
             ),
         )
-        self._rehearsal = self._unpacking.pop(rehearsed.data_ptr(), None)
+        self._rehearsal = self._unpacking.pop(self._rehearsed.data_ptr(), None)
 
     @torch.inference_mode()
     def _capture(

@@ -124,5 +124,8 @@ class StepHook(Protocol):
         ...
 
     def is_due(self) -> bool:
-        """Whether `after_launch` has something to do. Must be quick, because it is polled."""
+        """Whether `after_launch` has something to do. Must be quick, because it is polled.
+
+        May go on with what is under way, such as sending what has been packed.
+        """
         ...

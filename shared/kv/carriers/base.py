@@ -51,9 +51,16 @@ class Then:
     _begun: Pending | None = None
 
     def is_done(self) -> bool:
-        """Begin it if the first one has ended; return whether it has ended."""
+        """Begin it if the first one has ended; return whether it has ended.
+
+        Raises:
+            TransferError: one of them has failed.
+        """
         if self._begun is None and self.first.is_done():
-            self._begun = self.begin()
+            try:
+                self._begun = self.begin()
+            except Exception as exc:  # whatever a device or a library raises
+                raise TransferError(str(exc)) from exc
         return self._begun is not None and self._begun.is_done()
 
 
@@ -70,7 +77,7 @@ class Outbound(Protocol):
         return b""
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
-        """Announce a segment; send its payload once it is packed.
+        """Announce a segment, at once or later; send its payload once that is packed.
 
         Args:
             segment: the announcement.
@@ -83,7 +90,7 @@ class Outbound(Protocol):
 
         Raises:
             TransferError: the link is broken.
-            RuntimeError: of the device.
+            Exception: whatever a device or a library raises.
         """
         ...
 

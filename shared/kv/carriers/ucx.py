@@ -210,7 +210,7 @@ class _UcxInbound(Inbound):
         return self._carrier.watch(request)
 
     def close(self) -> Pending:
-        """Free the worker, or abandon it if a payload is under way."""
+        """Free the worker, or abandon it if a payload is under way; may wait for `CLOSING_S`."""
         return DONE if self._carrier.end(self._worker) else Quarantine(QUARANTINE_S).begin()
 
 

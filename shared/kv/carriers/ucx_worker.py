@@ -3,8 +3,9 @@
 UCX 1.21 ends the process (a fault in `uct_tcp_iface_handle_events`) if a transfer is aborted, its
 peer is alive and the worker that sent it is still progressed. So if an operation on a worker has
 failed, or is under way when its link ends, the worker is abandoned: it is never progressed again,
-and never destroyed, because ucxx's destructors progress, too. An abandoned worker costs memory and
-file descriptors, so a process that has abandoned many should end.
+and never destroyed, because ucxx's destructors progress, too. Receives that have not begun are
+ended first. An abandoned worker costs memory and file descriptors, so a process that has abandoned
+many should end.
 
 ucxx's own asyncio layer polls without a pause, and its `progress` returns only when a large payload
 is complete. So this module uses the plain classes and progresses in bounded steps.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ABANDONED = 16  # workers of a process
 _STEPS = 16  # a poll: over TCP a step moves up to 128 KiB
-_CLOSING_POLLS = 10
+CLOSING_S = 0.03  # an empty message to this worker takes 0.1 to 10 ms
 
 # Workers that are open or abandoned. At the interpreter's end ucxx's destructors would progress
 # them, or wait for ten seconds; one reference that nobody releases keeps them from running.
@@ -226,8 +228,13 @@ class UcxWorker:
             self.problem = problem
 
     def close(self) -> bool:
-        """Free it if nothing is under way, else abandon it; returns whether it was freed."""
-        self._end_receives()
+        """Free it if nothing is under way, else abandon it; returns whether it was freed.
+
+        May wait for `CLOSING_S`, to end receives that have not begun.
+        """
+        self.settle()
+        if self.under_way and self.problem is None and self._endpoint is None:
+            self._end_receives()
         self._break("the link has ended")
         if self._is_quiet() and self._close_endpoint():
             self._endpoint = None
@@ -242,21 +249,22 @@ class UcxWorker:
         return False
 
     def _end_receives(self) -> None:
-        """End receives that have not begun, by empty messages to this worker: ucxx cancels none."""
-        self.settle()
-        if not self.under_way or self._endpoint is not None:
-            return
+        """End receives that have not begun, by empty messages to this worker.
+
+        ucxx cannot cancel a receive. One that has begun does not match such a message.
+        """
         with contextlib.suppress(TransferError):  # then it is abandoned
             self.connect(self.address)
             for receive in list(self.under_way):
                 self.send(receive.buffer, 0, receive.tag)
-            for _ in range(_CLOSING_POLLS):
+            until = time.monotonic() + CLOSING_S
+            while self.under_way and self.problem is None and time.monotonic() < until:
                 self.poll()
 
     def _is_quiet(self) -> bool:
         """Whether all has ended well; the destructor would wait for what is to be received."""
-        unexpected = self._worker.tag_probe(self._library.tag(0), self._library.any_tag)
-        return not self.under_way and not unexpected.matched
+        tag, mask = self._library.tag(0), self._library.any_tag
+        return not self.under_way and not self._worker.tag_probe(tag, mask).matched
 
     def _close_endpoint(self) -> bool:
         """Close the endpoint; returns whether it is closed."""

@@ -15,7 +15,8 @@ Read first: `shared/kv/messages.py` (the protocol), `sender.py`, `receiver.py`. 
 - `credits.py` says how many links may be open and which staging slots each may use. No I/O.
 - `choose_carrier` (sender_link.py) chooses a link's carrier.
 - `sender.py` sends a corrupt segment again, and ends a link whose segment is not acknowledged in
-  time. If a request ends during a transfer, what is already packed is still sent, and dropped.
+  time. If a request ends during a transfer, segments that are being packed are still sent; the
+  receiver drops them.
 - `receiver.py` activates a sequence when all of its blocks have arrived. If a request ends during a
   transfer, it keeps the blocks pinned until nothing is written to them any more.
 

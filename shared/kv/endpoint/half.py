@@ -50,7 +50,7 @@ class KvHalf(ABC, Generic[LinkT]):
         staging: the staging slots for payloads.
         groups: layer groups of a block.
         carriers: the carriers that are open in this process, by name, the preferred one first.
-        timeout_s: limit for a payload or its acknowledgement, after which the link is lost.
+        timeout_s: limit for the acknowledgement of a segment, after which a sender's link is lost.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
         on_link_lost: called with a link that has ended because of a fault, and why.
         links: those that are open. Other threads may read a copy.
@@ -101,4 +101,4 @@ class KvHalf(ABC, Generic[LinkT]):
 
     @abstractmethod
     def _check_deadlines(self) -> None:
-        """End the links of peers that are too late."""
+        """End the links or jobs whose peers are too late."""

@@ -26,7 +26,7 @@ class Outgoing:
         groups: layer groups of a block.
         clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
-        sending: segments that are being packed or sent, in order.
+        sending: segments that are being packed or sent, in the order of their launch.
     """
 
     staging: Staging
@@ -83,7 +83,7 @@ class Outgoing:
             )
             try:
                 sent = link.outbound.send(segment, slot, packed)
-            except RuntimeError as exc:  # of the device: a copy may be queued
+            except Exception as exc:  # of the device or a library: a copy may be queued
                 raise TransferError(f"a KV segment cannot be sent: {exc}") from exc
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
@@ -91,20 +91,23 @@ class Outgoing:
         self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, sent, now))
         return self.sending[-1]
 
-    def advance(self) -> list[tuple[SenderLink, TransferError]]:
-        """Send what is packed, free staging slots; return the links that failed, and why."""
-        failed = []
+    def advance(self, on_failed: Callable[[SenderLink, str], None]) -> None:
+        """Send what is packed, and free staging slots.
+
+        Args:
+            on_failed: called with a link whose carrier has failed, and why.
+        """
         for segment in list(self.sending):
-            if not segment.is_packed and segment.packed.is_done():
-                segment.is_packed, segment.since = True, self.clock()
             try:
-                if not segment.sent.is_done():
-                    continue
+                is_over = segment.sent.is_done()
             except TransferError as exc:
-                failed.append((segment.job.link, exc))
-            self.sending.remove(segment)
-            self.release(segment.slot)
-        return failed
+                is_over = True
+                on_failed(segment.job.link, str(exc))
+            if not segment.is_packed and (is_over or segment.packed.is_done()):
+                segment.is_packed, segment.since = True, self.clock()
+            if is_over:
+                self.sending.remove(segment)
+                self.release(segment.slot)
 
     def release(self, slot: int) -> None:
         """Free a staging slot."""

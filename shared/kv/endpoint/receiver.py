@@ -211,7 +211,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         return bool(self._receiving or self._unpacking) or awaits_job
 
     def _check_deadlines(self) -> None:
-        """Check those of jobs; senders notice payloads that do not arrive."""
+        """Check the deadlines of jobs. A payload that does not arrive is noticed by its sender."""
         self.jobs.check_deadlines()
 
     # A segment comes

@@ -154,8 +154,10 @@ class KvSender(KvHalf[SenderLink]):
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Have a plan wait until blocks that a sequence has lost to others are packed."""
+        """Forget blocks that sequences have lost; have the plan wait until they are packed."""
         lost = {work.request_id for work in plan.kv if isinstance(work, Withdraw)}
+        for name in lost & self._jobs.keys():
+            self._jobs[name].queue.lose_blocks()
         if any(segment.job.name in lost for segment in self._outgoing.sending):
             self.moves.fence()
 
@@ -165,44 +167,38 @@ class KvSender(KvHalf[SenderLink]):
         return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
     def _note(self, plan: StepPlan) -> None:
-        """Handle a plan's `Export` and `Withdraw`."""
+        """Handle a plan's `Export`."""
         for work in plan.kv:
             job = self._jobs.get(work.request_id)
-            if job is None:
-                continue
-            self._outgoing.may_pack = True
-            if isinstance(work, Export):
+            if job is not None and isinstance(work, Export):
+                self._outgoing.may_pack = True
                 num_bytes = job.queue.num_new(work.block_ids) * self.groups.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_layer_group = is_large and self.moves.has_group_events(plan.number)
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
-            elif isinstance(work, Withdraw):
-                job.queue.lose_blocks()
 
     def _poll(self, plan: StepPlan | None) -> bool:
         if plan is not None:
             self._note(plan)
+        self._outgoing.advance(self._lose)
         for link in list(self.links):
             try:
                 self._take_answers(link)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
-        self._advance()
         self._end_complete()
         if self._outgoing.may_pack:
             self._outgoing.may_pack = False
             self._pack_all()
         return bool(self._outgoing.sending)
 
-    def _advance(self) -> None:
-        for link, error in self._outgoing.advance():
-            self._lose(link, str(error))
-
     def _pack_all(self) -> None:
         """Launch as many link tests and segments as there is room for."""
         for job in [*(link.test for link in self.links), *self._jobs.values()]:
             while self._pack(job):
-                self._advance()  # what is packed must not wait until everything is launched
+                self._outgoing.advance(
+                    self._lose
+                )  # what is packed must not wait until everything is launched
 
     def _check_deadlines(self) -> None:
         """End links whose receivers are silent."""
@@ -228,7 +224,6 @@ class KvSender(KvHalf[SenderLink]):
             self._fail(job, f"its blocks cannot be packed: {exc}")
         else:
             job.link.sent[sent.segment.credit] = sent
-            self.stats.bytes[job.link.peer, job.link.carrier] += sent.segment.nbytes
         return True
 
     # The receiver answers
@@ -257,6 +252,7 @@ class KvSender(KvHalf[SenderLink]):
         if sent is None:
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
+        self.stats.bytes[link.peer, link.carrier] += sent.segment.nbytes
         self._outgoing.may_pack = True
         if sent.job is link.test:
             self._on_tested(link, sent, ack)

@@ -26,7 +26,7 @@ class SenderJob:
         name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
         resends: how often each cut was packed again.
-        is_over: it has ended; what is still sent for it does no harm.
+        is_over: it has ended; the receiver drops what is still sent for it, or the job fails there.
     """
 
     name: str
@@ -46,8 +46,8 @@ class OutgoingSegment:
         slot: the sender's staging slot, until the payload is sent.
         packed: the packing.
         sent: the sending.
-        since: when the packing was launched, then when it was seen to have ended.
-        is_packed: it was seen to have ended.
+        since: when the packing was launched, then when its end was seen.
+        is_packed: the end of the packing was seen.
     """
 
     job: SenderJob
@@ -68,7 +68,7 @@ class SenderLink:
         peer: name of the decode worker.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
-        gb_per_s: speed of the test, from its packing to its acknowledgement.
+        gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
         test: sends the link's first segment, which tests the carrier; whoever makes the link sets
             it.
     """

@@ -245,6 +245,10 @@ def test_the_time_for_an_acknowledgement_begins_when_the_segment_is_packed(kind:
         pair.prefill.device.has_moved = False
         link = pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: link.sent.credits.num_in_use)
+        for _ in range(3):  # the device is busy
+            pair.clock.now += TIMEOUT_S
+            pair.step()
+        assert not pair.prefill.lost
         pair.clock.now += 2 * TIMEOUT_S  # this thread was busy
         pair.prefill.device.has_moved = True
         pair.until(lambda: link.is_tested)

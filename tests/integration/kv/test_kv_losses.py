@@ -232,7 +232,8 @@ def test_a_carrier_that_fails_ends_its_link_and_no_other(kind: str, where: str) 
         side.carrier.fails = where
         request = pair.ask(PROMPT)
         pair.finish()
-        assert [reason for _, reason in side.lost] == ["the wire is cut"]
+        ((_, reason),) = side.lost
+        assert reason.endswith("the wire is cut")
         assert [link.prefill.name for link in request.tried] == ["p0", "p1"]
         assert [link.prefill.name for link in pair.links] == ["p1"]
         pair.open(pair.prefill, pair.decode)

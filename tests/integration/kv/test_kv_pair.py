@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.step import StepPlan, Withdraw
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
+from pagewire.tests.support.kv_doubles import LateDevice
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS
 
@@ -286,6 +288,40 @@ def test_blocks_that_are_lost_while_they_are_packed_arrive_as_they_were(
         nbytes = pair.prefill.sender.stats.bytes["d0", kind] - GROUPS.packed_bytes(2)  # the test
         assert nbytes == GROUPS.packed_bytes(5)
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
+
+
+class FailsToWithdraw:
+    """A step hook: the first plan that takes blocks away cannot be launched."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self.device, self.num_packed = device, -1
+
+    def before_launch(self, plan: StepPlan) -> None:
+        if self.num_packed < 0 and any(isinstance(work, Withdraw) for work in plan.kv):
+            self.num_packed = len(self.device.moved)
+            self.device.fail_execute = RuntimeError("the device is broken")
+            self.device.has_moved = True  # so there is a free staging slot
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        return False
+
+    def is_due(self) -> bool:
+        return False
+
+
+@CARRIERS
+def test_lost_blocks_are_not_packed_after_a_plan_that_was_not_launched(kind: str) -> None:
+    engine = {"num_blocks": 7, "max_num_batched_tokens": 9, "caching": False}
+    with kv_pair(kind, prefill=engine, prefill_slots=1, blocks_per_slot=1) as pair:
+        device = pair.prefill.device
+        hook = FailsToWithdraw(device)
+        pair.prefill.core.hooks.append(hook)
+        device.has_moved = False  # the job's second block waits for a staging slot
+        start_alongside(pair, 9, 1)
+        pair.until(lambda: hook.num_packed >= 0)
+        last_plan = max(after for _, _, after in device.moved[: hook.num_packed])
+        pair.finish()
+        assert all(after > last_plan for _, _, after in device.moved[hook.num_packed :])
 
 
 @CARRIERS
