@@ -26,7 +26,7 @@ from pagewire.shared.kv.block_pool import BlockCounts
 logger = logging.getLogger(__name__)
 
 MAX_COMMANDS = 65_536
-IDLE_WAIT_S = 0.2
+IDLE_WAIT_S = 0.5  # an idle iteration takes 0.4 ms
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
 EXPECTED_S = 0.005  # from the first bytes of a request until its job comes, and some more
 REHEARSAL_INTERVAL_S = 0.001
