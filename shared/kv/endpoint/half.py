@@ -27,7 +27,7 @@ class KvStats:
 
     Attributes:
         outcomes: segments by outcome; a sender also counts those as "lost" whose link ended.
-        bytes: bytes sent or received, by (peer, carrier).
+        bytes: bytes that were sent and acknowledged, or received, by (peer, carrier).
         resends: segments that were packed again.
         lost_links: links that ended because of a fault.
         strays: messages that belong to no open link.

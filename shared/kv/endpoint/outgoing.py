@@ -38,7 +38,7 @@ class Outgoing:
 
     def is_due(self) -> bool:
         """Send what is packed; return whether some sending has ended; quick."""
-        return any(has_ended(segment.sent) for segment in self.sending)
+        return any(has_ended(segment.pending) for segment in self.sending)
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a staging slot and a credit for a link's next segment.
@@ -82,13 +82,13 @@ class Outgoing:
                 nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
             )
             try:
-                sent = link.outbound.send(segment, slot, packed)
+                pending = link.outbound.send(segment, slot, packed)
             except Exception as exc:  # of the device or a library: a copy may be queued
                 raise TransferError(f"a KV segment cannot be sent: {exc}") from exc
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise
-        self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, sent, now))
+        self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, pending, now))
         return self.sending[-1]
 
     def advance(self, on_failed: Callable[[SenderLink, str], None]) -> None:
@@ -99,7 +99,7 @@ class Outgoing:
         """
         for segment in list(self.sending):
             try:
-                is_over = segment.sent.is_done()
+                is_over = segment.pending.is_done()
             except TransferError as exc:
                 is_over = True
                 on_failed(segment.job.link, str(exc))

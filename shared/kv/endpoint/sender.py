@@ -196,9 +196,8 @@ class KvSender(KvHalf[SenderLink]):
         """Launch as many link tests and segments as there is room for."""
         for job in [*(link.test for link in self.links), *self._jobs.values()]:
             while self._pack(job):
-                self._outgoing.advance(
-                    self._lose
-                )  # what is packed must not wait until everything is launched
+                # What is packed must not wait until everything is launched.
+                self._outgoing.advance(self._lose)
 
     def _check_deadlines(self) -> None:
         """End links whose receivers are silent."""

@@ -45,7 +45,7 @@ class OutgoingSegment:
         cut: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
         packed: the packing.
-        sent: the sending.
+        pending: the sending.
         since: when the packing was launched, then when its end was seen.
         is_packed: the end of the packing was seen.
     """
@@ -55,7 +55,7 @@ class OutgoingSegment:
     segment: Segment
     slot: int
     packed: Pending
-    sent: Pending
+    pending: Pending
     since: float
     is_packed: bool = False
 
