@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 import uvloop
@@ -70,6 +71,33 @@ def test_a_connection_that_is_just_being_accepted_does_not_delay_the_end(
     server: HttpServer
     with socket.create_server(("127.0.0.1", 0)) as listener:
         run_async(scenario(), loop_factory=loop_factory)
+
+
+async def dates_app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def test_the_date_goes_on_until_the_server_ends() -> None:
+    async def date(http: httpx.AsyncClient) -> str:
+        return str((await http.get("/")).headers["date"])
+
+    async def scenario() -> None:
+        server = await started(dates_app, listener)
+        loop = asyncio.create_task(server.main_loop())
+        host, port = listener.getsockname()
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False) as http:
+            await eventually(lambda: server.server_state.default_headers)
+            first = await date(http)
+            await asyncio.sleep(2.1)
+            assert await date(http) != first
+        assert not loop.done()
+        server.should_exit = True
+        await asyncio.wait_for(loop, 5)
+        await server.shutdown([listener])
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        run_async(asyncio.wait_for(scenario(), 10))
 
 
 @on_each_loop
