@@ -176,8 +176,8 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     )
     transfer_timeout_s: Seconds = described(
         10.0,
-        "Seconds for a KV segment to be acknowledged, for a KV link to answer, and for each step "
-        "of opening one.",
+        "Seconds for a KV link to acknowledge a segment or the next one, and for each step of "
+        "opening a link.",
     )
     prefill_timeout_s: Seconds = described(
         30.0,

@@ -198,7 +198,6 @@ class Engine:
             "staging": self.staging,
             "groups": self.runner.mover.groups,
             "carriers": {carrier: opened},
-            "timeout_s": TIMEOUT_S,
             "watch": self.thread.watch,
             "unwatch": self.thread.unwatch,
         }
@@ -229,7 +228,7 @@ def child(carrier: str, device: str, num_tokens: int) -> None:
     parts = engine.endpoint(carrier)
     if engine.sockets is None:
         raise BenchError("the endpoint has no sockets")
-    sender = KvSender(sockets=engine.sockets, **parts)
+    sender = KvSender(sockets=engine.sockets, timeout_s=TIMEOUT_S, **parts)
     engine.open.callback(sender.close_all)
     engine.core.hooks.append(sender)
     engine.thread.start()

@@ -59,7 +59,7 @@ class PrefillLinks:
         workers: returns the records of the prefill workers that are alive.
         keys: the cluster's keys.
         tasks: runs the tasks that open links.
-        heartbeat_s: interval of looking for missing links, and of pings to control servers.
+        heartbeat_s: interval of checking for missing links, and of pings to control servers.
         lease_s: silence after which a control server counts as lost.
         timeout_s: for each step of opening a link.
     """
@@ -189,6 +189,8 @@ class PrefillLinks:
         unfit = self._unfit.pop(run, set()) | {carrier}
         if carrier and not unfit.issuperset(self.receiver.carriers):
             self._unfit[run] = unfit
+            text = "KV blocks of %s do not cross by %s: it is not used until that worker restarts"
+            logger.warning(text, record.worker_id, carrier)
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""

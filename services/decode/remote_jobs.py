@@ -42,7 +42,7 @@ class RemoteJobs(JobCallbacks):
         engine: this worker's engine, which decodes after the prefill.
         receiver: receives the jobs' blocks.
         local_prefills: counts the prompts that this worker computes instead, by reason.
-        timeout_s: a job without any message for this long goes to the next worker.
+        timeout_s: a job without a message or segment for this long goes to the next worker.
 
     Attributes, which the service sets:
         find: returns a live request by its name in the engine.
@@ -89,7 +89,7 @@ class RemoteJobs(JobCallbacks):
 
     def _next_link(self, request: DecodeRequest) -> ReceiverLink | None:
         """Return the link to the first untried worker: the router's choices first, then others."""
-        links = {link.peer: link for link in self._receiver.tested_links}
+        links = {link.peer: link for link in self._receiver.links if link.is_tested}
         names = (*request.message.prefill_workers, *links)
         return next((links[n] for n in names if n in links and n not in request.tried), None)
 
@@ -155,11 +155,11 @@ class RemoteJobs(JobCallbacks):
                 self._on_failed(expected, "the link is lost")
 
     def check_deadlines(self) -> None:
-        """Send jobs to other workers if nothing was heard of them for `timeout_s`."""
+        """Send jobs to other workers if no message or segment has come for `timeout_s`."""
         latest = self._receiver.clock() - self._timeout_s
         for expected in self._receiver.expected:
             if expected.last_active_s < latest:
-                self._on_failed(expected, f"no message for {self._timeout_s:g} s")
+                self._on_failed(expected, f"no message or segment for {self._timeout_s:g} s")
 
     def _on_failed(self, expected: Expected, reason: str) -> None:
         """Give a job up, and have the next worker do it, unless the request was cancelled."""

@@ -1,6 +1,6 @@
 """Prefill jobs: computes the prompts that decode workers ask for, and samples their first tokens.
 
-    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: the blocks are only cached now
+    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: the job gives up its blocks
                      |
                      +--> first token --> PrefillDone
 

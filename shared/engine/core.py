@@ -133,7 +133,7 @@ class EngineCore:
 
         Args:
             wait: block until the step that is due has finished. Otherwise a step that still runs
-                on the device is looked at again in the next call.
+                on the device is polled again in the next call.
 
         Returns:
             The outputs, and whether anything was done, so that another call may find more to do.

@@ -129,15 +129,11 @@ class EngineThread:
             self._commands.append(command)
         self._waker.wake()
 
-    def wake(self) -> None:
-        """Make the loop look for work now, e.g. because a staging slot became free."""
+    def expect_work(self) -> None:
+        """Poll without sleeping for `EXPECTED_S`: work is about to come. From any thread."""
+        self._polls_until_s = time.monotonic() + EXPECTED_S
         self._is_woken = True
         self._waker.wake()
-
-    def expect_work(self) -> None:
-        """Look for work without sleeping, for a while: it is about to come. From any thread."""
-        self._polls_until_s = time.monotonic() + EXPECTED_S
-        self.wake()
 
     def watch(self, fd: int) -> None:
         """Wake up when a file descriptor becomes readable: a hook has something to do then."""

@@ -1,4 +1,4 @@
-"""The messages of a link between two KV endpoints, over one ordered socket.
+"""The messages of a link between two KV endpoints, over a ZeroMQ connection.
 
     prefill --Open, Segment, Return--> decode --Grant, Ack, Reclaim--> prefill
 
@@ -11,6 +11,8 @@ way, its `Ack` ends the use, and the credit stays with the receiver. `KvHello`, 
 and `KvRefusal` are control messages (shared/control/protocol.py).
 
 A segment may be announced while it is being packed; its payload follows, unless the link ends.
+Payloads that cross by ZeroMQ have a second connection, with their `Segment`s: order holds only
+within each.
 """
 
 from __future__ import annotations

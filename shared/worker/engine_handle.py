@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
@@ -11,8 +12,10 @@ from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.errors import PagewireError, TransferTimeoutError
+from pagewire.shared.errors import PagewireError, TransferError, TransferTimeoutError
 from pagewire.shared.kv.layer_groups import LayerGroups
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -59,6 +62,7 @@ class EngineHandle:
         Raises:
             OverloadedError: the engine does not keep up.
             TransferTimeoutError: the engine did not do it in time; it may still do it later.
+            TransferError: the work has raised something else than a `PagewireError`.
             PagewireError: raised by the work.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -76,6 +80,9 @@ class EngineHandle:
                 result = work(core)
             except PagewireError as exc:
                 self.in_loop(settle)(None, exc)
+            except Exception as exc:  # of a device, a library, or the system
+                logger.exception("what the event loop asked of the engine failed")
+                self.in_loop(settle)(None, TransferError(f"{type(exc).__name__}: {exc}"))
             else:
                 self.in_loop(settle)(result, None)
 

@@ -108,7 +108,7 @@ async def open_endpoint(
         carriers[name] = carrier
     make: partial[KvSender] | partial[KvReceiver]
     if role == "prefill":
-        make = partial(KvSender, sockets=sockets)
+        make = partial(KvSender, sockets=sockets, timeout_s=settings.transfer_timeout_s)
     else:
         socket = ReceiverSocket(sockets, settings.host, advertise_host)
         make = partial(KvReceiver, socket=socket)
@@ -118,7 +118,6 @@ async def open_endpoint(
         staging=staging,
         groups=engine.groups,
         carriers=carriers,
-        timeout_s=settings.transfer_timeout_s,
         watch=engine.thread.watch,
         unwatch=engine.thread.unwatch,
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.kv.messages import Outcome
 from pagewire.shared.metrics.faults import labelled
-
-OUTCOMES = ("ok", "corrupt", "dropped")
 
 
 def _speeds(sender: KvSender) -> Metric:
@@ -49,17 +49,15 @@ class KvCollector:
             "KV segments by outcome: lost with their link, dropped if not wanted",
             labels=["direction", "outcome"],
         )
-        outcomes = (*OUTCOMES, "lost") if isinstance(half, KvSender) else OUTCOMES
-        for outcome in outcomes:
+        lost = ("lost",) if isinstance(half, KvSender) else ()
+        for outcome in (*get_args(Outcome), *lost):
             segments.add_metric([self._direction, outcome], stats.outcomes[outcome])
         yield segments
-        count = len(half.links)
-        yield GaugeMetricFamily("pagewire_kv_links", "KV links that are open", value=count)
+        text = "KV links that are open"
+        yield GaugeMetricFamily("pagewire_kv_links", text, value=len(half.links))
         if isinstance(half, KvSender):
             text = "KV segments that were sent again"
             yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)
             yield _speeds(half)
-        text = (
-            "What went wrong on KV links: links lost, malformed and stray messages, clients denied"
-        )
+        text = "Faults of KV links: links lost, malformed and stray messages, clients denied"
         yield labelled("pagewire_kv_link_faults", text, "kind", half.fault_counts())

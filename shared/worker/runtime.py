@@ -234,13 +234,14 @@ class WorkerRuntime:
         settings = self.settings
         groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
         slot_bytes = self._staging_slot_bytes(groups, device_memory(device))
+        staging = make_staging(settings.staging_slots, slot_bytes, device)
         self.kv = await open_endpoint(
             stack,
             settings,
             self.role,
             self.engine_handle,
             KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
-            make_staging(settings.staging_slots, slot_bytes, device),
+            staging,
             self._advertised,
         )
         if settings.cuda_graphs:

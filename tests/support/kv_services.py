@@ -154,7 +154,6 @@ async def decode_worker(
             groups=worker.engine.groups,
             socket=ReceiverSocket(sockets, HOST, HOST),
             carriers=opened,
-            timeout_s=times.transfer_s,
             watch=worker.engine.thread.watch,
             unwatch=worker.engine.thread.unwatch,
         )

@@ -200,7 +200,6 @@ class DecodeSide(Side):
             groups=GROUPS,
             socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
             carriers=self.carriers,
-            timeout_s=TIMEOUT_S,
             on_link_tested=self.tested.append,
             on_link_lost=lambda link, reason: self.lost.append((link, reason)),
             watch=self.watch,

@@ -26,6 +26,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.staging import Staging
@@ -241,6 +242,10 @@ class DecodeWorker(Worker):
     def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
         """Whether there is a usable link to this epoch of a worker."""
         return self.links.open_epochs.get(worker_id) == epoch
+
+    @property
+    def tested_links(self) -> list[ReceiverLink]:
+        return [link for link in list(self.receiver.links) if link.is_tested]
 
     async def link_to(self, *workers: PrefillWorker, timeout: float = 20.0) -> None:
         """Set these prefill workers as the known ones, and wait for the links."""

@@ -89,9 +89,10 @@ class IpcCarrier(Carrier):
     staging: Staging
     quarantine_s: float = QUARANTINE_S
     clock: Callable[[], float] = time.monotonic
-    # Of links, that of each begins at its end.
+    # One for each inbound link; its time begins when the link ends.
     _quarantines: list[Quarantine] = field(default_factory=list)
-    # Of ended links. They are not freed: their receivers may still have them open.
+    # Events that ended links left. They are used again and never destroyed, because receivers may
+    # still have them open.
     _spare_ends: list[torch.cuda.Event] = field(default_factory=list)
 
     def offer(self, link: int) -> bytes:
@@ -173,17 +174,18 @@ class _IpcOutbound(Outbound):
     spare_ends: list[torch.cuda.Event]
     reply: bytes = field(init=False)
     _stream: torch.cuda.Stream = field(init=False)
-    _ends: list[torch.cuda.Event] = field(init=False)  # at the end of a copy, by credit
+    # At the end of a copy, by credit.
+    _ends: list[torch.cuda.Event] = field(default_factory=list)
     _is_open: bool = True
     _last_s: float = 0.0
 
     def __post_init__(self) -> None:
-        # Of its own: the next segment is packed while this one crosses.
-        self._stream = torch.cuda.Stream(self.staging.memory.device)
-        missing = range(len(self.spare_ends), self.offer.num_slots)
-        self.spare_ends += [torch.cuda.Event(interprocess=True) for _ in missing]
-        self._ends = [self.spare_ends.pop() for _ in range(self.offer.num_slots)]
         try:
+            # Of its own: the next segment is packed while this one crosses.
+            self._stream = torch.cuda.Stream(self.staging.memory.device)
+            missing = range(len(self.spare_ends), self.offer.num_slots)
+            self.spare_ends += [torch.cuda.Event(interprocess=True) for _ in missing]
+            self._ends = [self.spare_ends.pop() for _ in range(self.offer.num_slots)]
             with torch.cuda.device(self.staging.memory.device):
                 handles = [end.ipc_handle() for end in self._ends]
         except RuntimeError as exc:

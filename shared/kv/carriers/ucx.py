@@ -124,8 +124,8 @@ class UcxCarrier(Carrier):
 
     def _new_worker(self) -> UcxWorker:
         worker = self.library.new_worker()
-        self._by_fd[worker.fd] = worker
         self._epoll.register(worker.fd, select.EPOLLIN)
+        self._by_fd[worker.fd] = worker
         self._unarmed.add(worker)
         return worker
 

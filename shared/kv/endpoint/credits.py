@@ -127,12 +127,14 @@ class ReceiverCredits:
             num_links: links that are open already.
 
         Raises:
-            TransferError: the limit of open links is reached.
+            TransferError: there are not enough staging slots for it, or not yet.
         """
-        if num_links >= self.num_slots // MIN_CREDITS:
+        usable = self.num_slots - self.count(StagingSlotState.QUARANTINED)
+        if num_links >= min(self.num_slots // MIN_CREDITS, usable):
             raise TransferError(
-                f"{num_links} KV links are open, and no more fit the staging slots of this "
-                "worker: raise PAGEWIRE_STAGING_SLOTS"
+                f"{num_links} KV links are open, and no more fit the {usable} of {self.num_slots} "
+                "staging slots that no sender of an ended link may still write to: raise "
+                "PAGEWIRE_STAGING_SLOTS"
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:

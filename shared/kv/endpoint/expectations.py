@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,7 +31,9 @@ class Expectations:
     clock: Callable[[], float]
     _by_request: dict[str, Expected] = field(default_factory=dict)
     _by_job: dict[str, Expected] = field(default_factory=dict)
-    _name: str = field(default_factory=lambda: secrets.token_hex(8))  # makes jobs' names unique
+    # Both make jobs' names unique.
+    _name: str = field(default_factory=lambda: secrets.token_hex(8))
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __iter__(self) -> Iterator[Expected]:
         """Iterate over what is expected now; it may change meanwhile."""
@@ -43,20 +46,19 @@ class Expectations:
     def reserve(self, work: Expect, after: int) -> Expected:
         """Expect a sequence's blocks; only plans up to `after` may still touch them."""
         positions = range(work.first, len(work.block_ids))
-        return self._expect(work.request_id, work.block_ids, after, positions, 1)
+        return self._expect(work.request_id, work.block_ids, after, positions)
 
     def retry(self, old: Expected) -> Expected:
         """Expect the blocks from a new job; blocks that the earlier one delivered do not count."""
         self.forget(old.request_id)
-        positions, attempt = old.coverage.positions, old.attempt + 1
-        return self._expect(old.request_id, old.block_ids, old.after, positions, attempt)
+        return self._expect(old.request_id, old.block_ids, old.after, old.coverage.positions)
 
     def _expect(
-        self, request_id: str, block_ids: list[int], after: int, positions: range, attempt: int
+        self, request_id: str, block_ids: list[int], after: int, positions: range
     ) -> Expected:
-        job = f"{self._name}.{request_id}.{attempt}"
+        job = f"{self._name}.{request_id}.{next(self._numbers)}"
         coverage = Coverage(positions, self.groups.whole)
-        made = Expected(request_id, block_ids, after, job, coverage, self.clock(), attempt)
+        made = Expected(request_id, block_ids, after, job, coverage, self.clock())
         self._by_request[request_id] = self._by_job[job] = made
         return made
 

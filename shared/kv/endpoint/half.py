@@ -42,7 +42,7 @@ class KvStats:
 
 @dataclass(slots=True, kw_only=True)
 class KvHalf(ABC, Generic[LinkT]):
-    """A step hook of an engine.
+    """One half of a KV endpoint, as a step hook of its engine.
 
     Attributes:
         core: the engine, whose sequences are looked up, and activated or freed.
@@ -50,7 +50,6 @@ class KvHalf(ABC, Generic[LinkT]):
         staging: the staging slots for payloads.
         groups: layer groups of a block.
         carriers: the carriers that are open in this process, by name, the preferred one first.
-        timeout_s: limit for the acknowledgement of a segment, after which a sender's link is lost.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
         on_link_lost: called with a link that has ended because of a fault, and why.
         links: those that are open. Other threads may read a copy.
@@ -61,7 +60,6 @@ class KvHalf(ABC, Generic[LinkT]):
     staging: Staging
     groups: LayerGroups
     carriers: Mapping[str, Carrier]
-    timeout_s: float
     watch: Callable[[int], None] = lambda _fd: None
     unwatch: Callable[[int], None] = lambda _fd: None
     on_link_lost: Callable[[LinkT, str], None] = lambda _link, _reason: None

@@ -37,7 +37,7 @@ class Outgoing:
     sending: list[OutgoingSegment] = field(default_factory=list)
 
     def is_due(self) -> bool:
-        """Send what is packed; return whether some sending has ended; quick."""
+        """Send what is packed; return whether something has been sent or has failed; quick."""
         return any(has_ended(segment.pending) for segment in self.sending)
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:

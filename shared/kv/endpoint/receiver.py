@@ -150,11 +150,6 @@ class KvReceiver(KvHalf[ReceiverLink]):
             "denied": self.socket.shared.denied,
         }
 
-    @property
-    def tested_links(self) -> list[ReceiverLink]:
-        """Links that jobs may use; from any thread."""
-        return [link for link in list(self.links) if link.is_tested]
-
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
@@ -182,6 +177,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 self.stats.strays += 1  # mostly of a link that has just ended
                 continue
             try:
+                if isinstance(message, ProtocolError):
+                    raise message
                 if isinstance(message, Segment):
                     self._receive(link, message, body)
                 elif isinstance(message, Open):
@@ -197,8 +194,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
         while self._unpacking and self._unpacking[0].check.is_done():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
-        # A thread that has slept takes longer to let a sequence run; on a CPU it would only take
-        # time from the workers that compute.
+        # A thread that has slept activates a sequence later. Without a GPU, polling would only take
+        # time from workers that compute.
         is_gpu, now = self.staging.memory.is_cuda, self.clock()
         awaits_job = is_gpu and self.expected.any_heard(now - POLLED_S)
         if not awaits_job or self._unpacking or self.core.awaits_step:
@@ -320,6 +317,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self._send_all(self.credits.open(link.number))
 
     def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
+        """Send messages to links by their numbers, and end those that cannot be reached."""
+        lost: list[tuple[ReceiverLink, str]] = []
         for number, message in messages:
             link = next((link for link in self.links if link.number == number), None)
             if link is None:
@@ -327,7 +326,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
             try:
                 self.socket.send(link.token, message)
             except TransferError as exc:
-                self._lose(link, str(exc))
+                lost.append((link, str(exc)))
+        for link, reason in lost:  # now: this sends messages that belong after those above
+            self._lose(link, reason)
 
     def _end_quarantine(self) -> None:
         """Release staging slots of ended links once nothing writes to them or reads them."""

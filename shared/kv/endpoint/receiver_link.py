@@ -41,7 +41,6 @@ class Expected:
         job: the job's name, unique in the cluster.
         coverage: blocks that have arrived, including those that are being unpacked.
         last_active_s: time of the job's last message or segment.
-        attempt: number of this job among those of the request.
         link: the link of the prefill worker that has the job; None if none has it.
         done_s: when the job's first token came.
         num_unpacking: segments that are being unpacked.
@@ -57,7 +56,6 @@ class Expected:
     job: str
     coverage: Coverage
     last_active_s: float
-    attempt: int = 1
     link: ReceiverLink | None = None
     done_s: float = 0.0
     num_unpacking: int = 0
@@ -77,7 +75,7 @@ class Expected:
 class JobCallbacks:
     """The owner of the jobs, `RemoteJobs`, overrides these. All are called in the engine's thread.
 
-    An exception in one of them fails all requests of the step that is being launched.
+    An exception in one of them fails all requests of this iteration's step, if there is one.
     """
 
     def on_reserved(self, expected: Expected) -> None:

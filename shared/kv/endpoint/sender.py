@@ -46,12 +46,14 @@ class KvSender(KvHalf[SenderLink]):
 
     Attributes:
         sockets: makes the sockets of links.
+        timeout_s: a link is lost if none of its segments is acknowledged for this long.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
         on_failed: called with a failed job, its link, and why; its sequence has been freed.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
     sockets: KvSockets
+    timeout_s: float
     on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
     on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
     divided_bytes: int = DIVIDED_BYTES
@@ -102,8 +104,8 @@ class KvSender(KvHalf[SenderLink]):
             return
         self.links.remove(link)
         self.unwatch(link.socket.fd)
-        link.outbound.close()
         link.socket.close()
+        link.outbound.close()
         self.stats.outcomes["lost"] += len(link.sent)
         link.test.is_over = True
         for job in [job for job in self._jobs.values() if job.link is link]:
@@ -203,8 +205,9 @@ class KvSender(KvHalf[SenderLink]):
         """End links whose receivers are silent."""
         latest = self.clock() - self.timeout_s
         for link in list(self.links):
-            if any(sent.is_packed and sent.since < latest for sent in link.sent.values()):
-                self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
+            is_silent = link.acked_s < latest
+            if is_silent and any(s.is_packed and s.since < latest for s in link.sent.values()):
+                self._lose(link, f"no KV segment was acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
 
@@ -251,6 +254,7 @@ class KvSender(KvHalf[SenderLink]):
         if sent is None:
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
+        link.acked_s = self.clock()
         self.stats.bytes[link.peer, link.carrier] += sent.segment.nbytes
         self._outgoing.may_pack = True
         if sent.job is link.test:

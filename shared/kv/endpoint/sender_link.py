@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ class SenderJob:
         name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
         resends: how often each cut was packed again.
-        is_over: it has ended; the receiver drops what is still sent for it, or the job fails there.
+        is_over: it has ended here. The receiver drops segments that still arrive for it.
     """
 
     name: str
@@ -69,8 +70,8 @@ class SenderLink:
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
-        test: sends the link's first segment, which tests the carrier; whoever makes the link sets
-            it.
+        acked_s: when the newest acknowledgement came.
+        test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
     """
 
     peer: str
@@ -81,6 +82,7 @@ class SenderLink:
     credits: SenderCredits = field(default_factory=SenderCredits)
     sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
     gb_per_s: float = 0.0
+    acked_s: float = -math.inf
     test: SenderJob = field(init=False)
 
 

@@ -1,13 +1,13 @@
-"""The sockets of links: a receiver binds one, a sender connects one for each link.
+"""The sockets of links: a receiver binds one, a sender connects two for each link.
 
 The engine's thread uses and polls them; only the event loop decides who may connect (CURVE, ZAP). A
 sender's sockets connect once and never again: a second connection would hide which messages the
-first one lost. So a lost connection is noticed by the silence after it.
+first one lost. A lost connection is noticed by the next message that cannot be sent, or by an
+acknowledgement that does not come. An idle link stays open until then.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +26,6 @@ from pagewire.shared.kv.messages import (
     decode_for_sender,
     encode,
 )
-
-logger = logging.getLogger(__name__)
 
 _IO_THREADS = 2  # in and out at once
 _FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up
@@ -116,7 +114,7 @@ class KvSockets:
         """End the context; all sockets have been closed."""
         if self._zap is not None:
             self._zap.close()
-        self._context.term()
+        self._context.destroy(linger=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +210,7 @@ class ReceiverSocket(_Socket):
     Attributes:
         shared: the `KvSockets` that made it.
         endpoint: the address that senders connect to.
-        num_malformed: messages that were malformed, and dropped.
+        num_malformed: messages that were malformed.
     """
 
     def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
@@ -238,25 +236,19 @@ class ReceiverSocket(_Socket):
         except zmq.ZMQError as exc:
             raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
 
-    def receive(self) -> Iterator[tuple[bytes, ToReceiver, zmq.Frame | None]]:
-        """Yield the messages that have arrived: a sender's token, its message, and the payload."""
+    def receive(self) -> Iterator[tuple[bytes, ToReceiver | ProtocolError, zmq.Frame | None]]:
+        """Yield what has arrived: a sender's token, its message or what is wrong, the payload."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            if not 2 <= len(frames) <= 3:
-                self._note_malformed(f"{len(frames)} frames")
-                continue
+            token, body = frames[0].bytes[:TOKEN_BYTES], frames[2] if len(frames) == 3 else None
+            data = frames[1].buffer if 2 <= len(frames) <= 3 else b""
+            message: ToReceiver | ProtocolError
             try:
-                message = decode_for_receiver(frames[1].buffer)
+                message = decode_for_receiver(data)
             except ProtocolError as exc:
-                self._note_malformed(str(exc))
-                continue
-            token = frames[0].bytes[:TOKEN_BYTES]
-            yield token, message, frames[2] if len(frames) == 3 else None
-
-    def _note_malformed(self, what: str) -> None:
-        self.num_malformed += 1
-        level = logging.WARNING if self.num_malformed == 1 else logging.DEBUG
-        logger.log(level, "malformed KV message: %s", what)
+                self.num_malformed += 1
+                message = exc
+            yield token, message, body

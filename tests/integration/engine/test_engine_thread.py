@@ -170,7 +170,7 @@ def test_sleeps_end_with_the_first_news(
         elif news == "command":
             engine.submit(lambda _core: None)
         else:
-            engine.wake()
+            engine.expect_work()
         until(lambda: hook.iterations == 2)
 
 
@@ -245,7 +245,7 @@ def test_wake_in_the_middle_of_an_iteration_is_not_lost(sleepy: None) -> None:
 
     def wake_five_times() -> None:
         if hook.iterations <= 5:
-            other = threading.Thread(target=engine.wake)
+            other = threading.Thread(target=engine.expect_work)
             other.start()
             other.join()
 

@@ -239,7 +239,7 @@ async def report_of(d: DecodeWorker, ticket: Prefill) -> list[JobReport]:
             reports.append(message)
 
     d.receiver.jobs = Listening()
-    [link] = d.receiver.tested_links
+    [link] = d.tested_links
     d.engine.submit(lambda _core: d.receiver.post(link, ticket))
     await eventually(lambda: reports)
     return reports
@@ -315,7 +315,7 @@ def test_blocks_that_land_are_a_sign_of_life(caplog: pytest.LogCaptureFixture) -
             assert not d.local_prefills("failed")
 
     run_async(scenario())
-    assert "no message for" not in caplog.text
+    assert "no message or segment for" not in caplog.text
 
 
 def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:

@@ -150,12 +150,12 @@ def test_a_link_that_nothing_comes_through_is_replaced() -> None:
             direct, d.receiver.socket.endpoint = d.receiver.socket.endpoint, relay.endpoint
             await d.link_to(p)
             d.receiver.socket.endpoint = direct
-            [silent] = d.receiver.tested_links
+            [silent] = d.tested_links
             relay.flows.clear()
             router.generate("first")
             await router.answer("first")
             assert router.prefilled_by("first") is None
-            await eventually(lambda: d.is_linked() and silent not in d.receiver.tested_links)
+            await eventually(lambda: d.is_linked() and silent not in d.tested_links)
             router.generate("second", prompt_of(9, first=2))
             await router.answer("second")
             assert router.prefilled_by("second") == "prefill-0"
@@ -169,7 +169,7 @@ def test_a_link_of_idle_or_busy_engines_is_kept() -> None:
     async def scenario() -> None:
         async with prefill_worker(times=times) as p, decode_worker(times=times) as d:
             await d.link_to(p)
-            links = d.receiver.tested_links
+            links = d.tested_links
             await asyncio.sleep(2 * times.transfer_s)
             with p.stuck(), d.stuck():
                 await asyncio.sleep(2 * times.transfer_s)
@@ -177,6 +177,6 @@ def test_a_link_of_idle_or_busy_engines_is_kept() -> None:
                 router.generate()
                 await router.answer()
                 assert router.prefilled_by() == "prefill-0"
-            assert d.receiver.tested_links == links
+            assert d.tested_links == links
 
     run_async(scenario())

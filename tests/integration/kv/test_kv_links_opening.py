@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.carriers.zmq import ZmqCarrier
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
@@ -311,6 +312,19 @@ def test_a_busy_engine_leaves_no_link_of_an_attempt_that_was_given_up() -> None:
             await eventually(lambda: not len(d.receiver.links))
 
     run_async(scenario())
+
+
+def test_the_engine_says_at_once_what_the_system_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    def open_file(_core: object) -> None:
+        raise OSError("too many open files")
+
+    async def scenario() -> None:
+        async with decode_worker() as d:
+            with pytest.raises(TransferError, match="OSError: too many open files"):
+                await d.engine.call(open_file, 20)
+
+    run_async(scenario())
+    assert "too many open files" in caplog.text
 
 
 def test_a_prompt_whose_blocks_never_arrive_intact_is_computed_here_at_once() -> None:

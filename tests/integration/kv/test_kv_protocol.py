@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 
 from pagewire.shared.kv.messages import (
     MAX_MESSAGE_BYTES,
+    TEST_JOB,
     Ack,
     Grant,
     Open,
@@ -31,7 +34,9 @@ from pagewire.tests.support.kv_raw import (
     raw_receiver,
     raw_sender,
     segment_with,
+    size,
 )
+from pagewire.tests.support.kv_sides import TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -46,11 +51,13 @@ pytestmark = pytest.mark.timeout(30)
         ([Return(0)], " nobody asked for"),
         ([Return(200)], "returns credit 200, which nobody asked for"),
         ([SEGMENT, SEGMENT], "has no use 1"),
+        ([b"garbage"], "not a message of a KV sender"),
+        ([encode(Grant([1]))], "not a message of a KV sender"),
     ],
-    ids=["open", "return", "return-unknown", "twice"],
+    ids=["open", "return", "return-unknown", "twice", "garbage", "not-its-own"],
 )
 def test_a_sender_that_breaks_the_protocol_loses_its_link_alone(
-    messages: list[ToReceiver], why: str
+    messages: list[ToReceiver | bytes], why: str
 ) -> None:
     _loses(messages, payload(1), why)
 
@@ -74,7 +81,7 @@ def test_a_segment_without_a_place_ends_its_link(
     _loses([segment_with(**change)], body, why)
 
 
-def _loses(messages: list[ToReceiver], body: bytes | None, why: str) -> None:
+def _loses(messages: Sequence[ToReceiver | bytes], body: bytes | None, why: str) -> None:
     """Let one of two senders say something that ends its link."""
     with kv_pair("zmq") as pair, raw_sender(pair, pair.decode) as raw:
         raw.say(OPEN)
@@ -93,12 +100,44 @@ def _loses(messages: list[ToReceiver], body: bytes | None, why: str) -> None:
         pair.finish()
 
 
-def _with_credit(message: ToReceiver, grant: ToSender) -> ToReceiver:
+def _with_credit(message: ToReceiver | bytes, grant: ToSender) -> ToReceiver | bytes:
     """Name a credit that was granted."""
     assert isinstance(grant, Grant)
-    if isinstance(message, Open):
+    if isinstance(message, bytes | Open):
         return message
     return msgspec.structs.replace(message, credit=grant.credits[0])
+
+
+def test_credits_of_a_sender_that_is_gone_are_granted_before_they_are_reclaimed() -> None:
+    with kv_pair("zmq", num_prefills=2, decode_slots=12, linked=False) as pair:
+        with raw_sender(pair, pair.decode) as raw:
+            raw.say(OPEN)
+            raw.hear(1)
+            links = []
+            for prefill in pair.prefills:
+                links.append(pair.connect(prefill, pair.decode))
+                pair.until(lambda: links[-1].received.carrier)
+            # Eight of its twelve credits are reclaimed. These three come back, highest first, and
+            # the first of the others gets them.
+            test = segment_with(job=TEST_JOB)
+            for credit in (7, 6, 5):
+                pair.until(lambda: not pair.decode.device.moves)
+                pair.decode.device.has_moved = credit > 5
+                raw.say(msgspec.structs.replace(test, credit=credit), payload(1))
+                if credit > 5:
+                    pair.until(lambda: credit in links[0].sent.credits.idle)  # noqa: B023
+            pair.until(lambda: pair.decode.device.moves)
+        time.sleep(0.3)  # libzmq notices that it is gone
+        pair.decode.device.has_moved = True
+        pair.until(lambda: pair.decode.lost)
+        ((lost, reason),) = pair.decode.lost
+        assert lost is raw.link
+        assert reason.startswith("the sender cannot be reached")
+        for _ in range(100):
+            pair.step()
+            time.sleep(0.002)
+        assert [prefill.lost for prefill in pair.prefills] == [[], []]
+        assert pair.decode.lost == [(lost, reason)]
 
 
 # A receiver
@@ -185,6 +224,24 @@ def test_a_payload_that_is_under_way_answers_a_reclaim() -> None:
         raw.say(Grant([1]))
         pair.until(lambda: list(link.credits.idle) == [1] or link.credits.num_in_use)
         pair.prefill.sender.cancel("job", link)
+
+
+def test_a_slow_link_is_kept_as_long_as_segments_are_acknowledged() -> None:
+    with (
+        kv_pair("zmq", linked=False) as pair,
+        raw_receiver(pair, pair.prefill, slot_bytes=size(1)) as (raw, link),
+    ):
+        raw.pass_test([0, 1, 2])
+        _export(pair, raw, link)
+        segments = raw.hear(5)[2:]
+        pair.until(lambda: len(link.sent) == 3)
+        for segment in segments:  # the last one after three times the limit
+            assert isinstance(segment, Segment)
+            pair.clock.now += TIMEOUT_S - 0.2
+            raw.say(Ack(segment.credit, segment.use, "ok"))
+            pair.until(lambda: segment.credit in link.credits.idle)  # noqa: B023
+        assert pair.prefill.lost == []
+        pair.until(lambda: not pair.held())
 
 
 def _export(pair: KvPair, raw: RawReceiver, link: Any) -> None:

@@ -24,7 +24,6 @@ from pagewire.tests.support.kv_pair import kv_pair
 from pagewire.tests.support.kv_raw import (
     PROMPT,
     SEGMENT,
-    payload,
     reserved,
 )
 
@@ -56,7 +55,8 @@ def test_malformed_bytes_and_unknown_tokens_are_counted_and_disturb_nobody() -> 
         said = [OPEN, SEGMENT, Return(0)]
         for message in said:
             stranger.send(encode(message))
-        expected = {"malformed": 3 * len(GARBAGE), "stray": len(said)}
+        malformed = 3 * len(GARBAGE)
+        expected = {"malformed": malformed, "stray": malformed + len(said)}
         pair.until(lambda: expected.items() <= receiver.fault_counts().items())
         monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         stranger.send(
@@ -73,13 +73,15 @@ def test_malformed_bytes_and_unknown_tokens_are_counted_and_disturb_nobody() -> 
         context.term()
 
 
-def test_malformed_bytes_of_a_known_sender_are_counted() -> None:
-    with reserved() as (pair, raw, request):
-        for data in GARBAGE:
-            raw.say(data)
-        fields = {"job": request.job, "first": 0, "count": 3, "first_group": 0, "num_groups": 2}
-        assert raw.send(payload(3), **fields) == "ok"
-        assert pair.decode.receiver.fault_counts()["malformed"] == len(GARBAGE)
+@pytest.mark.parametrize("data", GARBAGE)
+def test_malformed_bytes_of_a_known_sender_end_its_link(data: bytes) -> None:
+    with reserved() as (pair, raw, _):
+        raw.say(data)
+        pair.until(lambda: pair.decode.lost)
+        ((link, reason),) = pair.decode.lost
+        assert link is raw.link
+        assert "message" in reason
+        assert pair.decode.receiver.fault_counts()["malformed"] == 1
 
 
 def test_a_host_that_is_not_ours() -> None:

@@ -269,6 +269,17 @@ def test_a_link_too_many_is_refused_by_name() -> None:
         receiver.check_room(2)
 
 
+def test_no_link_opens_while_the_slots_for_it_are_in_quarantine() -> None:
+    receiver, _ = lent(4)
+    lost, _ = receiver.close(1)
+    with pytest.raises(TransferError, match=r"0 KV links are open.* the 0 of 4 staging slots"):
+        receiver.check_room(0)
+    receiver.release(lost[:1])
+    receiver.check_room(0)
+    with pytest.raises(TransferError, match=r"1 KV links are open.* the 1 of 4 staging slots"):
+        receiver.check_room(1)
+
+
 @pytest.mark.parametrize("num_slots", [0, 1])
 def test_too_few_slots_are_a_wrong_setting(num_slots: int) -> None:
     with pytest.raises(ConfigError, match=f"{num_slots} staging slots are too few"):
