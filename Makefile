@@ -37,7 +37,7 @@ ifneq ($(ARGS),)
 	$(BIN)/pytest $(ARGS)
 else
 	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/kernels tests/integration
-	$(BIN)/pytest tests/e2e tests/faults tests/gpu tests/clients
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
 endif
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA device

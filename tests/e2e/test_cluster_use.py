@@ -96,12 +96,12 @@ def test_the_ready_box_names_workers_and_measured_transport(cluster: LocalCluste
 def test_openai_client_streams_a_chat_answer(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": LONG_TEXT + "What is a lambda?"}]
     whole = client.chat.completions.create(
-        model=MODEL, messages=messages, max_tokens=24, temperature=0
+        model=MODEL, messages=messages, max_tokens=96, temperature=0
     )
     stream = client.chat.completions.create(
         model=MODEL,
         messages=messages,
-        max_tokens=24,
+        max_tokens=96,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
