@@ -30,7 +30,7 @@ IDLE_WAIT_S = 0.5  # an idle iteration takes 0.4 ms
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
 EXPECTED_S = 0.005  # from the first bytes of a request until its job comes, and some more
 REHEARSAL_INTERVAL_S = 0.001  # while work is expected
-WATCH_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
+MAX_POLL_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
 SNAPSHOT_INTERVAL_S = 0.02
@@ -81,7 +81,7 @@ class EngineThread:
         """
         self._busy_polls, self._rehearse = busy_polls, rehearse
         self._polls_until_s = 0.0
-        self._hooks_are_quiet = False  # for `WATCH_S`: their peer may have stopped
+        self._hooks_are_quiet = False  # for `MAX_POLL_S`: their peer may have stopped
         self.core = core
         self.iterations = 0
         self.snapshot = self._take_snapshot()
@@ -167,15 +167,15 @@ class EngineThread:
             return
         now = time.monotonic()
         if self.core.awaits_step or self.core.hooks_busy:
-            self._watch(now + WATCH_S)
+            self._poll(now + MAX_POLL_S)
         elif self._busy_polls and now < self._polls_until_s:
             self._rehearse()
             self._hooks_are_quiet = False
-            self._watch(min(self._polls_until_s, time.monotonic() + REHEARSAL_INTERVAL_S))
+            self._poll(min(self._polls_until_s, time.monotonic() + REHEARSAL_INTERVAL_S))
         else:
             self._idle()
 
-    def _watch(self, until: float) -> None:
+    def _poll(self, until: float) -> None:
         """Poll the device and the hooks until a step or a command needs an iteration.
 
         Whole iterations would do, too, but each keeps the interpreter's lock for longer, and hooks

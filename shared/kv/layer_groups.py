@@ -44,7 +44,7 @@ class LayerGroups:
         """All layer groups of a block."""
         return range(self.count)
 
-    def halvings(self) -> list[range]:
+    def send_ranges(self) -> list[range]:
         """Return the ranges in which layer groups leave: half of what is left each time.
 
         Halves are rounded down, and the last range is one layer group. While a step computes one

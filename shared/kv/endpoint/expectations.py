@@ -39,7 +39,7 @@ class Expectations:
         """Iterate over what is expected now; it may change meanwhile."""
         return iter(list(self._by_request.values()))
 
-    def any_heard(self, since_s: float) -> bool:
+    def any_active_since(self, since_s: float) -> bool:
         """Whether since then a message or segment of a job has come, or blocks were reserved."""
         return any(expected.last_active_s >= since_s for expected in self._by_request.values())
 

@@ -197,7 +197,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         # A thread that has slept activates a sequence later. Without a GPU, polling would only take
         # time from workers that compute.
         is_gpu, now = self.staging.memory.is_cuda, self.clock()
-        awaits_job = is_gpu and self.expected.any_heard(now - POLLED_S)
+        awaits_job = is_gpu and self.expected.any_active_since(now - POLLED_S)
         if not awaits_job or self._unpacking or self.core.awaits_step:
             self._next_rehearsal_s = math.inf
         elif self._next_rehearsal_s == math.inf:

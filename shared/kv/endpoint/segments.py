@@ -32,8 +32,8 @@ class ExportQueue:
 
     Whole blocks are packed in the order of the prompt. Blocks that are sent by layer group are
     packed in the order in which a step finishes the groups: first the earlier layer groups of all
-    blocks (`LayerGroups.halvings`). If a sequence loses its blocks, its position here stays: blocks
-    that have been sent need not be sent again.
+    blocks (`LayerGroups.send_ranges`). If a sequence loses its blocks, its position here stays:
+    blocks that have been sent need not be sent again.
 
     Attributes:
         groups: layer groups of a block.
@@ -59,7 +59,7 @@ class ExportQueue:
         self._blocks += block_ids
         final = len(self._blocks)
         self._plans.append((final, plan))
-        groups = self.groups.halvings() if by_layer_group else [self.groups.whole]
+        groups = self.groups.send_ranges() if by_layer_group else [self.groups.whole]
         for group in groups:
             most = self.groups.max_blocks(self.slot_bytes, len(group))
             parts = _divide(range(self.planned, final), most)

@@ -168,8 +168,8 @@ class KvSender(KvHalf[SenderLink]):
         is_due = self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
         return is_due or any(carrier.poll() for carrier in self.carriers.values())
 
-    def _note(self, plan: StepPlan) -> None:
-        """Handle a plan's `Export`."""
+    def _queue_exports(self, plan: StepPlan) -> None:
+        """Queue the blocks that a plan exports."""
         for work in plan.kv:
             job = self._jobs.get(work.request_id)
             if job is not None and isinstance(work, Export):
@@ -181,7 +181,7 @@ class KvSender(KvHalf[SenderLink]):
 
     def _poll(self, plan: StepPlan | None) -> bool:
         if plan is not None:
-            self._note(plan)
+            self._queue_exports(plan)
         self._outgoing.advance(self._lose)
         for link in list(self.links):
             try:

@@ -143,7 +143,7 @@ def test_busy_hook_keeps_the_loop_running(sleepy: None) -> None:
 def test_what_hooks_wait_for_is_handled_without_an_iteration(
     sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_module, "WATCH_S", 60.0)
+    monkeypatch.setattr(thread_module, "MAX_POLL_S", 60.0)
     core, _ = make_core()
     hook = Hook(busy_iterations=100)
     core.hooks.append(hook)
@@ -157,7 +157,7 @@ def test_what_hooks_wait_for_is_handled_without_an_iteration(
 def test_sleeps_end_with_the_first_news(
     news: str, busy_polls: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thread_module, "WATCH_S", 60.0)
+    monkeypatch.setattr(thread_module, "MAX_POLL_S", 60.0)
     core, _ = make_core()
     hook = Hook(busy_iterations=10**6, due=False)
     core.hooks.append(hook)

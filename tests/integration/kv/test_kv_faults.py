@@ -252,19 +252,19 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
 def test_a_job_is_silent_until_something_of_it_comes(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=1) as pair:
         expected = pair.decode.receiver.expected
-        assert not expected.any_heard(pair.clock.now)
+        assert not expected.any_active_since(pair.clock.now)
         pair.starts_jobs = False
         request = pair.ask(PROMPT)
         pair.until(lambda: request.job)
         reserved_s = pair.clock.now
         pair.clock.now += 1
         pair.step()
-        assert expected.any_heard(reserved_s)
-        assert not expected.any_heard(reserved_s + 0.5)
+        assert expected.any_active_since(reserved_s)
+        assert not expected.any_active_since(reserved_s + 0.5)
         pair.decode.device.has_moved = False
         pair.start(request, request.job, pair.link)
         pair.until(lambda: pair.decode.device.moves)
-        assert expected.any_heard(pair.clock.now)
+        assert expected.any_active_since(pair.clock.now)
         pair.decode.device.has_moved = True
         pair.finish()
-        assert not expected.any_heard(0)
+        assert not expected.any_active_since(0)

@@ -41,12 +41,12 @@ def test_as_many_blocks_fit_staging_as_it_was_made_for(
 @pytest.mark.parametrize(
     ("count", "ends"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (7, [3, 5, 6, 7]), (8, [4, 6, 7, 8])]
 )
-def test_halvings_leave_half_of_what_is_left_and_finally_one_group(
+def test_each_range_leaves_half_of_what_is_left_and_finally_one_group(
     count: int, ends: list[int]
 ) -> None:
     starts = [0, *ends[:-1]]
     expected = [range(start, end) for start, end in zip(starts, ends, strict=True)]
-    assert LayerGroups(count, 8).halvings() == expected
+    assert LayerGroups(count, 8).send_ranges() == expected
 
 
 def test_groups_of_a_block_lie_next_to_each_other() -> None:
