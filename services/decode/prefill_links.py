@@ -135,8 +135,10 @@ class PrefillLinks:
         if link.tested.done():
             self._complaints.forget(record.worker_id, record.epoch)
             logger.info("linked to %s by %s", record.worker_id, kv.carrier)
-        else:
+        elif kv.is_granted:
             self._on_kv_lost(kv, "no answer")
+        else:  # not the carrier's fault
+            self._lose(link, "all staging slots are in use")
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
         """Offer a KV link, by the carriers that have not failed.
@@ -189,8 +191,7 @@ class PrefillLinks:
         unfit = self._unfit.pop(run, set()) | {carrier}
         if carrier and not unfit.issuperset(self.receiver.carriers):
             self._unfit[run] = unfit
-            text = "KV blocks of %s do not cross by %s: it is not used until that worker restarts"
-            logger.warning(text, record.worker_id, carrier)
+            logger.warning("%s is not used until %s restarts", carrier, record.worker_id)
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""

@@ -53,8 +53,7 @@ class KvCollector:
         for outcome in (*get_args(Outcome), *lost):
             segments.add_metric([self._direction, outcome], stats.outcomes[outcome])
         yield segments
-        text = "KV links that are open"
-        yield GaugeMetricFamily("pagewire_kv_links", text, value=len(half.links))
+        yield GaugeMetricFamily("pagewire_kv_links", "Open KV links", value=len(half.links))
         if isinstance(half, KvSender):
             text = "KV segments that were sent again"
             yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)

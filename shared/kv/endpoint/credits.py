@@ -133,8 +133,7 @@ class ReceiverCredits:
         if num_links >= min(self.num_slots // MIN_CREDITS, usable):
             raise TransferError(
                 f"{num_links} KV links are open, and no more fit the {usable} of {self.num_slots} "
-                "staging slots that no sender of an ended link may still write to: raise "
-                "PAGEWIRE_STAGING_SLOTS"
+                "staging slots that are not in quarantine; PAGEWIRE_STAGING_SLOTS gives more"
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:

@@ -100,6 +100,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             TransferError: as many links are open as fit the staging slots, or there is no carrier
                 to offer.
         """
+        self._end_quarantine()
         self.credits.check_room(len(self.links))
         link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
         problems = []
@@ -143,12 +144,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def fault_counts(self) -> dict[str, int]:
         """Return the number of faults so far, by kind."""
-        return {
-            "lost": self.stats.lost_links,
-            "malformed": self.socket.num_malformed,
-            "stray": self.stats.strays,
-            "denied": self.socket.shared.denied,
-        }
+        stats, socket = self.stats, self.socket
+        counts = {"lost": stats.lost_links, "malformed": socket.num_malformed}
+        return counts | {"stray": stats.strays, "denied": socket.shared.denied}
 
     # Between two steps
 
@@ -325,6 +323,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 continue
             try:
                 self.socket.send(link.token, message)
+                link.is_granted = True  # the first message of a link is a `Grant`
             except TransferError as exc:
                 lost.append((link, str(exc)))
         for link, reason in lost:  # now: this sends messages that belong after those above

@@ -19,6 +19,7 @@ class ReceiverLink:
         token: identifies the link on the socket.
         offers: what a sender needs to know, by carrier.
         carrier: name of the carrier; empty until the sender has chosen one.
+        is_granted: it was given credits.
         is_tested: the first segment has arrived intact.
     """
 
@@ -28,6 +29,7 @@ class ReceiverLink:
     offers: dict[str, bytes] = field(default_factory=dict)
     carrier: str = ""
     inbound: Inbound | None = None
+    is_granted: bool = False
     is_tested: bool = False
 
 

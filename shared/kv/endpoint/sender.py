@@ -205,8 +205,7 @@ class KvSender(KvHalf[SenderLink]):
         """End links whose receivers are silent."""
         latest = self.clock() - self.timeout_s
         for link in list(self.links):
-            is_silent = link.acked_s < latest
-            if is_silent and any(s.is_packed and s.since < latest for s in link.sent.values()):
+            if any(s.is_packed and max(s.since, link.acked_s) < latest for s in link.sent.values()):
                 self._lose(link, f"no KV segment was acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
@@ -250,11 +249,13 @@ class KvSender(KvHalf[SenderLink]):
                 self.on_job_request(link, message)
 
     def _on_ack(self, link: SenderLink, ack: Ack) -> None:
+        is_oldest = next(iter(link.sent), None) == ack.credit
         sent = link.sent.pop(ack.credit, None)
         if sent is None:
             raise ProtocolError(f"credit {ack.credit} was acknowledged and nothing was sent")
         link.credits.acknowledge(ack.credit, ack.use)
-        link.acked_s = self.clock()
+        if is_oldest:  # one that never arrives is noticed, whatever overtakes it
+            link.acked_s = self.clock()
         self.stats.bytes[link.peer, link.carrier] += sent.segment.nbytes
         self._outgoing.may_pack = True
         if sent.job is link.test:

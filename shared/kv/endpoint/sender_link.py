@@ -70,7 +70,8 @@ class SenderLink:
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
-        acked_s: when the newest acknowledgement came.
+        sent: segments that are not acknowledged, by credit, in the order of their sending.
+        acked_s: when the first of them was acknowledged, each time.
         test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
     """
 
@@ -80,7 +81,7 @@ class SenderLink:
     socket: SenderSocket
     outbound: Outbound
     credits: SenderCredits = field(default_factory=SenderCredits)
-    sent: dict[int, OutgoingSegment] = field(default_factory=dict)  # by credit
+    sent: dict[int, OutgoingSegment] = field(default_factory=dict)
     gb_per_s: float = 0.0
     acked_s: float = -math.inf
     test: SenderJob = field(init=False)

@@ -266,6 +266,28 @@ def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
     run_async(scenario())
 
 
+def test_a_link_without_credits_is_not_the_carriers_fault() -> None:
+    async def scenario() -> None:
+        async with (
+            prefill_by_hand("prefill-0") as greedy,
+            prefill_by_hand("prefill-1") as other,
+            decode_worker(carriers=(ShakyCarrier, ZmqCarrier), times=SHORT_TIMES) as d,
+        ):
+            d.records = [greedy.record()]
+            await eventually(lambda: greedy.hellos)
+            with kv_link_by_hand(greedy.hellos[0][1]) as link:
+                await link.granted()
+                link.pass_test()  # it has all credits, and returns none
+                await eventually(d.is_linked)
+                d.records = [greedy.record(), other.record()]
+                await eventually(lambda: other.hellos)
+                with kv_link_by_hand(other.hellos[0][1], "shaky"):
+                    await eventually(lambda: len(other.hellos) == 2)
+                assert list(other.hellos[1][1].carriers) == ["shaky", "zmq"]
+
+    run_async(scenario())
+
+
 def test_a_link_that_ends_as_soon_as_it_is_tested_is_not_kept() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:

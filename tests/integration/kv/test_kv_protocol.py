@@ -244,6 +244,25 @@ def test_a_slow_link_is_kept_as_long_as_segments_are_acknowledged() -> None:
         pair.until(lambda: not pair.held())
 
 
+def test_a_segment_that_is_never_acknowledged_ends_its_link_whatever_overtakes_it() -> None:
+    with (
+        kv_pair("zmq", linked=False) as pair,
+        raw_receiver(pair, pair.prefill, slot_bytes=size(1)) as (raw, link),
+    ):
+        raw.pass_test([0, 1, 2])
+        _export(pair, raw, link)
+        segments = raw.hear(5)[2:]
+        pair.until(lambda: len(link.sent) == 3 and all(s.is_packed for s in link.sent.values()))
+        for segment in segments[1:]:
+            assert isinstance(segment, Segment)
+            pair.clock.now += TIMEOUT_S / 2 - 0.1
+            raw.say(Ack(segment.credit, segment.use, "ok"))
+            pair.until(lambda: segment.credit in link.credits.idle)  # noqa: B023
+        assert pair.prefill.lost == []
+        pair.clock.now += 0.4
+        pair.until(lambda: pair.prefill.lost)
+
+
 def _export(pair: KvPair, raw: RawReceiver, link: Any) -> None:
     pair.prefill.core.add(make_sequence("job", PROMPT, prefill_only=True))
     pair.prefill.sender.export("job", link, 0, 3)
