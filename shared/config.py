@@ -176,8 +176,8 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     )
     transfer_timeout_s: Seconds = described(
         10.0,
-        "Seconds for a KV link to acknowledge a segment or the next one, and for each step of "
-        "opening a link.",
+        "Seconds for the oldest KV segment under way to be acknowledged, and for each step of "
+        "opening a KV link.",
     )
     prefill_timeout_s: Seconds = described(
         30.0,

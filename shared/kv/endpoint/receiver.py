@@ -326,7 +326,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 link.is_granted = True  # the first message of a link is a `Grant`
             except TransferError as exc:
                 lost.append((link, str(exc)))
-        for link, reason in lost:  # now: this sends messages that belong after those above
+        for link, reason in lost:  # not before: this sends messages that come after those above
             self._lose(link, reason)
 
     def _end_quarantine(self) -> None:

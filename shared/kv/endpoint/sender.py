@@ -46,7 +46,7 @@ class KvSender(KvHalf[SenderLink]):
 
     Attributes:
         sockets: makes the sockets of links.
-        timeout_s: a link is lost if none of its segments is acknowledged for this long.
+        timeout_s: a link is lost if its oldest segment is not acknowledged for this long.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
         on_failed: called with a failed job, its link, and why; its sequence has been freed.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
@@ -206,7 +206,7 @@ class KvSender(KvHalf[SenderLink]):
         latest = self.clock() - self.timeout_s
         for link in list(self.links):
             if any(s.is_packed and max(s.since, link.acked_s) < latest for s in link.sent.values()):
-                self._lose(link, f"no KV segment was acknowledged in {self.timeout_s:g} s")
+                self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
 

@@ -71,7 +71,7 @@ class SenderLink:
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
         sent: segments that are not acknowledged, by credit, in the order of their sending.
-        acked_s: when the first of them was acknowledged, each time.
+        acked_s: when the segment that was the first in `sent` was acknowledged, most recently.
         test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
     """
 

@@ -202,7 +202,7 @@ def test_a_receiver_that_is_silent_is_lost_in_its_time_and_not_before(kind: str)
         assert pair.prefill.lost == []
         pair.clock.now += 0.4
         pair.step(pair.prefill)
-        reason = f"no KV segment was acknowledged in {TIMEOUT_S:g} s"
+        reason = f"a KV segment was not acknowledged in {TIMEOUT_S:g} s"
         assert pair.prefill.lost == [(link.sent, reason)]
         assert list(pair.prefill.failed.values()) == ["the KV link is gone"]
         assert pair.prefill.sender.stats.outcomes["lost"] == 3
