@@ -135,7 +135,7 @@ class PrefillLinks:
         if link.tested.done():
             self._complaints.forget(record.worker_id, record.epoch)
             logger.info("linked to %s by %s", record.worker_id, kv.carrier)
-        elif kv.is_granted:
+        elif kv.is_granted or not kv.carrier:
             self._on_kv_lost(kv, "no answer")
         else:  # not the carrier's fault
             self._lose(link, "all staging slots are in use")
@@ -191,7 +191,7 @@ class PrefillLinks:
         unfit = self._unfit.pop(run, set()) | {carrier}
         if carrier and not unfit.issuperset(self.receiver.carriers):
             self._unfit[run] = unfit
-            logger.warning("%s is not used until %s restarts", carrier, record.worker_id)
+            logger.warning("carrier %s: not used until %s restarts", carrier, record.worker_id)
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""

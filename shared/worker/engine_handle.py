@@ -62,8 +62,8 @@ class EngineHandle:
         Raises:
             OverloadedError: the engine does not keep up.
             TransferTimeoutError: the engine did not do it in time; it may still do it later.
-            TransferError: the work has raised something else than a `PagewireError`.
             PagewireError: raised by the work.
+            TransferError: the work raised anything else, which the log has.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 

@@ -237,7 +237,7 @@ class ReceiverSocket(_Socket):
             raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
 
     def receive(self) -> Iterator[tuple[bytes, ToReceiver | ProtocolError, zmq.Frame | None]]:
-        """Yield what has arrived: a sender's token, its message or what is wrong, the payload."""
+        """Yield what has arrived: a sender's token, its message or why it is none, the payload."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

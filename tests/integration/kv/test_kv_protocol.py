@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import pytest
 
+from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.shared.kv.messages import (
     MAX_MESSAGE_BYTES,
     TEST_JOB,
@@ -226,38 +228,40 @@ def test_a_payload_that_is_under_way_answers_a_reclaim() -> None:
         pair.prefill.sender.cancel("job", link)
 
 
-def test_a_slow_link_is_kept_as_long_as_segments_are_acknowledged() -> None:
+@contextmanager
+def _three_segments_sent() -> Iterator[tuple[KvPair, RawReceiver, SenderLink, list[Segment]]]:
+    """Send three segments to a receiver that has not acknowledged them yet."""
     with (
         kv_pair("zmq", linked=False) as pair,
         raw_receiver(pair, pair.prefill, slot_bytes=size(1)) as (raw, link),
     ):
         raw.pass_test([0, 1, 2])
         _export(pair, raw, link)
-        segments = raw.hear(5)[2:]
-        pair.until(lambda: len(link.sent) == 3)
+        segments = [message for message in raw.hear(5)[2:] if isinstance(message, Segment)]
+        pair.until(lambda: all(sent.is_packed for sent in link.sent.values()))
+        assert len(segments) == len(link.sent) == 3
+        yield pair, raw, link, segments
+
+
+def _acknowledge(pair: KvPair, raw: RawReceiver, link: SenderLink, segment: Segment) -> None:
+    raw.say(Ack(segment.credit, segment.use, "ok"))
+    pair.until(lambda: segment.credit in link.credits.idle)
+
+
+def test_a_slow_link_is_kept_as_long_as_segments_are_acknowledged() -> None:
+    with _three_segments_sent() as (pair, raw, link, segments):
         for segment in segments:  # the last one after three times the limit
-            assert isinstance(segment, Segment)
             pair.clock.now += TIMEOUT_S - 0.2
-            raw.say(Ack(segment.credit, segment.use, "ok"))
-            pair.until(lambda: segment.credit in link.credits.idle)  # noqa: B023
+            _acknowledge(pair, raw, link, segment)
         assert pair.prefill.lost == []
         pair.until(lambda: not pair.held())
 
 
 def test_a_segment_that_is_never_acknowledged_ends_its_link_whatever_overtakes_it() -> None:
-    with (
-        kv_pair("zmq", linked=False) as pair,
-        raw_receiver(pair, pair.prefill, slot_bytes=size(1)) as (raw, link),
-    ):
-        raw.pass_test([0, 1, 2])
-        _export(pair, raw, link)
-        segments = raw.hear(5)[2:]
-        pair.until(lambda: len(link.sent) == 3 and all(s.is_packed for s in link.sent.values()))
+    with _three_segments_sent() as (pair, raw, link, segments):
         for segment in segments[1:]:
-            assert isinstance(segment, Segment)
             pair.clock.now += TIMEOUT_S / 2 - 0.1
-            raw.say(Ack(segment.credit, segment.use, "ok"))
-            pair.until(lambda: segment.credit in link.credits.idle)  # noqa: B023
+            _acknowledge(pair, raw, link, segment)
         assert pair.prefill.lost == []
         pair.clock.now += 0.4
         pair.until(lambda: pair.prefill.lost)
