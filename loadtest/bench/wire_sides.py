@@ -38,7 +38,8 @@ from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.staging import make_staging
@@ -272,20 +273,20 @@ class Receiving(JobCallbacks):
             on_link_lost=self._on_link_lost,
             **parts,
         )
-        self._receiver.jobs = self
+        self._receiver.callbacks = self
         engine.open.callback(self._receiver.close_all)
         engine.core.hooks.append(self._receiver)
         self._rounds = 0
 
-    def on_reserved(self, expected: Expected) -> None:
+    def on_reserved(self, job: ReceiverJob) -> None:
         """Record a job's name, and set any first token: it is not timed."""
-        self._receiver.complete(expected, 7)
-        self._events.put(expected.job)
+        self._receiver.complete(job, 7)
+        self._events.put(job.name)
 
-    def on_activated(self, expected: Expected) -> None:
+    def on_activated(self, job: ReceiverJob) -> None:
         """Record the time at which a prompt has crossed, and abort its sequence."""
         self._events.put(time.monotonic_ns())
-        self._engine.core.abort(expected.request_id)
+        self._engine.core.abort(job.request_id)
 
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
         self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))

@@ -20,7 +20,8 @@ from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.job_messages import (
     CancelPrefill,
     JobReport,
@@ -62,11 +63,11 @@ class RemoteJobs(JobCallbacks):
     ) -> None:
         self._engine, self._receiver = engine, receiver
         self._local_prefills, self._timeout_s = local_prefills, timeout_s
-        receiver.jobs = self
+        receiver.callbacks = self
 
-    def on_reserved(self, expected: Expected) -> None:
+    def on_reserved(self, job: ReceiverJob) -> None:
         """Have a prefill worker compute a request's prompt, unless the request was cancelled."""
-        request = self.find(expected.request_id)
+        request = self.find(job.request_id)
         if request is not None:
             request.is_remote = True
             sequence = self._engine.core.get(request.engine_id)
@@ -74,16 +75,16 @@ class RemoteJobs(JobCallbacks):
                 wait_s=self._receiver.clock() - request.arrived_s,
                 held_tokens=0 if sequence is None else sequence.num_cached_tokens or 0,
             )
-            self._begin(request, expected)
+            self._begin(request, job)
 
-    def _begin(self, request: DecodeRequest, expected: Expected) -> None:
+    def _begin(self, request: DecodeRequest, job: ReceiverJob) -> None:
         """Send the job to the next prefill worker; if none is left, compute the prompt locally."""
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.peer)
-            if self._receiver.post(link, request.prefill_message(expected)):
-                expected.link = link
+            if self._receiver.post(link, request.prefill_message(job)):
+                job.link = link
                 text = "%s: prefill by %s, job %s"
-                logger.debug(text, request.engine_id, link.peer, expected.job, extra=request.log)
+                logger.debug(text, request.engine_id, link.peer, job.name, extra=request.log)
                 return
         self._prefill_here(request, "failed" if request.tried else "no_link")
 
@@ -95,27 +96,27 @@ class RemoteJobs(JobCallbacks):
 
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
         """Handle a prefill worker's report about a job; ignore it if the job was given up."""
-        expected = self._receiver.expected.note_activity(message.job_id)
-        if expected is None or expected.link is not link:
+        job = self._receiver.jobs.note_activity(message.job_id)
+        if job is None or job.link is not link:
             return
         if isinstance(message, PrefillFailed):
-            self._on_failed(expected, message.reason)
-        elif (request := self.find(expected.request_id)) is None:
+            self._on_failed(job, message.reason)
+        elif (request := self.find(job.request_id)) is None:
             return  # it was cancelled
         elif isinstance(message, PromptScored):
             self.on_prompt_scored(request, message.prompt_logprobs)
         else:
-            self._on_done(request, expected, link.peer, message)
+            self._on_done(request, job, link.peer, message)
 
     def _on_done(
-        self, request: DecodeRequest, expected: Expected, peer: str, done: PrefillDone
+        self, request: DecodeRequest, job: ReceiverJob, peer: str, done: PrefillDone
     ) -> None:
-        expected.done_s = self._receiver.clock()
+        job.done_s = self._receiver.clock()
         # Not `done.queue_s` alone: the prefill worker does not know how long the message waited
         # until it was read between two steps, or that another worker failed before.
         asked_s = request.arrived_s + request.timings.wait_s
         request.time(
-            queue_s=max(done.queue_s, expected.done_s - asked_s - done.prefill_s),
+            queue_s=max(done.queue_s, job.done_s - asked_s - done.prefill_s),
             prefill_s=done.prefill_s,
             chunks=done.chunks,
             prefill_worker=peer,
@@ -124,53 +125,53 @@ class RemoteJobs(JobCallbacks):
         if request.first_token is None:
             request.first_token = done.first_token
             self.on_first_token(request, done, peer)
-        self._receiver.complete(expected, request.first_token)
+        self._receiver.complete(job, request.first_token)
 
-    def on_activated(self, expected: Expected) -> None:
+    def on_activated(self, job: ReceiverJob) -> None:
         """Record the transfer in the request's timings."""
-        request, now = self.find(expected.request_id), self._receiver.clock()
-        if request is None or expected.link is None:
+        request, now = self.find(job.request_id), self._receiver.clock()
+        if request is None or job.link is None:
             return  # it was cancelled
-        first = expected.first_segment_s
+        first = job.first_segment_s
         request.time(
-            transfer_s=now - expected.done_s,
+            transfer_s=now - job.done_s,
             arriving_s=0.0 if first is None else now - first,
-            kv_bytes=expected.num_bytes,
-            segments=expected.num_segments,
-            carrier=expected.link.carrier or None,
+            kv_bytes=job.num_bytes,
+            segments=job.num_segments,
+            carrier=job.link.carrier or None,
         )
         request.note_transfer()
         self.on_arrived(request)
 
-    def on_withdrawn(self, expected: Expected) -> None:
+    def on_withdrawn(self, job: ReceiverJob) -> None:
         """Cancel a job at the prefill worker that has it."""
-        link, expected.link = expected.link, None
+        link, job.link = job.link, None
         if link is not None:
-            self._receiver.post(link, CancelPrefill(job_id=expected.job))
+            self._receiver.post(link, CancelPrefill(job_id=job.name))
 
     def on_link_closed(self, link: ReceiverLink) -> None:
         """Send the jobs of a lost link to other workers."""
-        for expected in self._receiver.expected:
-            if expected.link is link:
-                self._on_failed(expected, "the link is lost")
+        for job in self._receiver.jobs:
+            if job.link is link:
+                self._on_failed(job, "the link is lost")
 
     def check_deadlines(self) -> None:
         """Send jobs to other workers if no message or segment has come for `timeout_s`."""
         latest = self._receiver.clock() - self._timeout_s
-        for expected in self._receiver.expected:
-            if expected.last_active_s < latest:
-                self._on_failed(expected, f"no message or segment for {self._timeout_s:g} s")
+        for job in self._receiver.jobs:
+            if job.last_active_s < latest:
+                self._on_failed(job, f"no message or segment for {self._timeout_s:g} s")
 
-    def _on_failed(self, expected: Expected, reason: str) -> None:
+    def _on_failed(self, job: ReceiverJob, reason: str) -> None:
         """Give a job up, and have the next worker do it, unless the request was cancelled."""
-        if (link := expected.link) is None:
+        if (link := job.link) is None:
             return  # it was given up already, or this worker computes the prompt
-        self.on_withdrawn(expected)
-        request = self.find(expected.request_id)
+        self.on_withdrawn(job)
+        request = self.find(job.request_id)
         if request is not None:
             text = "prefill of %s by %s failed: %s"
             logger.warning(text, request.engine_id, link.peer, reason, extra=request.log)
-            self._begin(request, self._receiver.expected.retry(expected))
+            self._begin(request, self._receiver.jobs.retry(job))
 
     def _prefill_here(self, request: DecodeRequest, reason: LocalPrefill) -> None:
         logger.debug("%s: local prefill, %s", request.engine_id, reason, extra=request.log)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pagewire.shared.control.protocol import Generate, Timings
-from pagewire.shared.kv.endpoint.receiver_link import Expected
+from pagewire.shared.kv.endpoint.receiver_jobs import ReceiverJob
 from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.logs import about
 from pagewire.shared.tracing import Attributes, TracedSpan
@@ -82,13 +82,13 @@ class DecodeRequest:
             }
             self.span.end(about, error)
 
-    def prefill_message(self, expected: Expected) -> Prefill:
+    def prefill_message(self, job: ReceiverJob) -> Prefill:
         """Return the message that has a prefill worker compute and send this request's blocks."""
         return Prefill(
-            job_id=expected.job,
+            job_id=job.name,
             token_ids=[*self.message.prompt_token_ids, *self.message.output_token_ids],
             num_prompt_tokens=len(self.message.prompt_token_ids),
             spec=self.message.spec,
-            first_block=expected.coverage.positions.start,
+            first_block=job.coverage.positions.start,
             trace=None if self.span is None else self.span.trace,
         )

@@ -20,7 +20,8 @@ from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.errors import TransferError
 from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
@@ -59,7 +60,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     job: str = ""
-    blocks: Expected | None = None
+    blocks: ReceiverJob | None = None
     tried: list[KvLink] = field(default_factory=list)
 
     @property
@@ -79,11 +80,11 @@ class _Reports(JobCallbacks):
     def __init__(self, pair: KvPair) -> None:
         self._pair = pair
 
-    def on_reserved(self, expected: Expected) -> None:
-        self._pair.on_reserved(expected)
+    def on_reserved(self, job: ReceiverJob) -> None:
+        self._pair.on_reserved(job)
 
-    def on_activated(self, expected: Expected) -> None:
-        self._pair.requests[expected.request_id].job = ""
+    def on_activated(self, job: ReceiverJob) -> None:
+        self._pair.requests[job.request_id].job = ""
 
 
 @dataclass(eq=False)
@@ -109,7 +110,7 @@ class KvPair:
         for prefill in self.prefills:
             prefill.sender.on_failed = partial(self._on_failed, prefill)
         for decode in self.decodes:
-            decode.receiver.jobs = _Reports(self)
+            decode.receiver.callbacks = _Reports(self)
 
     # One of each
 
@@ -201,8 +202,8 @@ class KvPair:
         name = request.sequence.request_id
         if request.decode.core.get(name) is None or request.blocks is None:
             return
-        request.blocks = request.decode.receiver.expected.retry(request.blocks)
-        self._begin(request, request.blocks.job)
+        request.blocks = request.decode.receiver.jobs.retry(request.blocks)
+        self._begin(request, request.blocks.name)
 
     def start(self, request: Request, job: str, link: KvLink) -> Sequence:
         """Let a prefill worker compute a request's prompt."""
@@ -231,14 +232,14 @@ class KvPair:
         if sequence.status is RequestStatus.RESERVED:
             request.decode.core.recompute_locally(sequence, next(iter(request.tokens), None))
 
-    def on_reserved(self, expected: Expected) -> None:
+    def on_reserved(self, job: ReceiverJob) -> None:
         """Ask for a request's blocks."""
-        request = self.requests[expected.request_id]
-        request.blocks = expected
+        request = self.requests[job.request_id]
+        request.blocks = job
         if self.starts_jobs:
-            self.news.append(lambda: self._begin(request, expected.job))
+            self.news.append(lambda: self._begin(request, job.name))
         else:
-            request.job = expected.job
+            request.job = job.name
 
     def _on_failed(self, prefill: PrefillSide, job: str, _link: SenderLink, reason: str) -> None:
         prefill.failed[job] = reason

@@ -27,9 +27,9 @@ from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.errors import ProtocolError, TransferError
 from pagewire.shared.kv.carriers.base import Pending, has_ended
 from pagewire.shared.kv.endpoint.credits import ReceiverCredits
-from pagewire.shared.kv.endpoint.expectations import Expectations
 from pagewire.shared.kv.endpoint.half import KvHalf
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks, ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
 from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.messages import TEST_JOB, Ack, Open, Outcome, Return, Segment, ToSender
@@ -54,28 +54,28 @@ class _Receiving:
 class _Unpacking:
     link: ReceiverLink
     segment: Segment
-    expected: Expected | None  # None: a test of the link
+    job: ReceiverJob | None  # None: a test of the link
     blocks: list[int]
     check: PendingCheck
 
 
 @dataclass(slots=True, kw_only=True)
 class KvReceiver(KvHalf[ReceiverLink]):
-    """The step hook of a decode engine: links and expected blocks. Its staging slots are credits.
+    """The step hook of a decode engine: links and jobs. Its staging slots are credits.
 
     Attributes:
         socket: the socket of all links.
         credits: which link may use which staging slot.
-        expected: the reserved sequences, and which of their blocks have arrived.
-        jobs: called back about reserved sequences, and with messages of their jobs.
+        jobs: of the reserved sequences, and which of their blocks have arrived.
+        callbacks: called back about reserved sequences, and with messages of their jobs.
         on_link_tested: called with a link that has passed its test.
     """
 
     socket: ReceiverSocket
-    jobs: JobCallbacks = field(default_factory=JobCallbacks)
+    callbacks: JobCallbacks = field(default_factory=JobCallbacks)
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
     credits: ReceiverCredits = field(init=False)
-    expected: Expectations = field(init=False)
+    jobs: ReceiverJobs = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _receiving: list[_Receiving] = field(default_factory=list)
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
@@ -84,7 +84,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def __post_init__(self) -> None:
         self.credits = ReceiverCredits(self.staging.num_slots)
-        self.expected = Expectations(self.core, self.groups, self.clock)
+        self.jobs = ReceiverJobs(self.core, self.groups, self.clock)
         self.watch(self.socket.fd)
 
     # Verbs
@@ -128,7 +128,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         else:
             self._quarantine.append((link.inbound.close(), slots))
         self._send_all(messages)
-        self.jobs.on_link_closed(link)
+        self.callbacks.on_link_closed(link)
 
     def post(self, link: ReceiverLink, message: JobRequest) -> bool:
         """Send a message about a job; return whether the link is open afterwards."""
@@ -137,7 +137,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
-        self.jobs = JobCallbacks()
+        self.callbacks = JobCallbacks()
         KvHalf.close_all(self)
         self.unwatch(self.socket.fd)
         self.socket.close()
@@ -154,10 +154,10 @@ class KvReceiver(KvHalf[ReceiverLink]):
         """Handle a plan's reservations: prefill workers may begin while the plan is launched."""
         for work in plan.kv:
             if isinstance(work, Withdraw):
-                if (expected := self.expected.forget(work.request_id)) is not None:
-                    self.jobs.on_withdrawn(expected)
+                if (job := self.jobs.remove(work.request_id)) is not None:
+                    self.callbacks.on_withdrawn(job)
             elif isinstance(work, Expect):
-                self.jobs.on_reserved(self.expected.reserve(work, after=plan.number - 1))
+                self.callbacks.on_reserved(self.jobs.add(work, after=plan.number - 1))
 
     def is_due(self) -> bool:
         """Whether `after_launch` has something to do; takes little time."""
@@ -184,7 +184,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 elif isinstance(message, Return):
                     self._send_all(self.credits.take_back(link.number, message.credit))
                 else:
-                    self.jobs.on_message(link, message)
+                    self.callbacks.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
             self._unpack_received()
@@ -195,7 +195,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         # A thread that has slept activates a sequence later. Without a GPU, polling would only take
         # time from workers that compute.
         is_gpu, now = self.staging.memory.is_cuda, self.clock()
-        awaits_job = is_gpu and self.expected.any_active_since(now - POLLED_S)
+        awaits_job = is_gpu and self.jobs.any_active_since(now - POLLED_S)
         if not awaits_job or self._unpacking or self.core.awaits_step:
             self._next_rehearsal_s = math.inf
         elif self._next_rehearsal_s == math.inf:
@@ -207,7 +207,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def _check_deadlines(self) -> None:
         """Check the deadlines of jobs. A payload that does not arrive is noticed by its sender."""
-        self.jobs.check_deadlines()
+        self.callbacks.check_deadlines()
 
     # A segment comes
 
@@ -234,19 +234,19 @@ class KvReceiver(KvHalf[ReceiverLink]):
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
         """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-        expected = self.expected.note_activity(segment.job)
+        job = self.jobs.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
         is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, len(groups))
-        if expected is None:
+        if job is None:
             is_wanted &= segment.job == TEST_JOB and groups == self.groups.whole
         else:
-            is_wanted &= expected.coverage.allows(positions, groups)
+            is_wanted &= job.coverage.allows(positions, groups)
         if not is_wanted:
             self._acknowledge(link, segment, "dropped")
             return
         blocks, after = [-1] * segment.count, 0
-        if expected is not None:
-            blocks, after = expected.block_ids[positions.start : positions.stop], expected.after
+        if job is not None:
+            blocks, after = job.block_ids[positions.start : positions.stop], job.after
         payload = self.staging.buffers[segment.credit]
         try:
             unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after)
@@ -254,36 +254,36 @@ class KvReceiver(KvHalf[ReceiverLink]):
             logger.exception("a KV segment from %s cannot be unpacked", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
-        if expected is not None:
-            expected.coverage.add(positions, groups)
-            expected.note_segment(segment.nbytes)
-            expected.num_unpacking += 1
+        if job is not None:
+            job.coverage.add(positions, groups)
+            job.note_segment(segment.nbytes)
+            job.num_unpacking += 1
             self.core.scheduler.pin(blocks)
-        self._unpacking.append(_Unpacking(link, segment, expected, blocks, unpacked))
+        self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.is_intact()
-        expected, segment = done.expected, done.segment
-        if expected is not None:
+        job, segment = done.job, done.segment
+        if job is not None:
             self.core.unpin(done.blocks)
-            expected.num_unpacking -= 1
+            job.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
-                expected.coverage.remove(segment.positions, segment.groups)
-            self._activate_if_complete(expected)
+                job.coverage.remove(segment.positions, segment.groups)
+            self._activate_if_complete(job)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
             self.on_link_tested(done.link)
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
-    def complete(self, expected: Expected, first_token: int) -> None:
+    def complete(self, job: ReceiverJob, first_token: int) -> None:
         """Set a reserved sequence's first token; activate it as soon as its blocks have arrived."""
-        expected.first_token = first_token
-        self._activate_if_complete(expected)
+        job.first_token = first_token
+        self._activate_if_complete(job)
 
-    def _activate_if_complete(self, expected: Expected) -> None:
-        if self.expected.activate_if_complete(expected):
-            self.jobs.on_activated(expected)
+    def _activate_if_complete(self, job: ReceiverJob) -> None:
+        if self.jobs.activate_if_complete(job):
+            self.callbacks.on_activated(job)
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:

@@ -236,11 +236,11 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
         pair.until(lambda: pair.decode.device.moves or pair.decode.receiver.stats.outcomes["ok"])
         request.job = ""  # the first worker's token comes to nothing, and it goes on sending
         assert request.blocks is not None
-        request.blocks = pair.decode.receiver.expected.retry(request.blocks)
+        request.blocks = pair.decode.receiver.jobs.retry(request.blocks)
         pair.until(
             lambda: len(first.prefill.core.scheduler.awaiting_send) == 1 or not first.prefill.held()
         )
-        pair.start(request, request.blocks.job, second)
+        pair.start(request, request.blocks.name, second)
         pair.decode.device.has_moved = True
         pair.until(lambda: request.is_over)
         pair.finish()
@@ -251,20 +251,20 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
 @CARRIERS
 def test_a_job_is_silent_until_something_of_it_comes(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=1) as pair:
-        expected = pair.decode.receiver.expected
-        assert not expected.any_active_since(pair.clock.now)
+        jobs = pair.decode.receiver.jobs
+        assert not jobs.any_active_since(pair.clock.now)
         pair.starts_jobs = False
         request = pair.ask(PROMPT)
         pair.until(lambda: request.job)
         reserved_s = pair.clock.now
         pair.clock.now += 1
         pair.step()
-        assert expected.any_active_since(reserved_s)
-        assert not expected.any_active_since(reserved_s + 0.5)
+        assert jobs.any_active_since(reserved_s)
+        assert not jobs.any_active_since(reserved_s + 0.5)
         pair.decode.device.has_moved = False
         pair.start(request, request.job, pair.link)
         pair.until(lambda: pair.decode.device.moves)
-        assert expected.any_active_since(pair.clock.now)
+        assert jobs.any_active_since(pair.clock.now)
         pair.decode.device.has_moved = True
         pair.finish()
-        assert not expected.any_active_since(0)
+        assert not jobs.any_active_since(0)

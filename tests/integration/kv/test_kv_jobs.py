@@ -11,7 +11,8 @@ import pytest
 from pagewire.shared.control.protocol import PrefillSoon
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.endpoint.receiver_link import JobCallbacks, ReceiverLink
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks
+from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.kv.job_messages import (
     CancelPrefill,
     JobReport,
@@ -218,11 +219,11 @@ def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
             p.device.has_run = False
             router.generate(prompt=LONG)
             await eventually(lambda: p.device.batches)
-            jobs = d.receiver.jobs
+            callbacks = d.receiver.callbacks
             [failed] = await report_of(d, p.taken(Prefill)[0])
             assert isinstance(failed, PrefillFailed)
             assert "another request has the id" in failed.reason
-            d.receiver.jobs = jobs
+            d.receiver.callbacks = callbacks
             p.device.has_run = True
             await router.answer()
             assert router.prefilled_by() == "prefill-0"
@@ -238,7 +239,7 @@ async def report_of(d: DecodeWorker, ticket: Prefill) -> list[JobReport]:
         def on_message(self, link: ReceiverLink, message: JobReport) -> None:
             reports.append(message)
 
-    d.receiver.jobs = Listening()
+    d.receiver.callbacks = Listening()
     [link] = d.tested_links
     d.engine.submit(lambda _core: d.receiver.post(link, ticket))
     await eventually(lambda: reports)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
 from pagewire.shared.kv.messages import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
@@ -84,8 +84,8 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         fields = {"first_group": 0, "num_groups": NUM_GROUPS}
         assert raw.send(payload(1), job=first, first=0, count=1, **fields) == "ok"
         receiver = pair.decode.receiver
-        new = receiver.expected.retry(old)
-        second = new.job
+        new = receiver.jobs.retry(old)
+        second = new.name
         assert second != first
         assert raw.send(payload(1), job=first, first=1, count=1, **fields) == "dropped"
         assert raw.send(payload(2), job=second, first=0, count=2, **fields) == "ok"
@@ -94,13 +94,13 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         activated: list[str] = []
 
         class Watching(JobCallbacks):
-            def on_activated(self, expected: Expected) -> None:
-                activated.append(expected.job)
+            def on_activated(self, job: ReceiverJob) -> None:
+                activated.append(job.name)
 
-        receiver.jobs = Watching()
-        for expected in (old, new):
+        receiver.callbacks = Watching()
+        for job in (old, new):
             assert request.sequence.status is RequestStatus.RESERVED
-            receiver.complete(expected, 1)
+            receiver.complete(job, 1)
         assert request.sequence.status is RequestStatus.RUNNING
         assert activated == [second]
         pair.abort(request)

@@ -15,7 +15,7 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.endpoint.receiver_link import Expected, JobCallbacks
+from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
 from pagewire.shared.kv.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import CARRIERS, Clock, DecodeSide, PrefillSide, Side, hello_of
@@ -84,7 +84,7 @@ class Workers(JobCallbacks):
             for fd in running.fds:
                 running.thread.watch(fd)
             running.thread.start()
-        self.decode.receiver.jobs = self
+        self.decode.receiver.callbacks = self
 
     def open(self) -> None:
         def offer(_core: EngineCore) -> None:
@@ -98,12 +98,12 @@ class Workers(JobCallbacks):
         self.decoding.submit(offer)
         until(lambda: self.decode.tested)
 
-    def on_reserved(self, expected: Expected) -> None:
-        self.blocks, positions = expected, expected.coverage.positions
+    def on_reserved(self, job: ReceiverJob) -> None:
+        self.blocks, positions = job, job.coverage.positions
 
         def start(core: EngineCore) -> None:
-            core.add(make_sequence(expected.job, PROMPT, prefill_only=True))
-            self.prefill.sender.export(expected.job, self.link, positions.start, positions.stop)
+            core.add(make_sequence(job.name, PROMPT, prefill_only=True))
+            self.prefill.sender.export(job.name, self.link, positions.start, positions.stop)
 
         self.prefilling.submit(start)
 
