@@ -95,7 +95,7 @@ class World:
         yield from self.deliveries()
         yield from self.completions()
         for number, link in self.links.items():
-            if link.sender.idle and link.sender.num_in_use < self.busy:
+            if link.sender.idle and len(link.sender.in_use) < self.busy:
                 yield Event("take", number)
             if self.closes != 0:
                 yield Event("close", number)
@@ -250,7 +250,7 @@ class World:
             acks = sum(isinstance(message, Acknowledged) for message in link.to_sender)
             announced = sum(isinstance(message, Announced) for message in link.to_receiver)
             filled = sum(self.lent[slot] == number for slot in self.filled)
-            assert link.sender.num_in_use == len(link.packing) + announced + filled + acks
+            assert len(link.sender.in_use) == len(link.packing) + announced + filled + acks
             held += mine
         quarantined = [slot for slots in self.quarantine for slot in slots]
         assert len(set(held + quarantined)) == len(held) + len(quarantined)

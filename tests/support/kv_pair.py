@@ -135,7 +135,7 @@ class KvPair:
     def open(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
         """Open a link and wait until it is tested."""
         link = self.connect(prefill, decode)
-        self.until(lambda: link.is_tested and not link.sent.credits.num_in_use)
+        self.until(lambda: link.is_tested and not link.sent.credits.in_use)
         return link
 
     def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:

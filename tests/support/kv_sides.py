@@ -174,7 +174,7 @@ class PrefillSide(Side):
             held.append(f"{used} staging slots of {self.name}")
         if sender.num_jobs:
             held.append(f"{sender.num_jobs} jobs of {self.name}")
-        in_use = sum(link.credits.num_in_use for link in sender.links)
+        in_use = sum(len(link.credits.in_use) for link in sender.links)
         return [*held, f"{in_use} credits in use by {self.name}"] if in_use else held
 
 

@@ -22,17 +22,13 @@ class SenderCredits:
 
     Attributes:
         idle: credits that are free to use, the one that has been idle longest first.
+        in_use: credits taken and not acknowledged; whether each was reclaimed meanwhile.
         uses: number of the newest use, by credit.
     """
 
     idle: deque[int] = field(default_factory=deque)
+    in_use: dict[int, bool] = field(default_factory=dict)
     uses: dict[int, int] = field(default_factory=dict)
-    _in_use: dict[int, bool] = field(default_factory=dict)  # whether it was reclaimed meanwhile
-
-    @property
-    def num_in_use(self) -> int:
-        """Credits taken and not acknowledged."""
-        return len(self._in_use)
 
     def grant(self, credits: list[int]) -> None:
         """Add credits that the receiver grants.
@@ -41,14 +37,14 @@ class SenderCredits:
             ProtocolError: the sender has one already, or one is named twice; none is added.
         """
         for index, credit in enumerate(credits):
-            if credit in self._in_use or credit in self.idle or credit in credits[:index]:
+            if credit in self.in_use or credit in self.idle or credit in credits[:index]:
                 raise ProtocolError(f"credit {credit} was granted twice")
         self.idle += credits
 
     def take(self) -> tuple[int, int]:
         """Take the first idle credit; return it and the number of its use. One must be idle."""
         credit = self.idle.popleft()
-        self._in_use[credit] = False
+        self.in_use[credit] = False
         use = self.uses[credit] = self.uses.get(credit, 0) + 1
         return credit, use
 
@@ -58,9 +54,9 @@ class SenderCredits:
         Raises:
             ProtocolError: the credit is not in use, or this is not its current use.
         """
-        if credit not in self._in_use or self.uses[credit] != use:
+        if credit not in self.in_use or self.uses[credit] != use:
             raise ProtocolError(f"use {use} of credit {credit} was acknowledged and is not open")
-        if not self._in_use.pop(credit):
+        if not self.in_use.pop(credit):
             self.idle.append(credit)
 
     def reclaim(self, credit: int) -> Return | None:
@@ -69,8 +65,8 @@ class SenderCredits:
         Raises:
             ProtocolError: the sender does not have it.
         """
-        if self._in_use.get(credit) is False:
-            self._in_use[credit] = True
+        if self.in_use.get(credit) is False:
+            self.in_use[credit] = True
             return None
         if credit not in self.idle:
             raise ProtocolError(f"credit {credit} was reclaimed and is not here")

@@ -170,7 +170,7 @@ def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
         pair.open(pair.prefill, pair.decode)
         pair.decode.device.has_moved = False
         requests = [pair.ask([n, *PROMPT]) for n in range(3)]
-        pair.until(lambda: pair.link.sent.credits.num_in_use == 4)
+        pair.until(lambda: len(pair.link.sent.credits.in_use) == 4)
         joined = pair.connect(pair.prefills[1], pair.decode)
         pair.until(lambda: joined.received.carrier)
         assert idle(pair) == [0, 0]
@@ -244,7 +244,7 @@ def test_the_time_for_an_acknowledgement_begins_when_the_segment_is_packed(kind:
     with kv_pair(kind, linked=False) as pair:
         pair.prefill.device.has_moved = False
         link = pair.connect(pair.prefill, pair.decode)
-        pair.until(lambda: link.sent.credits.num_in_use)
+        pair.until(lambda: link.sent.credits.in_use)
         for _ in range(3):  # the device is busy
             pair.clock.now += TIMEOUT_S
             pair.step()

@@ -17,7 +17,7 @@ PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 def begin(pair: KvPair, request: Request) -> None:
     """Start a job over a link that is tested."""
-    pair.until(lambda: pair.link.is_tested and not pair.link.sent.credits.num_in_use)
+    pair.until(lambda: pair.link.is_tested and not pair.link.sent.credits.in_use)
     pair.start(request, request.job, pair.link)
 
 
@@ -39,7 +39,7 @@ def while_the_test_is_read(pair: KvPair, request: Request) -> None:
 
 
 def while_idle(pair: KvPair, request: Request) -> None:
-    pair.until(lambda: pair.link.is_tested and not pair.link.sent.credits.num_in_use)
+    pair.until(lambda: pair.link.is_tested and not pair.link.sent.credits.in_use)
 
 
 def while_computing(pair: KvPair, request: Request) -> None:

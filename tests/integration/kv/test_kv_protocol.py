@@ -224,7 +224,7 @@ def test_a_payload_that_is_under_way_answers_a_reclaim() -> None:
         raw.say(Reclaim(0))
         raw.say(Ack(0, segment.use, "dropped"))
         raw.say(Grant([1]))
-        pair.until(lambda: list(link.credits.idle) == [1] or link.credits.num_in_use)
+        pair.until(lambda: list(link.credits.idle) == [1] or link.credits.in_use)
         pair.prefill.sender.cancel("job", link)
 
 

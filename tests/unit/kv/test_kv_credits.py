@@ -250,7 +250,7 @@ def test_a_second_reclaim_of_a_credit_in_use_is_refused() -> None:
         sender.reclaim(credit)
     sender.acknowledge(credit, use)
     assert credit not in sender.idle
-    assert sender.num_in_use == 0
+    assert not sender.in_use
 
 
 def test_the_credit_that_has_rested_longest_is_taken_first() -> None:
