@@ -3,12 +3,12 @@
     python -P -m pagewire.tools.kv_size
 
 Prints a line a file, the sum, the types of messages about links and segments, those about jobs that
-cross the same socket, and the
-functions that one segment passes through, at the sender and the receiver together. For these, a
-real segment crosses between two endpoints in this process, by ZeroMQ, under a profiler. A segment
-passes through a function that makes it, takes it as an argument, or returns or yields it: itself or
-its acknowledgement, in a tuple or list, or as an object's `segment`. Besides, all functions are
-counted that run while it crosses and not in polls that find nothing.
+cross the same socket, and the functions that one segment passes through, at the sender and the
+receiver together. For these, a real segment crosses between two endpoints in this process, by
+ZeroMQ, under a profiler. A segment passes through a function that makes it, takes it as an
+argument, or returns or yields it: itself or its acknowledgement, in a tuple or list, or as an
+object's `segment`. Besides, all functions are counted that run while it crosses and not in polls
+that find nothing.
 `tests/integration/kv/test_kv_size.py` counts hand-overs between threads as well.
 """
 
