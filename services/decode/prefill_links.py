@@ -49,8 +49,8 @@ class PrefillLinks:
     """Keeps one link to every live prefill worker in the directory.
 
     Each link is opened in its own task, so that a worker that does not answer delays no other. A
-    carrier whose test fails is not offered to that run of the prefill worker again, unless all
-    carriers have failed: then all are offered again.
+    carrier whose test fails is not offered to that run of the prefill worker again, until an
+    attempt without it fails before a carrier is chosen: then all are offered again.
 
     Attributes:
         identity: this worker's name and epoch.
@@ -191,7 +191,7 @@ class PrefillLinks:
         unfit = self._unfit.pop(run, set()) | {carrier}
         if carrier and not unfit.issuperset(self.receiver.carriers):
             self._unfit[run] = unfit
-            logger.warning("carrier %s: not used until %s restarts", carrier, record.worker_id)
+            logger.warning("carrier %s failed: %s gets others first", carrier, record.worker_id)
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""

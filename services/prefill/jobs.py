@@ -1,6 +1,6 @@
 """Prefill jobs: computes the prompts that decode workers ask for, and samples their first tokens.
 
-    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack: the job gives up its blocks
+    Prefill --> engine (chunks) --> KvSender --> Segments --> Ack of each
                      |
                      +--> first token --> PrefillDone
 

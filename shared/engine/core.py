@@ -43,7 +43,7 @@ class EngineCore:
     Attributes:
         overlap: launch a step before the tokens of the previous step are read.
         hooks: called before and after each launch; in a worker, the KV endpoint.
-        hooks_busy: a hook has work on the device that is not finished.
+        hooks_busy: a hook asks to be called again soon.
         constraints: the grammars of sequences, and the masks of steps.
     """
 

@@ -81,7 +81,7 @@ class EngineHandle:
             except PagewireError as exc:
                 self.in_loop(settle)(None, exc)
             except Exception as exc:  # of a device, a library, or the system
-                logger.exception("what the event loop asked of the engine failed")
+                logger.exception("a call from the event loop failed in the engine's thread")
                 self.in_loop(settle)(None, TransferError(f"{type(exc).__name__}: {exc}"))
             else:
                 self.in_loop(settle)(result, None)

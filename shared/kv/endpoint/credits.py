@@ -128,8 +128,8 @@ class ReceiverCredits:
         usable = self.num_slots - self.count(StagingSlotState.QUARANTINED)
         if num_links >= min(self.num_slots // MIN_CREDITS, usable):
             raise TransferError(
-                f"{num_links} KV links are open, and no more fit the {usable} of {self.num_slots} "
-                "staging slots that are not in quarantine; PAGEWIRE_STAGING_SLOTS gives more"
+                f"{num_links} KV links are open, and each needs {MIN_CREDITS} staging slots: there "
+                f"are {self.num_slots} (PAGEWIRE_STAGING_SLOTS), {usable} not in quarantine"
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:

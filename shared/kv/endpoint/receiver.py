@@ -110,6 +110,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
                     link.offers[name] = carrier.offer(link.number)
                 except TransferError as exc:
                     problems.append(f"{name}: {exc}")
+                except Exception:  # whatever a library raises: the others are offered
+                    logger.exception("%s cannot be offered to %s", name, peer)
         if not link.offers:
             raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
         self.links.append(link)
@@ -176,8 +178,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 continue
             try:
                 if isinstance(message, ProtocolError):
-                    raise message
-                if isinstance(message, Segment):
+                    self._lose(link, str(message))
+                elif isinstance(message, Segment):
                     self._receive(link, message, body)
                 elif isinstance(message, Open):
                     self._on_open(link, message)
@@ -186,6 +188,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 else:
                     self.callbacks.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+            except Exception as exc:  # whatever a device or a library raises: this link alone
+                logger.exception("a message from %s cannot be handled", link.peer)
                 self._lose(link, str(exc))
             self._unpack_received()
         self._unpack_received()
@@ -216,8 +221,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         size = self.staging.slot_bytes
         if segment.nbytes > size or link.inbound is None:
             raise ProtocolError(f"a segment of {segment.nbytes} bytes in a staging slot of {size}")
-        pending = link.inbound.receive(segment, body)
-        self._receiving.append(_Receiving(link, segment, pending))
+        self._receiving.append(_Receiving(link, segment, link.inbound.receive(segment, body)))
 
     def _unpack_received(self) -> None:
         """Launch the unpacking of the payloads that have arrived in their staging slots."""
@@ -291,8 +295,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         if link not in self.links:
             return
         messages = self.credits.empty(link.number, segment.credit)
-        ack = Ack(segment.credit, segment.use, outcome)
-        self._send_all([(link.number, ack), *messages])
+        self._send_all([(link.number, Ack(segment.credit, segment.use, outcome)), *messages])
 
     # Links
 

@@ -144,7 +144,8 @@ class ReceiverJobs:
 class JobCallbacks:
     """The owner of the jobs, `RemoteJobs`, overrides these. All are called in the engine's thread.
 
-    An exception in one of them fails all requests of this iteration's step, if there is one.
+    An exception in `on_message` ends the link. In another one it fails all requests of this
+    iteration's step, if there is one.
     """
 
     def on_reserved(self, job: ReceiverJob) -> None:

@@ -17,6 +17,7 @@ class ReceiverLink:
         token: identifies the link on the socket.
         offers: what a sender needs to know, by carrier.
         carrier: name of the carrier; empty until the sender has chosen one.
+        inbound: the receiver's half of the carrier; None until then.
         is_granted: the sender was given credits.
         is_tested: the first segment has arrived intact.
     """

@@ -1,4 +1,4 @@
-"""The sockets of links: a receiver binds one, a sender connects two for each link.
+"""The sockets of links: a receiver binds one, a sender connects to it for each link.
 
 The engine's thread uses and polls them; only the event loop decides who may connect (CURVE, ZAP). A
 sender's sockets connect once and never again: a second connection would hide which messages the
@@ -111,7 +111,7 @@ class KvSockets:
         return socket
 
     def close(self) -> None:
-        """End the context; all sockets have been closed."""
+        """End the context, and any socket that was left open."""
         if self._zap is not None:
             self._zap.close()
         self._context.destroy(linger=0)
@@ -148,7 +148,7 @@ class _Socket:
 
 
 class SenderSocket(_Socket):
-    """A sender's end of a link: a connection for messages, and one for those with payloads.
+    """A sender's end of a link: a connection, and another one once messages have payloads.
 
     So a first token does not wait until the payloads before it have been sent.
 
@@ -237,7 +237,7 @@ class ReceiverSocket(_Socket):
             raise TransferError(f"the sender cannot be reached: {exc.strerror}") from exc
 
     def receive(self) -> Iterator[tuple[bytes, ToReceiver | ProtocolError, zmq.Frame | None]]:
-        """Yield what has arrived: a sender's token, its message or why it is none, the payload."""
+        """Yield what has arrived: a sender's token, its message or the error in it, the payload."""
         for _ in range(MAX_MESSAGES_PER_POLL):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

@@ -1,0 +1,72 @@
+"""What a device or a library raises at the receiver ends one link, and harms nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.kv.carriers.base import Inbound, Pending
+from pagewire.shared.kv.endpoint.credits import StagingSlotState
+from pagewire.shared.kv.messages import Segment
+from pagewire.tests.support.kv_pair import KvPair, kv_pair
+from pagewire.tests.support.kv_sides import CARRIERS
+
+pytestmark = pytest.mark.timeout(30)
+PROMPT = [n * n % 7 for n in range(18)]
+
+
+class Broken(Inbound):
+    """Fails as a device may."""
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def fail(*_args: object) -> bytes:
+    raise OSError(24, "Too many open files")
+
+
+@contextmanager
+def with_running_request(kind: str) -> Iterator[tuple[KvPair, Callable[[], bool]]]:
+    """Yield a pair, and whether a request at the receiver runs as if nothing had happened."""
+    with kv_pair(kind, linked=False) as pair:
+        running = pair.decode.add("running", [9, 8, 7], max_tokens=500)
+        yield pair, lambda: running.status is RequestStatus.RUNNING
+        pair.decode.core.abort("running")
+
+
+@CARRIERS
+def test_a_payload_that_cannot_be_received_ends_its_link_alone(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with with_running_request(kind) as (pair, still_runs):
+        carrier = pair.decode.carrier
+        carrier.inbound = lambda _link, _reply: Broken()
+        pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.decode.lost)
+        assert "unspecified launch failure" in caplog.text
+        pair.until(lambda: not pair.decode.receiver.credits.count(StagingSlotState.FILLED))
+        assert still_runs() and pair.decode.receiver.links == []
+
+
+@CARRIERS
+def test_a_carrier_that_cannot_be_opened_ends_its_link_alone(kind: str) -> None:
+    with with_running_request(kind) as (pair, still_runs):
+        pair.decode.carrier.inbound = fail
+        pair.connect(pair.prefill, pair.decode)
+        pair.until(lambda: pair.decode.lost)
+        assert still_runs() and pair.decode.receiver.links == []
+
+
+def test_a_carrier_that_cannot_make_an_offer_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with kv_pair(("loopback", "zmq"), linked=False) as pair:
+        pair.decode.carriers["loopback"].offer = fail
+        link = pair.decode.receiver.offer("prefill-0")
+        assert list(link.offers) == ["zmq"]
+        assert "loopback cannot be offered to prefill-0" in caplog.text
+        assert "Too many open files" in caplog.text
+        pair.decode.receiver.close(link)
