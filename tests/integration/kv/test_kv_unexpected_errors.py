@@ -16,7 +16,6 @@ from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS
 
 pytestmark = pytest.mark.timeout(30)
-PROMPT = [n * n % 7 for n in range(18)]
 
 
 class Broken(Inbound):
