@@ -6,6 +6,7 @@ Chooses device and dtype (`auto`), loads weights, sizes the KV pool from free GP
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import BlockLayout
+from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.kernel_choice import check_invariance, choose_ops
@@ -44,6 +46,9 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig, 
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
+# A step on a CPU may take long: at this length, others' tokens are seldom late, and a step that
+# hangs is soon told from one that computes.
+CPU_STEP_S = 1.0
 OtherMemory = Callable[[LayerGroups, int], int]
 
 
@@ -100,9 +105,20 @@ def build_engine(
         prepare(runner, settings, max_model_len, progress)
     layout = _layout(loaded)
     pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
-    limits = _limits(settings, num_blocks, max_model_len, local_prefill_tokens)
+    is_timed = device.type == "cpu" and loaded.ops.backend == "torch"  # not Triton's interpreter
+    limits = SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_waiting=settings.max_waiting,
+        watermark_blocks=num_blocks // 100,
+        local_prefill_tokens=local_prefill_tokens,
+        step_s=CPU_STEP_S if is_timed else math.inf,
+    )
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    if limits.step_s != math.inf:
+        calibrate(runner, scheduler.costs)
     vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
     core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(
@@ -202,19 +218,6 @@ def _layout(loaded: _Loaded) -> BlockLayout:
         block_bytes=shape.block_bytes,
         resume_blocks=loaded.groups.resume_blocks,
         batch_invariant=settings.batch_invariant,
-    )
-
-
-def _limits(
-    settings: EngineSettings, num_blocks: int, max_model_len: int, local_prefill_tokens: int
-) -> SchedulerLimits:
-    return SchedulerLimits(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_waiting=settings.max_waiting,
-        watermark_blocks=num_blocks // 100,
-        local_prefill_tokens=local_prefill_tokens,
     )
 
 

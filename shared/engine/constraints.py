@@ -63,8 +63,6 @@ class Constraints:
     limited: dict[Sequence, frozenset[int] | None] = field(default_factory=dict)
     _followers: dict[Sequence, Follower] = field(default_factory=dict)
     _due_s: float | None = None  # when masks are late, for the step that waits for them
-    _result_s: float = 0.0
-    _usual_s: float = 0.01  # from one step's result to the next
 
     @property
     def is_active(self) -> bool:
@@ -120,13 +118,6 @@ class Constraints:
             permitted = bool(follower.mask[token // 8] >> token % 8 & 1)
         return None if permitted else (compiler.cannot_follow(compiler.NOTHING_LEFT), "grammar")
 
-    def note_result(self) -> None:
-        """Record when a step's result has arrived, to measure how long steps usually take."""
-        if self.is_active:
-            now = self.clock()
-            self._usual_s = min(now - self._result_s, self._usual_s * 1.02)
-            self._result_s = now
-
     def is_due(self) -> bool:
         """Whether a step that waits for masks should be looked at; cheap."""
         filler = self.filler
@@ -134,12 +125,13 @@ class Constraints:
             return filler is not None
         return filler.news.is_set() or self.clock() > self._due_s
 
-    def fill(self, launched: Launched, wait: bool) -> Masked | None:
+    def fill(self, launched: Launched, wait: bool, usual_step_s: float) -> Masked | None:
         """Return the masks for a step's sampling, or None if it should wait for more of them.
 
         Args:
             launched: the step; the tokens of all steps before it are known.
             wait: block until all masks are filled or late, instead of returning None.
+            usual_step_s: how long a step usually takes.
         """
         filler = self.filler
         rows = self._rows_of(launched)
@@ -149,7 +141,7 @@ class Constraints:
         pairs = [row for _, _, row in rows]
         if self._due_s is None:
             missing = filler.begin(pairs)
-            usual_s = filler.usual_s(len(missing))
+            usual_s = max(OF_A_STEP * usual_step_s, OF_A_CALL * filler.usual_s(len(missing)))
             self._due_s = self._deadline(launched, len(missing), usual_s)
         while True:
             filler.news.clear()
@@ -165,9 +157,9 @@ class Constraints:
         return _masked(rows)
 
     def _deadline(self, launched: Launched, missing: int, usual_s: float) -> float:
-        """Return until when to wait for masks, given how long the missing ones usually take."""
+        """Return until when to wait for masks, given what is usually long enough."""
         shortest, longest = self.mask_wait_s
-        wait_s = min(max(shortest, OF_A_STEP * self._usual_s, OF_A_CALL * usual_s), longest)
+        wait_s = min(max(shortest, usual_s), longest)
         if missing >= len(launched.schedule.sampled):
             wait_s = longest
         return self.clock() + wait_s

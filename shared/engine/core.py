@@ -27,6 +27,7 @@ from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
 from pagewire.shared.errors import InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
@@ -45,6 +46,7 @@ class EngineCore:
         hooks: called before and after each launch; in a worker, the KV endpoint.
         hooks_busy: a hook asks to be called again soon.
         constraints: the grammars of sequences, and the masks of steps.
+        steps: which step runs, and how long steps take.
     """
 
     scheduler: Scheduler
@@ -55,6 +57,7 @@ class EngineCore:
     clock: Callable[[], float] = time.monotonic
     hooks_busy: bool = False
     constraints: Constraints = field(default_factory=Constraints)
+    steps: StepClock = field(init=False)
     _sequences: dict[str, Sequence] = field(default_factory=dict)
     _in_flight: deque[Launched] = field(default_factory=deque)
     _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
@@ -63,6 +66,9 @@ class EngineCore:
     _has_news: bool = False  # something has changed since the scheduler's last decision
     # What this iteration has decided and launched, for the hooks.
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
+
+    def __post_init__(self) -> None:
+        self.steps = StepClock(self.scheduler.costs, self.clock)
 
     def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
         """Queue a sequence; see `SequenceTable.add` for its children.
@@ -201,6 +207,7 @@ class EngineCore:
         for part in parts:
             if part.sequence.first_scheduled_s is None:
                 part.sequence.first_scheduled_s = now
+        self.steps.begin(schedule)  # first: a step that is launched may already run
         try:
             for hook in self.hooks:
                 hook.before_launch(plan)
@@ -209,8 +216,10 @@ class EngineCore:
             logger.exception("a step failed to launch, and with it its requests")
             self.scheduler.take_back(schedule)
             self._fail_step(schedule, exc)
+            self.steps.withdraw()
             return None
         if not plan.has_rows:
+            self.steps.withdraw()
             return plan  # a plan without rows has no result
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
@@ -228,7 +237,7 @@ class EngineCore:
         if len(self._in_flight) != 1 or not self._in_flight[0].awaits_supply:
             return False
         launched = self._in_flight[0]
-        if (masked := self.constraints.fill(launched, wait)) is None:
+        if (masked := self.constraints.fill(launched, wait, self.steps.usual_s)) is None:
             return False
         for sequence, problem in masked.failed:
             self._fail(sequence, problem, "grammar")
@@ -243,6 +252,7 @@ class EngineCore:
             logger.exception("a step's sampling failed to launch, and with it its requests")
             self._in_flight.pop()
             self._fail_step(launched.schedule, exc)
+            self.steps.withdraw()
         return True
 
     def _contain(self, touched: list[Sequence]) -> None:
@@ -261,9 +271,10 @@ class EngineCore:
         except Exception as exc:
             logger.exception("a step failed, and with it its requests")
             self._fail_step(launched.schedule, exc)
+            self.steps.fail()
             return
         self._failed_steps = 0
-        self.constraints.note_result()
+        self.steps.finish()
         try:
             self._accept(launched, result)
         except Exception:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.waker import Waker
 from pagewire.shared.errors import IntegrityError, OverloadedError
@@ -54,7 +55,9 @@ class EngineThread:
     """Runs an engine. Commands go in as callables, outputs come out through a callback.
 
     Attributes:
-        iterations: grows with each iteration of the loop, idle or not: the engine's heartbeat.
+        iterations: grows with each iteration of the loop, idle or not.
+        thread: runs the loop.
+        error: what ended the loop, if an error did.
         snapshot: at most a few steps old.
         integrity_errors: how often the block accounting was wrong; anything but 0 is a bug.
     """
@@ -94,19 +97,20 @@ class EngineThread:
         self._waker = Waker()
         self._is_woken = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self.error: Exception | None = None
+        self.thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start the loop."""
-        self._thread.start()
+        self.thread.start()
 
     def stop(self, timeout: float) -> bool:
         """End the loop after the step under way; returns whether it ended in time."""
         with self._lock:
             self._stopping = True
         self._waker.wake()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        self.thread.join(timeout)
+        if self.thread.is_alive():
             return False
         self._waker.close()
         return True
@@ -144,15 +148,27 @@ class EngineThread:
         self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
-        """Whether the loop runs. If it does and `iterations` does not grow, it hangs."""
-        return self._thread.is_alive()
+        """Whether the loop runs. If it does and `heartbeat` does not change, it may hang."""
+        return self.thread.is_alive()
+
+    @property
+    def step(self) -> RunningStep | None:
+        """The oldest step that runs; from any thread."""
+        return self.core.steps.current
+
+    @property
+    def heartbeat(self) -> int:
+        """Changes with each step that ends, and without a step with each iteration."""
+        steps = self.core.steps
+        return self.iterations if steps.current is None else -1 - steps.finished
 
     def _loop(self) -> None:
         _set_precise_sleeps()
         try:
             while not self._stopping:
                 self._iterate()
-        except Exception:
+        except Exception as exc:
+            self.error = exc
             logger.exception("the engine's loop died")  # from now on, `is_running` is false
 
     def _iterate(self) -> None:

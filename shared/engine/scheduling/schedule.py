@@ -5,6 +5,7 @@ scheduler.py makes the decisions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,6 +23,7 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
     Withdraw,
 )
+from pagewire.shared.engine.step_costs import StepWork
 from pagewire.shared.kv.block_table import BlockTable
 from pagewire.shared.kv.cache_groups import CacheGroups
 
@@ -39,6 +41,7 @@ class SchedulerLimits:
         watermark_blocks: blocks that an admission leaves free, so that running sequences can grow.
         local_prefill_tokens: a prompt with at most this many uncached tokens is computed here, not
             by a prefill worker.
+        step_s: a step has no more prompt tokens than it computes in about this many seconds.
     """
 
     max_num_seqs: int
@@ -47,6 +50,7 @@ class SchedulerLimits:
     max_waiting: int
     watermark_blocks: int = 0
     local_prefill_tokens: int = 0
+    step_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,14 @@ class ScheduledTokens:
     def num_prompt_tokens(self) -> int:
         """How many tokens are run, if they begin in the prompt."""
         return self.end - self.start if self.start < self.sequence.num_prompt_tokens else 0
+
+
+def work_of(rows: int, chunks: list[ScheduledTokens]) -> StepWork:
+    """Return the work of a step with so many decode rows and these chunks."""
+    work = StepWork(rows)
+    for chunk in chunks:
+        work = work.with_chunk(chunk.start, chunk.end - chunk.start)
+    return work
 
 
 @dataclass(slots=True)
@@ -107,6 +119,11 @@ class Schedule:
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token, in the order of the step's result."""
         return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks if chunk.samples)]
+
+    @property
+    def work(self) -> StepWork:
+        """What the plan computes."""
+        return work_of(len(self.rows), self.chunks)
 
     @property
     def has_grammar(self) -> bool:

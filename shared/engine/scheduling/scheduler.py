@@ -20,20 +20,32 @@ A decode row that needs no block and does not end costs the scheduler nothing: s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
-from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
+from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens, work_of
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.step_costs import StepCosts
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.kv.block_table import BlockTable
+
+# A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of
+# its time, so that a step of fewer may last longer than `step_s`, up to so many times.
+EFFICIENT_CHUNK = 192
+LONGER = 4
 
 
 @dataclass(slots=True)
 class Scheduler(SequenceTable):
-    """Decides what the sequences of its table do next."""
+    """Decides what the sequences of its table do next.
 
+    Attributes:
+        costs: predicts how long a step takes.
+    """
+
+    costs: StepCosts = field(default_factory=StepCosts)
     num_preemptions: int = 0
     _num_plans: int = 0
 
@@ -162,12 +174,33 @@ class Scheduler(SequenceTable):
             self._enter_row(sequence, decision)
             return 1
         start = sequence.num_computed_tokens
-        end = start + min(missing, budget)
-        if not self._grow(sequence, end, decision):
+        end = start + min(missing, budget, self._room(decision, sequence, start))
+        if start == end or not self._grow(sequence, end, decision):
             return 0
         is_all = end == len(sequence.token_ids)
         decision.chunks.append(ScheduledTokens(sequence, start, end, samples=is_all))
         return end - start
+
+    def _room(self, decision: Schedule, sequence: Sequence | None, start: int) -> int:
+        """Return how many tokens the next chunk may have, as far as time and suspicion matter.
+
+        Args:
+            decision: the step so far.
+            sequence: of the chunk; None: any.
+            start: position of the chunk's first token.
+        """
+        chunks = decision.chunks
+        if chunks and (chunks[0].sequence.strikes or (sequence is not None and sequence.strikes)):
+            return 0  # a suspect runs alone, so that it is known whether it is to blame
+        most = self.limits.max_num_batched_tokens
+        if self.limits.step_s == math.inf:
+            return most
+        work, seconds = work_of(len(self._decoding), chunks), self.limits.step_s
+        tokens = self.costs.tokens_within(seconds, work, start)
+        if not chunks and tokens < EFFICIENT_CHUNK:
+            longer = self.costs.tokens_within(LONGER * seconds, work, start)
+            tokens = min(EFFICIENT_CHUNK, longer)
+        return min(most, tokens)
 
     def _grow(self, sequence: Sequence, end: int, decision: Schedule) -> bool:
         """Take the blocks for the tokens before `end`, preempting younger sequences for them.
@@ -217,7 +250,11 @@ class Scheduler(SequenceTable):
 
     def _admit_waiting(self, budget: int, decision: Schedule) -> None:
         """Admit from the queue while there is room."""
-        while budget > 0 and (admitted := self._admit(decision)) is not None:
+        while (
+            budget > 0
+            and self._room(decision, None, 0) > 0
+            and (admitted := self._admit(decision)) is not None
+        ):
             if admitted.status is RequestStatus.RUNNING:
                 budget -= self._add_tokens(admitted, budget, decision)
 

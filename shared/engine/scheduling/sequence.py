@@ -36,6 +36,8 @@ class Sequence:
         spec: the request's settings; it has a seed.
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
+        strikes: how strongly it is suspected of making its worker hang or die; if at all, its
+            chunks run in steps without others.
         prefill_only: a prefill job: ends with its first token, and keeps its blocks until `forget`.
         pooling: its embedding is wanted. Its prompt is computed without the prefix cache, and
             leaves nothing there.
@@ -67,6 +69,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     arrival_s: float = 0.0
     remote_prefill: bool = False
+    strikes: int = 0
     prefill_only: bool = False
     pooling: PoolingMode | None = None
     output_start: int = 0
@@ -136,6 +139,11 @@ class Sequence:
         """
         wanted = self.spec.prompt_logprobs is not None
         return wanted and self.scored_until < self.num_prompt_tokens
+
+    @property
+    def log_name(self) -> str:
+        """How logs name its request: by the client's id, else by its own."""
+        return self.spec.log_id or self.request_id
 
     @property
     def is_finished(self) -> bool:

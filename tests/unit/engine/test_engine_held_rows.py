@@ -44,7 +44,7 @@ class LateMasks(Constraints):
     def is_due(self) -> bool:
         return True
 
-    def fill(self, launched: Launched, wait: bool) -> Masked | None:
+    def fill(self, launched: Launched, wait: bool, usual_step_s: float) -> Masked | None:
         if not wait and self.choose.random() < 0.3:
             return None
         masked = Masked()

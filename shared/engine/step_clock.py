@@ -1,0 +1,91 @@
+"""Which step runs, since when, and how long steps take: one clock for all that want to know.
+
+The engine's thread writes it. Other threads read `current` and `finished`.
+
+    begin -----> finish                     the step's own time begins when the one before has ended
+      begin ------------> finish
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagewire.shared.engine.scheduling.schedule import Schedule
+from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.step_costs import StepCosts, StepWork
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunningStep:
+    """A step that has been launched and has not ended.
+
+    Attributes:
+        schedule: the sequences that it computes.
+        began_s: when it was launched.
+        predicted_s: how long steps with such work have taken.
+    """
+
+    schedule: Schedule
+    work: StepWork
+    began_s: float
+    predicted_s: float
+
+    @property
+    def suspects(self) -> list[Sequence]:
+        """The sequences that may be why it hangs: those of its chunks, else its newest row."""
+        chunks = [chunk.sequence for chunk in self.schedule.chunks]
+        rows = self.schedule.rows.sequences
+        return chunks or sorted(rows, key=lambda sequence: sequence.arrival_s)[-1:]
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Measures steps.
+
+    Attributes:
+        costs: learns from each step that ends.
+        finished: number of steps that have ended, well or not.
+        usual_s: a short time that a step often takes; it follows slower steps by and by.
+    """
+
+    costs: StepCosts = field(default_factory=StepCosts)
+    clock: Callable[[], float] = time.monotonic
+    finished: int = 0
+    usual_s: float = 0.01
+    _running: deque[RunningStep] = field(default_factory=deque)
+    _ended_s: float = 0.0
+
+    @property
+    def current(self) -> RunningStep | None:
+        """The oldest step that runs."""
+        try:
+            return self._running[0]
+        except IndexError:  # another thread may end it at any moment
+            return None
+
+    def begin(self, schedule: Schedule) -> None:
+        """Note that a step is about to be launched."""
+        work = schedule.work
+        self._running.append(RunningStep(schedule, work, self.clock(), self.costs.predict(work)))
+
+    def finish(self) -> None:
+        """Note that the oldest step has ended, and learn from it."""
+        now, step = self.clock(), self._running.popleft()
+        seconds = now - max(step.began_s, self._ended_s)
+        self._ended_s, self.finished = now, self.finished + 1
+        self.usual_s = min(seconds, self.usual_s * 1.02)
+        self.costs.observe(step.work, seconds)
+
+    def withdraw(self) -> None:
+        """Note that the newest step could not be launched."""
+        self._running.pop()
+        self.finished += 1
+
+    def fail(self) -> None:
+        """Note that the oldest step has failed."""
+        self._ended_s = self.clock()
+        self._running.popleft()
+        self.finished += 1
