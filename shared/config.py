@@ -179,6 +179,11 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         "Seconds for the oldest KV segment under way to be acknowledged, and for each step of "
         "opening a KV link.",
     )
+    step_timeout_s: Seconds = described(
+        10.0,
+        "Seconds that a step may take beyond 4 times its predicted time; then its worker counts as "
+        "hanging, ends, and is started again.",
+    )
     prefill_timeout_s: Seconds = described(
         30.0,
         "Seconds without a segment or a first token of a prefill job, after which another worker "

@@ -9,6 +9,7 @@
     +-- OverloadedError        a bounded queue is full  (HTTP 429)
     +-- NoWorkerError          no live worker can do the work  (HTTP 503)
     +-- RequestFailedError     a request died inside the system  (HTTP 500)
+    |   +-- HarmfulRequestError    it makes workers hang or die; it must not be sent again
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
     |   +-- SealError              a worker record that no member of the cluster wrote
@@ -94,6 +95,10 @@ class NoWorkerError(PagewireError):
 
 class RequestFailedError(PagewireError):
     """A request died inside the system, through no fault of the client."""
+
+
+class HarmfulRequestError(RequestFailedError):
+    """A request made workers hang or die, and would do so again; the message says what happened."""
 
 
 class ProtocolError(PagewireError):

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
-from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal
+from pagewire.shared.control.protocol import (
+    Blamed,
+    ControlMessage,
+    EngineLost,
+    KvHello,
+    KvRefusal,
+)
+from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.errors import PagewireError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
@@ -165,11 +172,23 @@ class PrefillLinks:
 
     def _on_message(self, link: PrefillLink, message: ControlMessage) -> None:
         kv = link.kv.value
-        if not isinstance(message, KvRefusal):
-            name = type(message).__name__
-            logger.warning("unexpected %s message from %s", name, link.record.worker_id)
-        elif kv is not None and message.link == kv.number:
-            self._on_kv_lost(kv, message.error)
+        match message:
+            case KvRefusal():
+                if kv is not None and message.link == kv.number:
+                    self._on_kv_lost(kv, message.error)
+            case Blamed():
+                self._on_blamed(message)
+            case EngineLost():
+                self._lose(link, message.error)
+            case _:
+                name = type(message).__name__
+                logger.warning("unexpected %s message from %s", name, link.record.worker_id)
+
+    def _on_blamed(self, message: Blamed) -> None:
+        def suspect(_core: EngineCore) -> None:
+            self.receiver.callbacks.on_suspected(message)
+
+        self.engine.submit(suspect, admitted=True)  # before the link is closed, likewise
 
     def _on_tested(self, kv: ReceiverLink) -> None:
         link = self._links.get(kv.peer)

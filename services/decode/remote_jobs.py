@@ -17,6 +17,7 @@ from collections.abc import Callable
 from prometheus_client import Counter
 
 from pagewire.services.decode.requests import DecodeRequest
+from pagewire.shared.control.protocol import MAX_STRIKES, Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
@@ -51,12 +52,14 @@ class RemoteJobs(JobCallbacks):
         on_prompt_scored: called before `on_first_token`, with log probabilities of the prompt. If
             another worker computes the prompt again, they come again from its start.
         on_arrived: called when all of a request's KV has arrived, and its timings are known.
+        on_blamed: called if a request may be why a prefill worker hung or died.
     """
 
     find: Callable[[str], DecodeRequest | None]
     on_first_token: Callable[[DecodeRequest, PrefillDone, str], None]
     on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
     on_arrived: Callable[[DecodeRequest], None]
+    on_blamed: Callable[[DecodeRequest, Blamed], None]
 
     def __init__(
         self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
@@ -79,6 +82,8 @@ class RemoteJobs(JobCallbacks):
 
     def _begin(self, request: DecodeRequest, job: ReceiverJob) -> None:
         """Send the job to the next prefill worker; if none is left, compute the prompt locally."""
+        if request.strikes == MAX_STRIKES:
+            return  # no further worker gets it: the router cancels it
         while (link := self._next_link(request)) is not None:
             request.tried.add(link.peer)
             if self._receiver.post(link, request.prefill_message(job)):
@@ -148,6 +153,17 @@ class RemoteJobs(JobCallbacks):
         link, job.link = job.link, None
         if link is not None:
             self._receiver.post(link, CancelPrefill(job_id=job.name))
+
+    def on_suspected(self, suspected: Blamed) -> None:
+        """Note that jobs may be why their worker ends. Those that are to blame begin no more."""
+        for job in [job for job in self._receiver.jobs if job.name in suspected.request_ids]:
+            request = self.find(job.request_id)
+            if request is None:
+                continue  # it was cancelled
+            request.strikes = min(MAX_STRIKES, request.strikes + suspected.strikes)
+            if (sequence := self._engine.core.get(request.engine_id)) is not None:
+                sequence.strikes = request.strikes
+            self.on_blamed(request, suspected)
 
     def on_link_closed(self, link: ReceiverLink) -> None:
         """Send the jobs of a lost link to other workers."""

@@ -28,6 +28,7 @@ class DecodeRequest:
         group: all requests of the same message, including this one. The first one's prompt is
             computed, and the others fork from it.
         tried: prefill workers that have been sent the job.
+        strikes: how strongly it is suspected of making workers hang or die.
         is_remote: blocks were reserved for a prefill worker to fill.
         first_token: the one that a prefill worker sampled; None if there is none yet.
         arrived_s: arrival of the message, on the monotonic clock.
@@ -40,6 +41,7 @@ class DecodeRequest:
     engine_id: str
     group: list[DecodeRequest] = field(default_factory=list)
     tried: set[str] = field(default_factory=set)
+    strikes: int = 0
     is_remote: bool = False
     first_token: int | None = None
     arrived_s: float = 0.0
@@ -91,4 +93,5 @@ class DecodeRequest:
             spec=self.message.spec,
             first_block=job.coverage.positions.start,
             trace=None if self.span is None else self.span.trace,
+            strikes=self.strikes,
         )

@@ -18,12 +18,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
+import msgspec
 from prometheus_client import Counter
 
 from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.control.protocol import (
+    Blamed,
     Cancel,
     ControlMessage,
     Embed,
@@ -86,6 +88,7 @@ class DecodeService:
         jobs.on_first_token = engine.in_loop(self._on_first_token)
         jobs.on_prompt_scored = engine.in_loop(self._on_prompt_scored)
         jobs.on_arrived = self._on_arrived
+        jobs.on_blamed = engine.in_loop(self._on_blamed)
         self._post_timings_soon = engine.in_loop(self._post_timings)
         self.on_outputs = engine.in_loop(self._on_outputs)
 
@@ -101,6 +104,12 @@ class DecodeService:
     async def close(self) -> None:
         """Close the links to prefill workers."""
         self._links.close()
+
+    def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        """Return the routers' connections and ids of all requests with a sequence's prompt."""
+        if (request := self._requests.get(engine_id)) is None:
+            return self._embeddings.owners_of(engine_id)
+        return [(each.peer_id, each.message.request_id) for each in request.group]
 
     # Messages of routers
 
@@ -131,6 +140,7 @@ class DecodeService:
         for each in message.each():
             request = DecodeRequest(peer_id, each, f"r{next(self._ids)}", group)
             request.arrived_s = time.monotonic()
+            request.strikes = message.strikes
             request.span = start_span(self._tracing, "decode", message.trace)
             group.append(request)
         try:
@@ -202,6 +212,7 @@ class DecodeService:
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
+        sequence.strikes = message.strikes
         return sequence
 
     def _on_not_added(
@@ -247,6 +258,11 @@ class DecodeService:
         for each in request.group:
             if each.engine_id in self._requests:
                 self._post_scores(each, scored)
+
+    def _on_blamed(self, request: DecodeRequest, suspected: Blamed) -> None:
+        """Report to the router that a prefill worker suspects a request; the router decides."""
+        names = [each.message.request_id for each in request.group]
+        self._post(request.peer_id, msgspec.structs.replace(suspected, request_ids=names))
 
     def _on_arrived(self, request: DecodeRequest) -> None:
         """Send a request's timings now if it needs them early. Runs in the engine's thread."""

@@ -94,9 +94,14 @@ class DecodeLinks:
         if peer is not None:
             peer.link.close()
 
+    def connection_of(self, link: SenderLink) -> str | None:
+        """Return the control connection that offered a link; None if that has ended."""
+        found = (name for name, peer in self._peers.items() if peer.link.value is link)
+        return next(found, None)
+
     def _on_lost(self, link: SenderLink, reason: str) -> None:
         """Notify the decode worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
-        for peer_id in [name for name, peer in self._peers.items() if peer.link.value is link]:
+        if (peer_id := self.connection_of(link)) is not None:
             number = self._peers.pop(peer_id).hello.link
             self.post(peer_id, KvRefusal(link=number, error=clip_text(reason)))

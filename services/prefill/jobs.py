@@ -82,6 +82,11 @@ class PrefillJobs:
         """Jobs that have not ended, their blocks included; may be called in any thread."""
         return self.sender.num_jobs
 
+    def link_of(self, job_id: str) -> SenderLink | None:
+        """Return the link of a job without a first token; from any thread."""
+        job = self._jobs.get(job_id)
+        return None if job is None else job.link
+
     def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
         if isinstance(message, CancelPrefill):
             job = self._jobs.get(message.job_id)
@@ -113,6 +118,7 @@ class PrefillJobs:
         sequence = new_sequence(message.job_id, message.token_ids, message.spec, eos)
         sequence.output_start = min(message.num_prompt_tokens, len(message.token_ids))
         sequence.prefill_only = True
+        sequence.strikes = message.strikes
         core = self.engine.core
         core.add(sequence)
         num_blocks = core.scheduler.pool.groups.num_job_blocks(len(message.token_ids))

@@ -69,6 +69,13 @@ class PrefillService:
             case _:
                 logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
+    def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        """Return the decode worker's connection and its job's id, or the router's and its own."""
+        if (link := self._jobs.link_of(engine_id)) is None:
+            return self._embeddings.owners_of(engine_id)
+        peer_id = self._links.connection_of(link)
+        return [] if peer_id is None else [(peer_id, engine_id)]
+
     def on_peer_lost(self, peer_id: str) -> None:
         """End the link and jobs of a lost decode worker, or the embeddings of a lost router."""
         self._links.close(peer_id)

@@ -3,6 +3,7 @@
     router --Generate, Cancel--> decode --TokenBatch, Refused--> router
     router --Embed, Cancel--> prefill, or decode --TokenBatch, Refused--> router
     decode --KvHello--> prefill --KvRefusal--> decode
+    prefill --Blamed, EngineLost--> decode --Blamed, EngineLost--> router
     any client --Ping--> server --Pong--> client
 
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
@@ -25,7 +26,7 @@ from pagewire.shared.sampling import RequestSpec
 from pagewire.shared.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -35,6 +36,9 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 MAX_LAYER_GROUPS = 8  # of a block
 MAX_FORKS = 127  # of one `Generate`
+# A request is suspected of making workers hang or die; so strongly suspected, it is to blame.
+MAX_STRIKES = 2
+Strikes = Annotated[int, Meta(ge=0, le=MAX_STRIKES)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1
@@ -87,6 +91,7 @@ class Generate(Message, frozen=True, kw_only=True):
         timed: send the timings as soon as they are known, not only with the last token. The worker
             never sends the last token of an answer that the router ends at a stop string.
         trace: the router's span, which is the parent of this worker's.
+        strikes: how strongly the request is suspected of making workers hang or die.
     """
 
     request_id: Id
@@ -97,6 +102,7 @@ class Generate(Message, frozen=True, kw_only=True):
     forks: Annotated[list[Fork], Meta(max_length=MAX_FORKS)] = []
     timed: bool = False
     trace: Trace | None = None
+    strikes: Strikes = 0
 
     def each(self) -> list[Generate]:
         """Return a message without forks for each of the requests, this one first."""
@@ -244,6 +250,28 @@ class Refused(Message, frozen=True, kw_only=True):
     param: Text | None = None
 
 
+class Blamed(Message, frozen=True, kw_only=True):
+    """Requests, or prefill jobs, may be why a worker hung or died.
+
+    Attributes:
+        strikes: how much more strongly each of them is suspected now.
+        error: what happened.
+    """
+
+    request_ids: Annotated[list[Id], Meta(max_length=1 << 16)]
+    strikes: Strikes
+    error: Text
+
+
+class EngineLost(Message, frozen=True, kw_only=True):
+    """The sender ends, because its engine hangs or has died; `Blamed` named those at fault before.
+
+    Its other requests are not at fault.
+    """
+
+    error: Text
+
+
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What two workers must agree on before they may send each other blocks.
 
@@ -321,6 +349,8 @@ ControlMessage = (
     | Cancel
     | TokenBatch
     | Refused
+    | Blamed
+    | EngineLost
     | KvHello
     | KvRefusal
 )

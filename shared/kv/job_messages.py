@@ -13,6 +13,7 @@ from pagewire.shared.control.protocol import (
     Id,
     LoadReport,
     Message,
+    Strikes,
     Text,
     TokenId,
     TokenIds,
@@ -31,6 +32,7 @@ class Prefill(Message, frozen=True, kw_only=True):
         first_block: number of the first block that is wanted, see `CacheGroups.job_blocks`; the
             decode worker holds those before it.
         trace: the decode worker's span, which is the parent of the job's.
+        strikes: how strongly the request is suspected of making workers hang or die.
     """
 
     job_id: Id
@@ -39,6 +41,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     spec: RequestSpec
     first_block: Count
     trace: Trace | None = None
+    strikes: Strikes = 0
 
 
 class CancelPrefill(Message, frozen=True, kw_only=True):

@@ -102,6 +102,11 @@ class EmbeddingJobs:
         for peer, request_id in [key for key in self._by_router if key[0] == peer_id]:
             self.cancel(peer, request_id)
 
+    def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        """Return the router's connection and its request's id, if this is a job."""
+        job = self._jobs.get(engine_id)
+        return [] if job is None else [(job.peer_id, job.message.request_id)]
+
     def take(self, output: StepOutput) -> None:
         """Report the engine's output of a sequence, if it is a job's."""
         job = self._jobs.get(output.request_id)

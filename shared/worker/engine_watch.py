@@ -1,4 +1,12 @@
-"""Distinguishes an engine that hangs from a process that was stopped as a whole."""
+"""Distinguishes an engine that hangs from one that computes, and from a process that was stopped.
+
+The longest silence that is in order follows the predicted time of the step under way:
+
+    limit = step_timeout_s + 4 * predicted
+
+Without a step it is the same, with 0 as the predicted time, and at least some seconds.
+After half of it the worker takes no new requests, and after all of it the worker ends.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +14,24 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-POLL_INTERVAL_S = 1.0
+from pagewire.shared.engine.step_clock import RunningStep
+
+MAX_POLL_INTERVAL_S = 1.0
+MIN_IDLE_LIMIT_S = 4.0  # an idle loop sleeps for half a second at a time
+SLOWER = 4.0  # a busy machine may take so many times as long as predicted
 
 
-class Beating(Protocol):
-    """A loop in its own thread, whose iterations show that it is alive."""
+class Watched(Protocol):
+    """A loop in its own thread, which runs steps."""
 
     @property
-    def iterations(self) -> int:
-        """Grows with each iteration."""
+    def heartbeat(self) -> int:
+        """Changes with each step that ends, and without a step with each iteration."""
+        ...
+
+    @property
+    def step(self) -> RunningStep | None:
+        """The oldest step that runs."""
         ...
 
     def is_running(self) -> bool:
@@ -23,24 +40,53 @@ class Beating(Protocol):
 
 
 class EngineWatch:
-    """Polls the engine's iterations, and adds up the time in which there were none.
+    """Polls the engine's heartbeat, and adds up the time in which it did not change.
 
     If the whole process is stopped (by a signal, a paused container or a suspended machine), the
-    caller does not poll either. So the time since the last poll counts as one poll interval at
-    most. Poll that often.
+    caller does not poll either. So the time since the last poll counts as `interval_s` at most.
+    Poll that often.
+
+    Attributes:
+        silence_s: how long the heartbeat has not changed, as of the last poll.
+        interval_s: the longest time between two polls.
     """
 
-    def __init__(self, engine: Beating, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine, self._clock = engine, clock
-        self._iterations, self._polled_s, self._silence_s = -1, clock(), 0.0
+    def __init__(
+        self, engine: Watched, step_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine, self._timeout_s, self._clock = engine, step_timeout_s, clock
+        self.interval_s = min(MAX_POLL_INTERVAL_S, step_timeout_s / 4)
+        self.silence_s = 0.0
+        self._heartbeat: int | None = None
+        self._polled_s = clock()
 
-    def poll(self, max_silence_s: float) -> bool:
-        """Return whether the engine runs and has not been silent for longer than that."""
-        now = self._clock()
-        is_running = self._engine.is_running()
-        if not is_running or self._engine.iterations != self._iterations:
-            self._iterations, self._silence_s = self._engine.iterations, 0.0
+    @property
+    def limit_s(self) -> float:
+        """After this silence the engine counts as hanging."""
+        if (step := self._engine.step) is None:
+            return max(self._timeout_s, MIN_IDLE_LIMIT_S)
+        return self._timeout_s + SLOWER * step.predicted_s
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine's thread has ended."""
+        return not self._engine.is_running()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the engine's thread lives and has been silent for longer than the limit."""
+        return not self.has_ended and self.silence_s > self.limit_s
+
+    @property
+    def is_well(self) -> bool:
+        """Whether new requests may come: the engine runs and is not suspiciously silent."""
+        return not self.has_ended and self.silence_s <= self.limit_s / 2
+
+    def poll(self) -> None:
+        """Look at the engine."""
+        now, heartbeat = self._clock(), self._engine.heartbeat
+        if self.has_ended or heartbeat != self._heartbeat:
+            self._heartbeat, self.silence_s = heartbeat, 0.0
         else:
-            self._silence_s += min(now - self._polled_s, POLL_INTERVAL_S)
+            self.silence_s += min(now - self._polled_s, self.interval_s)
         self._polled_s = now
-        return is_running and self._silence_s <= max_silence_s

@@ -4,9 +4,10 @@
     stop:   draining record -> running work ends -> record withdrawn -> service -> engine
             -> background tasks -> server -> KV endpoint -> Redis
 
-A service (prefill or decode) adds its handlers. If the engine's loop is silent, the worker's record
-says "draining", and soon after the process ends without waiting for running work, so that it is
-started again. A worker that has lost too many UCX links drains and ends, and is started again, too.
+A service (prefill or decode) adds its handlers. If a step takes far longer than predicted, the
+worker's record says "draining", and later the process ends without waiting for running work, so
+that it is started again. Before that it names the requests that may be at fault to its peers. A
+worker that has lost too many UCX links drains and ends, and is started again, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -33,7 +35,14 @@ from pagewire.shared.cluster.registry import (
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
-from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
+from pagewire.shared.control.protocol import (
+    PROTOCOL_VERSION,
+    Blamed,
+    ControlMessage,
+    EngineLost,
+    Role,
+    clip_text,
+)
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
@@ -51,7 +60,8 @@ from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.open_files import raise_open_file_limit
 from pagewire.shared.tracing import Tracing, open_tracing
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
+from pagewire.shared.worker.engine_loss import ended, hanging, stack_of
+from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import open_endpoint
@@ -63,8 +73,8 @@ from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-ENGINE_SILENCE_S = 5.0
 ENGINE_STOP_S = 10.0
+LEAVE_S = 2.0  # for the last messages of a worker whose engine hangs
 DRAIN_POLL_S = 0.05
 DRAIN_REPORT_S = 5.0
 # The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
@@ -79,6 +89,7 @@ class WorkerRuntime:
         built: the engine and its facts, from `open` on.
         kv: the role's half of the KV endpoint.
         tracing: makes the spans of requests; None if they are not traced.
+        left_behind: what a hanging engine still uses, so that only the process's end frees it.
     """
 
     built: BuiltEngine
@@ -99,6 +110,7 @@ class WorkerRuntime:
         self.metrics_registry = CollectorRegistry()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
+        self.left_behind: contextlib.AsyncExitStack | None = None
         self._service: Service | None = None
         self._advertised = settings.host
         self._endpoint = ""
@@ -179,7 +191,7 @@ class WorkerRuntime:
             busy_polls=is_gpu,
             rehearse=self.built.runner.rehearse_launch,
         )
-        self._engine_watch = EngineWatch(self.engine)
+        self._engine_watch = EngineWatch(self.engine, settings.step_timeout_s)
         names = served_names(settings.served_model_name, settings.model)
         self.metrics_registry.register(EngineCollector(self.engine, names[0]))
         await self._open_kv(stack)
@@ -194,7 +206,7 @@ class WorkerRuntime:
         stack.push_async_callback(self.tasks.close)
         stack.callback(self._leave_service)
         self.engine.start()
-        stack.push_async_callback(self._stop_engine)
+        stack.push_async_callback(self._stop_engine, stack)
         index.start()
         stack.push_async_callback(index.close)
         service.start()
@@ -309,23 +321,60 @@ class WorkerRuntime:
 
     def is_healthy(self) -> bool:
         """Whether the engine's loop runs and new work is taken."""
-        return not self.is_draining and self._engine_watch.poll(ENGINE_SILENCE_S)
+        self._engine_watch.poll()
+        return not self.is_draining and self._engine_watch.is_well
 
     async def _serve(self) -> int:
         """Wait for a signal; end the process if its engine hangs, so that it is started again.
 
         Others poll the engine, too, but only this does so as often as `EngineWatch` requires.
         """
+        watch = self._engine_watch
         while not self._stop.is_set():
-            if not self._engine_watch.poll(2 * ENGINE_SILENCE_S):
-                logger.error("the engine's loop has stopped")
+            watch.poll()
+            if watch.hangs or watch.has_ended:
+                self.is_draining = True
+                self._report_loss()
                 return 1
             if self._is_worn_out():
                 logger.error("too many KV links ended in mid-transfer for this process")
                 return 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), POLL_INTERVAL_S)
+                await asyncio.wait_for(self._stop.wait(), watch.interval_s)
         return 0
+
+    def _report_loss(self) -> None:
+        """Log why the engine is lost, and tell all peers, first of the requests at fault."""
+        step, watch = self.engine.step, self._engine_watch
+        if watch.has_ended:
+            loss = ended(step, self.engine.error)
+            logger.error("%s; suspected requests: %s", loss.text, loss.log_ids)
+        else:
+            loss = hanging(step, watch.silence_s)
+            logger.error(
+                "%s; the limit is %.1f s, by PAGEWIRE_STEP_TIMEOUT_S=%g and the time predicted for "
+                "the step; suspected requests: %s. If it only computed, raise that setting or "
+                "lower PAGEWIRE_MAX_NUM_BATCHED_TOKENS=%d",
+                loss.text,
+                watch.limit_s,
+                self.settings.step_timeout_s,
+                loss.log_ids,
+                self.settings.max_num_batched_tokens,
+                exc_info=stack_of(self.engine.thread),
+            )
+        blamed: dict[str, list[str]] = {peer: [] for peer in self.server.peers}
+        for sequence in loss.suspects:
+            for peer, name in self._owners_of(sequence.request_id):
+                blamed.setdefault(peer, []).append(name)
+        error = clip_text(loss.text)
+        for peer, names in blamed.items():
+            if names:
+                message = Blamed(request_ids=names, strikes=loss.strikes, error=error)
+                self.server.post(peer, message)
+            self.server.post(peer, EngineLost(error=error))
+
+    def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        return [] if self._service is None else self._service.owners_of(engine_id)
 
     def _is_worn_out(self) -> bool:
         """Whether only a new process can open further KV links; this one drains and ends."""
@@ -346,12 +395,21 @@ class WorkerRuntime:
             logger.warning("the drain time is over: %d requests go on elsewhere", count)
 
     def _live_work(self) -> int:
-        alive = self._engine_watch.poll(2 * ENGINE_SILENCE_S)
-        return self._service.num_active if alive and self._service is not None else 0
+        watch = self._engine_watch
+        watch.poll()
+        is_lost = watch.hangs or watch.has_ended
+        return 0 if is_lost or self._service is None else self._service.num_active
 
-    async def _stop_engine(self) -> None:
-        if not await asyncio.to_thread(self.engine.stop, ENGINE_STOP_S):
-            logger.error("the engine did not stop within %g s", ENGINE_STOP_S)
+    async def _stop_engine(self, stack: contextlib.AsyncExitStack) -> None:
+        """Stop the engine. If it does not stop, leave to the system what its thread still uses."""
+        timeout_s = 0.0 if self._engine_watch.hangs else ENGINE_STOP_S
+        if await asyncio.to_thread(self.engine.stop, timeout_s):
+            return
+        logger.error("the engine did not stop within %g s", timeout_s)
+        self.left_behind = stack.pop_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_S):
+                await self.server.close()  # which sends the last messages
 
     def _record(self) -> WorkerRecord:
         return WorkerRecord(
@@ -386,6 +444,12 @@ def run_worker(
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
     async def main() -> int:
-        return await WorkerRuntime(settings, role).run(make_service)
+        runtime = WorkerRuntime(settings, role)
+        code = await runtime.run(make_service)
+        if runtime.engine.is_running():
+            # The interpreter's end would pull the ground from under the thread, which then crashes.
+            logging.shutdown()
+            os._exit(code)
+        return code
 
     return asyncio.run(main())

@@ -33,6 +33,15 @@ class Service(Protocol):
         """Free what a peer owned."""
         ...
 
+    def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        """Return who has a sequence of the engine computed.
+
+        Returns:
+            Connections, and what each calls its request or job; several if a sequence's prompt is
+            computed for several requests.
+        """
+        ...
+
     @property
     def on_outputs(self) -> Callable[[StepOutputs], None]:
         """Called with a step's outputs, in the engine's thread, which waits for it."""

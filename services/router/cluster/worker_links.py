@@ -15,7 +15,9 @@ from pagewire.shared.aio import end_task, start_task
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
+    Blamed,
     ControlMessage,
+    EngineLost,
     LoadReport,
     Refused,
     Role,
@@ -45,8 +47,11 @@ class RequestListener(Protocol):
     def on_refused(self, refused: Refused) -> None:
         """Handle that the worker refused the request."""
 
-    def on_lost(self, reason: str) -> None:
-        """Handle that the worker is lost."""
+    def on_blamed(self, strikes: int, error: str) -> None:
+        """Handle that the request may be why a worker hung or died."""
+
+    def on_lost(self, reason: str, is_explained: bool = False) -> None:
+        """Handle that the worker is lost; if that is explained, the request is not at fault."""
 
 
 class WorkerLink:
@@ -90,6 +95,12 @@ class WorkerLink:
             case Refused():
                 if (listener := self._listeners.get(message.request_id)) is not None:
                     listener.on_refused(message)
+            case Blamed():
+                for request_id in message.request_ids:
+                    if (listener := self._listeners.get(request_id)) is not None:
+                        listener.on_blamed(message.strikes, message.error)
+            case EngineLost():
+                self.lose(message.error, is_explained=True)
             case _:
                 name = type(message).__name__
                 logger.warning("unexpected %s message from %s", name, self.worker_id)
@@ -112,8 +123,13 @@ class WorkerLink:
             if (listener := listeners.get(output.request_id)) is not None:
                 listener.on_output(output, now)
 
-    def lose(self, reason: str) -> None:
-        """Notify all requests that the worker is lost. Idempotent."""
+    def lose(self, reason: str, is_explained: bool = False) -> None:
+        """Notify all requests that the worker is lost. Idempotent.
+
+        Args:
+            reason: for the log.
+            is_explained: the worker has named the requests that may be at fault.
+        """
         if self.lost.is_set():
             return
         self.lost.set()
@@ -121,7 +137,7 @@ class WorkerLink:
         self._deliver()
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener.on_lost(reason)
+            listener.on_lost(reason, is_explained)
 
 
 def joined_steps(steps: Iterable[list[TokenOutput]]) -> Iterable[TokenOutput]:

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
-from pagewire.shared.control.protocol import Cancel, Embed, Generate, Refused, TokenOutput
-from pagewire.shared.errors import ChannelError
+from pagewire.shared.control.protocol import (
+    MAX_STRIKES,
+    Cancel,
+    Embed,
+    Generate,
+    Refused,
+    TokenOutput,
+)
+from pagewire.shared.errors import ChannelError, HarmfulRequestError
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +28,14 @@ OnOutput = Callable[[TokenOutput, float], None]
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """Outcome of an attempt whose worker was lost."""
+    """Outcome of an attempt whose worker was lost.
+
+    Attributes:
+        is_explained: the worker has said which requests may be at fault.
+    """
 
     reason: str
+    is_explained: bool = False
 
 
 class Attempt:
@@ -34,6 +46,7 @@ class Attempt:
         request_id: random and different in each attempt, so that a late message of an earlier
             attempt is not mistaken for one of this attempt.
         prefilled_by: the prefill worker that sampled the first token; None if none did.
+        strikes: how strongly the request is suspected of making workers hang or die.
 
     Args:
         on_output: gets each output and the time of its arrival; an exception of it ends the
@@ -54,13 +67,17 @@ class Attempt:
         "link",
         "prefilled_by",
         "request_id",
+        "strikes",
     )
 
-    def __init__(self, link: WorkerLink, on_output: OnOutput, in_flight: InFlightLoad) -> None:
+    def __init__(
+        self, link: WorkerLink, on_output: OnOutput, in_flight: InFlightLoad, strikes: int = 0
+    ) -> None:
         self.link = link
         self.request_id = secrets.token_hex(16)
         self._on_output, self._in_flight = on_output, in_flight
         self.prefilled_by: str | None = None
+        self.strikes = strikes
         self._last_heard = time.monotonic()
         self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
         self._outcome = asyncio.get_running_loop().create_future()
@@ -124,9 +141,16 @@ class Attempt:
         """End the attempt: the worker refused the request."""
         self._end_with(refused)
 
-    def on_lost(self, reason: str) -> None:
+    def on_blamed(self, strikes: int, error: str) -> None:
+        """Count a suspicion; end the attempt if the request is to blame."""
+        self.strikes = min(MAX_STRIKES, self.strikes + strikes)
+        logger.warning("a request is suspected, %d of %d: %s", self.strikes, MAX_STRIKES, error)
+        if self.strikes == MAX_STRIKES:
+            self._end_with(HarmfulRequestError(error))
+
+    def on_lost(self, reason: str, is_explained: bool = False) -> None:
         """End the attempt: the worker is lost."""
-        self._end_with(WorkerLost(reason))
+        self._end_with(WorkerLost(reason, is_explained))
 
     def end(self, cancel: bool) -> None:
         """Stop listening; with `cancel`, have the worker stop, too."""

@@ -33,6 +33,7 @@ from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
 from pagewire.shared.errors import (
     ChannelError,
+    HarmfulRequestError,
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
@@ -43,7 +44,9 @@ from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_MIGRATIONS = 3  # a request that kills its workers must not reach them all
+# Workers that a request may lose one after the other without any token of it in between and without
+# an explanation: one that kills its workers must not reach them all.
+MAX_LOSSES = 3
 WORKER_WAIT_S = 30.0  # how long a request waits for a worker if none is left
 RETRY_S = 0.1
 NO_WATCH = Watch()
@@ -89,6 +92,9 @@ class TokenStream:
         self._refused_by: set[str] = set()
         self._overloaded = False
         self._migrations = 0
+        self._losses = 0  # see `MAX_LOSSES`
+        self._num_sent_output = 0  # tokens that were known when the present attempt began
+        self._strikes = 0
         self._wait_until: float | None = None
         self._ended = False
         self._first: TokenStream | None = None
@@ -176,6 +182,7 @@ class TokenStream:
     def _end_attempt(self, cancel: bool = False) -> None:
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
+            self._strikes = attempt.strikes
             if attempt.prefilled_by is not None:
                 self.workers.append(attempt.prefilled_by)
             self.workers.append(attempt.link.worker_id)
@@ -190,7 +197,7 @@ class TokenStream:
             raise RequestFailedError(
                 f"no token from {attempt.link.worker_id} within {timeout:g} s"
             ) from exc
-        self._end_attempt()
+        self._end_attempt(cancel=isinstance(outcome, HarmfulRequestError))
         match outcome:
             case Refused():
                 self._on_refused(attempt.link.worker_id, outcome)
@@ -220,8 +227,12 @@ class TokenStream:
             self.close("length")
             self.sink(self.index, TokenOutput(request_id="-", finish_reason="length"))
             return
-        if self._migrations > MAX_MIGRATIONS:
-            raise RequestFailedError(f"the request lost its worker {self._migrations} times")
+        if len(self._output_ids) > self._num_sent_output:
+            self._losses = 0
+        elif not lost.is_explained:
+            self._losses += 1
+        if self._losses > MAX_LOSSES:
+            raise RequestFailedError(f"the request lost {self._losses} workers without a token")
         self._dispatcher.metrics.migrations.inc()
 
     async def _start(self) -> None:
@@ -297,9 +308,10 @@ class TokenStream:
             ChannelError: the worker cannot be reached.
         """
         in_flight = self._dispatcher.in_flight
-        attempt = Attempt(link, self._on_output, in_flight)
+        attempt = Attempt(link, self._on_output, in_flight, self._strikes)
+        self._num_sent_output = len(self._output_ids)
         others = [other for other in self._others if not other._ended]
-        forks = [Attempt(link, other._on_output, in_flight) for other in others]
+        forks = [Attempt(link, other._on_output, in_flight, self._strikes) for other in others]
         sent_at = time.monotonic()  # before the worker can begin
         attempt.start(
             Generate(
@@ -314,6 +326,7 @@ class TokenStream:
                 ],
                 timed=self._watch.timed or self._watch.may_end_here,
                 trace=self._watch.trace,
+                strikes=self._strikes,
             ),
             prompt.missing_blocks(link.worker_id),
             prompt.uncached_tokens(prefills[0]) if prefills else 0,

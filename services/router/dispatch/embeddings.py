@@ -95,18 +95,20 @@ class EmbeddingSet:
 
     async def _embed(self, token_ids: list[int]) -> bytes:
         excluded: set[str] = set()
-        overloaded, losses = False, 0
+        overloaded, losses, strikes = False, 0, 0
         while True:
-            attempt = self._send(token_ids, excluded, overloaded)
+            attempt = self._send(token_ids, excluded, overloaded, strikes)
             worker_id = attempt.link.worker_id
-            match await attempt.result(self._dispatcher.request_timeout_s):
+            outcome = await attempt.result(self._dispatcher.request_timeout_s)
+            strikes = attempt.strikes
+            match outcome:
                 case bytes(vector):
                     if worker_id not in self.workers:
                         self.workers.append(worker_id)
                     return vector
-                case WorkerLost(reason):
+                case WorkerLost(reason, is_explained):
                     logger.warning("an embedding lost its worker: %s", reason)
-                    losses += 1
+                    losses += not is_explained
                     if losses > MAX_LOSSES:
                         raise NoWorkerError(f"an embedding lost {losses} workers")
                 case Refused() as refused:
@@ -116,7 +118,9 @@ class EmbeddingSet:
                     overloaded = overloaded or refused.reason == "overloaded"
             excluded.add(worker_id)
 
-    def _send(self, token_ids: list[int], excluded: set[str], overloaded: bool) -> _Attempt:
+    def _send(
+        self, token_ids: list[int], excluded: set[str], overloaded: bool, strikes: int
+    ) -> _Attempt:
         """Send a prompt to the least loaded worker.
 
         Raises:
@@ -125,7 +129,7 @@ class EmbeddingSet:
         """
         dispatcher = self._dispatcher
         for link, amount in dispatcher.selector.embedding_workers(len(token_ids), excluded):
-            attempt = _Attempt(link, dispatcher.in_flight)
+            attempt = _Attempt(link, dispatcher.in_flight, strikes)
             asked = msgspec.structs.replace(
                 self._template, request_id=attempt.request_id, token_ids=token_ids
             )
@@ -143,8 +147,8 @@ class EmbeddingSet:
 class _Attempt(Attempt):
     """One attempt to have one worker compute one prompt's embedding."""
 
-    def __init__(self, link: WorkerLink, in_flight: InFlightLoad) -> None:
-        super().__init__(link, self._take, in_flight)
+    def __init__(self, link: WorkerLink, in_flight: InFlightLoad, strikes: int) -> None:
+        super().__init__(link, self._take, in_flight, strikes)
         self._vector = b""
 
     async def result(self, timeout: float) -> bytes | Refused | WorkerLost:

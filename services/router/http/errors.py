@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pagewire.services.router.metrics.requests import Outcome
 from pagewire.shared.errors import (
+    HarmfulRequestError,
     InvalidRequestError,
     ModelNotFoundError,
     NoWorkerError,
@@ -144,6 +145,13 @@ def describe(exc: Exception) -> ApiError:
             problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"
             message = f"No worker {problem}. Try again in a moment."
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
+        case HarmfulRequestError():
+            message = (
+                f"This request made a worker fail, and would do so again: {exc}. Do not send it "
+                "again; its id and the worker's log help to find out why."
+            )
+            headers = {"x-should-retry": "false"}  # which clients of OpenAI and Anthropic follow
+            return ApiError(SERVER_ERROR, message, _SERVER, None, "request_harms_workers", headers)
         case ResponseNotFoundError():
             return _describe_missing(exc)
         case StoreUnavailableError():

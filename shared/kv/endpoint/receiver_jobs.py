@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from pagewire.shared.control.protocol import Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
@@ -159,6 +160,9 @@ class JobCallbacks:
 
     def on_message(self, link: ReceiverLink, message: JobReport) -> None:
         """Handle a prefill worker's report about a job."""
+
+    def on_suspected(self, suspected: Blamed) -> None:
+        """Note that jobs may be why their worker ends, before its link is closed."""
 
     def on_link_closed(self, link: ReceiverLink) -> None:
         """Send the jobs of an ended link to other workers."""

@@ -236,7 +236,7 @@ def test_a_worker_that_does_not_come_back_is_a_503(redis_url, monkeypatch, strea
 
 
 def test_a_request_that_kills_its_workers_does_not_kill_all(redis_url, monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_MIGRATIONS", 1)
+    monkeypatch.setattr(dispatch, "MAX_LOSSES", 1)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
         for worker in workers:

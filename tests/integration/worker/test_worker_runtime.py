@@ -55,6 +55,9 @@ class BusyService:
         self.num_active = 1
         self.runtime, self._trouble = runtime, trouble
 
+    def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
+        return []
+
     def start(self) -> None:
         asyncio.get_running_loop().call_later(0.2, self._trouble, self.runtime)
 
@@ -142,21 +145,22 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
 def test_a_worker_whose_engine_hangs_ends_to_be_started_again(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "ENGINE_SILENCE_S", 0.5)
-    monkeypatch.setattr(runtime_module, "ENGINE_STOP_S", 0.1)
     go_on = threading.Event()
 
     def hang(runtime: WorkerRuntime) -> None:
         runtime.engine.submit(lambda _core: go_on.wait(60.0) and None)
 
     async def scenario() -> None:
-        runtime = WorkerRuntime(settings_at(redis_server), "prefill")
-        assert await runtime.run(lambda runtime: BusyService(runtime, hang)) == 1
+        runtime = WorkerRuntime(settings_at(redis_server, step_timeout_s=0.5), "prefill")
+        try:
+            assert await runtime.run(lambda runtime: BusyService(runtime, hang)) == 1
+        finally:
+            go_on.set()
+        assert runtime.left_behind is not None
+        runtime.engine.thread.join(10.0)
+        await runtime.left_behind.aclose()
 
-    try:
-        run_async(scenario())
-    finally:
-        go_on.set()
+    run_async(scenario())
 
 
 def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> None:

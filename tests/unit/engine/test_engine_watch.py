@@ -1,11 +1,23 @@
+"""When an engine counts as hanging."""
+
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-from pagewire.shared.worker.engine_watch import POLL_INTERVAL_S, EngineWatch
+import pytest
+
+from pagewire.shared.engine.scheduling.schedule import Schedule
+from pagewire.shared.engine.step_clock import RunningStep
+from pagewire.shared.engine.step_costs import StepWork
+from pagewire.shared.worker.engine_watch import EngineWatch
+
+TIMEOUT_S = 10.0
 
 
 @dataclass
 class Engine:
-    iterations: int = 0
+    heartbeat: int = 0
+    step: RunningStep | None = None
     has_thread: bool = True
 
     def is_running(self) -> bool:
@@ -15,49 +27,80 @@ class Engine:
 class Watched:
     """An engine, polled with a clock that is set by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.now = 100.0
         self.engine = Engine()
-        self.watch = EngineWatch(self.engine, lambda: self.now)
-        assert self.is_alive_after(0.0)
+        self.watch = EngineWatch(self.engine, timeout_s, lambda: self.now)
+        self.after(0.0)
 
-    def is_alive_after(self, seconds: float) -> bool:
+    def run_step(self, predicted_s: float) -> None:
+        self.engine.step = RunningStep(Schedule(), StepWork(), self.now, predicted_s)
+
+    def after(self, seconds: float) -> str:
         self.now += seconds
-        return self.watch.poll(5.0)
+        self.watch.poll()
+        if self.watch.has_ended:
+            return "ended"
+        if self.watch.hangs:
+            return "hangs"
+        return "well" if self.watch.is_well else "silent"
 
 
-def test_an_engine_that_iterates_is_alive():
+def test_an_engine_whose_heart_beats_is_well():
     watched = Watched()
     for _ in range(20):
-        watched.engine.iterations += 1
-        assert watched.is_alive_after(1.0)
+        watched.engine.heartbeat += 1
+        assert watched.after(1.0) == "well"
 
 
-def test_an_engine_that_hangs_is_silent_and_comes_back():
+def test_an_engine_that_hangs_is_silent_first_and_may_come_back():
     watched = Watched()
-    assert [watched.is_alive_after(0.5) for _ in range(12)] == [True] * 10 + [False] * 2
-    watched.engine.iterations += 1
-    assert watched.is_alive_after(0.5)
-    assert watched.is_alive_after(0.5)
+    found = [watched.after(1.0) for _ in range(11)]
+    assert found == ["well"] * 5 + ["silent"] * 5 + ["hangs"]
+    watched.engine.heartbeat += 1
+    assert watched.after(1.0) == "well"
+
+
+@pytest.mark.parametrize("predicted_s", [0.0, 1.0, 30.0])
+def test_a_step_may_take_four_times_as_long_as_predicted_and_the_timeout(predicted_s):
+    watched = Watched()
+    watched.run_step(predicted_s)
+    seconds = 0
+    while watched.after(1.0) != "hangs":
+        seconds += 1
+        assert watched.watch.is_well == (seconds <= (TIMEOUT_S + 4 * predicted_s) / 2)
+    assert seconds == TIMEOUT_S + 4 * predicted_s
+
+
+def test_a_short_timeout_is_polled_often_enough():
+    watched = Watched(timeout_s=0.4)
+    watched.run_step(0.0)
+    assert watched.watch.interval_s == pytest.approx(0.1)
+    assert [watched.after(0.1) for _ in range(5)][-1] == "hangs"
+
+
+def test_an_idle_engine_may_sleep_longer_than_a_short_timeout():
+    watched = Watched(timeout_s=0.4)
+    assert {watched.after(0.1) for _ in range(19)} == {"well"}
 
 
 def test_a_process_that_was_stopped_does_not_count_against_the_engine():
     watched = Watched()
-    assert watched.is_alive_after(3600.0)
-    assert watched.is_alive_after(3600.0)
-    assert [watched.is_alive_after(POLL_INTERVAL_S) for _ in range(4)] == [True] * 3 + [False]
+    assert watched.after(3600.0) == "well"
+    assert watched.after(3600.0) == "well"
+    assert [watched.after(1.0) for _ in range(4)] == ["well"] * 3 + ["silent"]
 
 
 def test_silence_before_the_start_does_not_count():
     watched = Watched()
     watched.engine.has_thread = False
-    assert not any(watched.is_alive_after(1.0) for _ in range(20))
+    assert {watched.after(1.0) for _ in range(20)} == {"ended"}
     watched.engine.has_thread = True
-    assert watched.is_alive_after(1.0)
+    assert watched.after(1.0) == "well"
 
 
-def test_an_engine_without_a_thread_is_not_alive():
+def test_an_engine_without_a_thread_has_ended():
     watched = Watched()
     watched.engine.has_thread = False
-    watched.engine.iterations += 1
-    assert not watched.is_alive_after(0.1)
+    watched.engine.heartbeat += 1
+    assert watched.after(0.1) == "ended"

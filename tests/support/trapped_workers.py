@@ -1,0 +1,81 @@
+"""Workers with a trap: a step with a certain token in a prompt hangs, fails, or crashes its worker.
+
+`python -P -m pagewire.tests.support.trapped_workers` is `pagewire` with such workers. The
+environment variable `TRAP` says what the trap does.
+
+    hang     the step never ends
+    fail     the step raises an error each time
+    crash    the process ends by SIGSEGV
+    slow     each step takes two seconds longer, whatever its tokens
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+from pagewire.services.cli.main import app
+from pagewire.services.cli.up import cluster_plan, supervisor
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.scheduling.step import StepPlan
+
+PROGRAM = "pagewire.tests.support.trapped_workers"
+TRAP = "TRAP"
+TRAP_TOKEN = 777
+SLOW_S = 2.0
+RESTART_DELAY_S = 0.25
+
+
+def spring(trap: str) -> None:
+    """Do what a trap does."""
+    if trap == "hang":
+        threading.Event().wait()
+    if trap == "fail":
+        raise RuntimeError("the trap")
+    if trap == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def set_trap(trap: str) -> None:
+    """Make the worker in this process run into the trap."""
+    execute = ModelRunner.execute
+
+    def trapped(runner: ModelRunner, plan: StepPlan) -> Any:
+        if trap == "slow" and plan.has_rows:
+            time.sleep(SLOW_S)
+        elif any(TRAP_TOKEN in chunk.token_ids for chunk in plan.chunks):
+            spring(trap)
+        return execute(runner, plan)
+
+    ModelRunner.execute = trapped  # type: ignore[method-assign, assignment]
+
+
+def trap_cluster() -> None:
+    """Make the cluster of this process consist of such workers, with short restart delays."""
+    service_argv = cluster_plan.service_argv
+
+    def trapped_argv(*args: Any) -> tuple[str, ...]:
+        own = "pagewire.services.cli.main"
+        return tuple(PROGRAM if word == own else word for word in service_argv(*args))
+
+    cluster_plan.service_argv = trapped_argv
+    supervisor.RestartPolicy = partial(  # type: ignore[misc, assignment]
+        supervisor.RestartPolicy, first_delay_s=RESTART_DELAY_S, max_delay_s=RESTART_DELAY_S
+    )
+
+
+def main() -> None:
+    if sys.argv[1] == "up":
+        trap_cluster()
+    elif sys.argv[1] in ("prefill", "decode"):
+        set_trap(os.environ[TRAP])
+    app()
+
+
+if __name__ == "__main__":
+    main()
