@@ -6,9 +6,10 @@ and calls `run_hooks`. Only one thread calls this class.
 With overlap, step n + 1 is launched before the tokens of step n are read, so that the host works
 while the device does. Stop conditions are then noticed one step late; the extra token is dropped.
 
-An error in an iteration fails only the sequences that the iteration touched. Then the block
-accounting is checked. The loop ends only if the accounting is wrong, or if one step after another
-fails on the device.
+If a step fails, its only prompt does, or if it has none its newest row; the others are computed
+again. Prompts that fail together are computed again one by one. Another error in an iteration fails
+the sequences that the iteration touched. Then the block accounting is checked. The loop ends only
+if the accounting is wrong, or if one step after another fails on the device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.constraints import Constraints
@@ -27,7 +28,7 @@ from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
-from pagewire.shared.engine.step_clock import StepClock
+from pagewire.shared.engine.step_clock import StepClock, suspects_of
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
 from pagewire.shared.errors import InvalidRequestError, SchedulingError
 from pagewire.shared.logprobs import Logprobs
@@ -213,7 +214,7 @@ class EngineCore:
                 hook.before_launch(plan)
             pending = self.executor.execute(plan)
         except Exception as exc:
-            logger.exception("a step failed to launch, and with it its requests")
+            logger.exception("a step failed to launch")
             self.scheduler.take_back(schedule)
             self._fail_step(schedule, exc)
             self.steps.withdraw()
@@ -269,8 +270,8 @@ class EngineCore:
         try:
             result = launched.pending.wait()
         except Exception as exc:
-            logger.exception("a step failed, and with it its requests")
-            self._fail_step(launched.schedule, exc)
+            logger.exception("a step failed")
+            self._fail_step(launched.schedule, exc, launched.lost, self._in_flight)
             self.steps.fail()
             return
         self._failed_steps = 0
@@ -393,20 +394,49 @@ class EngineCore:
         for launched in self._in_flight:
             launched.lost.add(sequence)
 
-    def _fail_step(self, schedule: Schedule, error: Exception) -> None:
-        """Fail a step's requests.
+    def _fail_step(
+        self,
+        schedule: Schedule,
+        error: Exception,
+        lost: Set[Sequence] = frozenset(),
+        later: Iterable[Launched] = (),
+    ) -> None:
+        """Fail the requests that may have made a step fail, and have the others computed again.
+
+        Args:
+            schedule: the step's.
+            error: why it failed.
+            lost: sequences that have lost their blocks since, and need nothing of the step.
+            later: steps that were launched after it, which use what it should have left: their
+                requests fail, too.
 
         Raises:
             Exception: the error, if it is the third failed step in a row. A lost device fails all
                 steps, and only a new process can use it again.
         """
-        for sequence in schedule.sequences:
-            self._fail(sequence)
+        spoilt = {each for launched in later for each in launched.schedule.sequences}
+        suspects = suspects_of(schedule)
+        is_certain = len(suspects) == 1
+        for sequence in reversed(schedule.sequences):  # each is put in front of the queue
+            is_suspect = sequence in suspects
+            is_to_blame = is_suspect and (is_certain or sequence.strikes > 0)
+            if sequence in lost or sequence.is_finished:
+                continue
+            if sequence.status is RequestStatus.RUNNING and not (is_to_blame or sequence in spoilt):
+                sequence.strikes += is_suspect
+                self._run_again(sequence)
+            else:
+                self._fail(sequence)
         for sequence in schedule.sampled:
             sequence.num_late_tokens -= 1  # the token never comes
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise error
+
+    def _run_again(self, sequence: Sequence) -> None:
+        self.scheduler.preempt(sequence)
+        for launched in self._in_flight:
+            launched.lost.add(sequence)
 
     def _fail(
         self, sequence: Sequence, error: str = "the model step failed", param: str | None = None

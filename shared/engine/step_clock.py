@@ -35,10 +35,14 @@ class RunningStep:
 
     @property
     def suspects(self) -> list[Sequence]:
-        """The sequences that may be why it hangs: those of its chunks, else its newest row."""
-        chunks = [chunk.sequence for chunk in self.schedule.chunks]
-        rows = self.schedule.rows.sequences
-        return chunks or sorted(rows, key=lambda sequence: sequence.arrival_s)[-1:]
+        """See `suspects_of`."""
+        return suspects_of(self.schedule)
+
+
+def suspects_of(schedule: Schedule) -> list[Sequence]:
+    """Return who may be why a step hangs or fails: the sequences of its chunks, else its newest."""
+    chunks = [chunk.sequence for chunk in schedule.chunks]
+    return chunks or sorted(schedule.rows.sequences, key=lambda each: each.arrival_s)[-1:]
 
 
 @dataclass(slots=True)

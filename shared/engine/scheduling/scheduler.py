@@ -348,12 +348,17 @@ class Scheduler(SequenceTable):
         return self.pool.lookup(sequence.block_hashes[:most])
 
     def _preempt_youngest(self, decision: Schedule) -> Sequence:
-        victim = self.running.pop()
+        victim = self.running[-1]
         decision.touched.append(victim)
         decision.preempted.append(victim)
-        victim.transition(RequestStatus.PREEMPTED)
-        self.waiting.appendleft(victim)
-        self._give_up_device_slot(victim)
-        self._give_up_blocks(victim)
-        self.num_preemptions += 1
+        self.preempt(victim)
         return victim
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take from a running sequence all that it holds; it waits, first in the queue."""
+        self.running.remove(sequence)
+        sequence.transition(RequestStatus.PREEMPTED)
+        self.waiting.appendleft(sequence)
+        self._give_up_device_slot(sequence)
+        self._give_up_blocks(sequence)
+        self.num_preemptions += 1
