@@ -25,7 +25,8 @@ class ShapeLogits(Protocol):
     5. Banned tokens become -inf: stop tokens before the first position at which they are allowed,
        and the last token of a bad word if the newest outputs are its other tokens.
 
-    NaN counts as -inf, +inf as the largest float. `ShapingTables` says where each value lies.
+    NaN counts as -inf, +inf as the largest float. Ids beyond the vocabulary have no effect.
+    `ShapingTables` says where each value lies.
     """
 
     def __call__(
@@ -41,7 +42,10 @@ class ShapeLogits(Protocol):
 
 
 class EnterTokens(Protocol):
-    """Compute masks of seen tokens and output counts of device slots from their tokens."""
+    """Compute masks of seen tokens and output counts of device slots from their tokens.
+
+    Ids beyond the vocabulary are not counted.
+    """
 
     def __call__(
         self,
@@ -57,7 +61,8 @@ class EnterTokens(Protocol):
 class NoteTokens(Protocol):
     """Count a new output of each device slot, and add it to its history, if its row needs this.
 
-    A device slot may occur several times only if its row does not need it.
+    A device slot may occur several times only if its row does not need it. An id beyond the
+    vocabulary is only added to the history.
     """
 
     def __call__(
@@ -104,7 +109,8 @@ class TokenLogprobs(Protocol):
 
     `logit - log(sum(exp(logits)))` in float32, of the logits as they are: without temperature,
     top-k or top-p. NaN counts as -inf, and -inf has the log probability -inf. Equal logits come in
-    the order of their ids. A rank is 1 for the most likely token; equal logits share the lowest.
+    the order of their ids. An id beyond the vocabulary has the logit -inf. A rank is 1 for the most
+    likely token; equal logits share the lowest.
 
     Returns `(ids, logprobs, ranks)`: `[N, 1 + top]` int32, `[N, 1 + top]` float32, `[N]` int32, of
     which the first column is the token and the others are the most likely tokens.

@@ -49,6 +49,12 @@ def _load_float(row_ptr, column):
 
 
 @triton.jit
+def _known(ids, vocab_size):
+    """Return which ids are tokens: others index nothing, whoever named them."""
+    return (ids >= 0) & (ids < vocab_size)
+
+
+@triton.jit
 def _load_bits(words_ptr, words, bits, inside):
     """Return which bits of some words are set."""
     return ((tl.load(words_ptr + words, mask=inside, other=0) >> bits) & 1) != 0
@@ -152,7 +158,8 @@ def _bias_kernel(
         mask = tl.load(mask_of_row_ptr + row)
         lanes = tl.arange(0, MOST)
         inside = lanes < count
-        ids = tl.load(row_ptr + _BIAS_IDS + lanes, mask=inside, other=0)
+        ids = tl.load(row_ptr + _BIAS_IDS + lanes, mask=inside, other=-1)
+        inside = _known(ids, vocab_size)
         biases = tl.load(row_ptr + _BIAS_VALUES + lanes, mask=inside, other=0)
         scores = _shaped(
             logits_ptr + row * logits_stride, row_ptr, allowed_ptr + slot * num_words,
@@ -170,6 +177,7 @@ def _ban_kernel(
     rows_ptr,
     out_ptr,
     out_stride,
+    vocab_size,
     MOST_STOPS: tl.constexpr,
     MOST_BAD_WORDS: tl.constexpr,
 ):
@@ -180,8 +188,9 @@ def _ban_kernel(
     if position < tl.load(row_ptr + _STOPS_FROM):
         stops = tl.arange(0, MOST_STOPS)
         is_stop = stops < tl.load(row_ptr + _NUM_STOPS)
-        ids = tl.load(row_ptr + _STOP_IDS + stops, mask=is_stop, other=0)
-        tl.store(out_ptr + ids, tl.full([MOST_STOPS], float("-inf"), tl.float32), mask=is_stop)
+        ids = tl.load(row_ptr + _STOP_IDS + stops, mask=is_stop, other=-1)
+        is_banned = _known(ids, vocab_size)
+        tl.store(out_ptr + ids, tl.full([MOST_STOPS], float("-inf"), tl.float32), mask=is_banned)
     count = tl.load(row_ptr + _NUM_BAD_WORDS)
     if count > 0:
         known = position - tl.load(row_ptr + _OUTPUT_START)
@@ -197,8 +206,10 @@ def _ban_kernel(
             place = (position - before + index) & (_HISTORY - 1)
             found = tl.load(row_ptr + _HISTORY_AT + place, mask=is_part, other=0)
             matches = matches & (wanted == found)
-        last = tl.load(row_ptr + _BAD_TOKENS + end - 1, mask=matches, other=0)
-        tl.store(out_ptr + last, tl.full([MOST_BAD_WORDS], float("-inf"), tl.float32), mask=matches)
+        last = tl.load(row_ptr + _BAD_TOKENS + end - 1, mask=matches, other=-1)
+        is_banned = _known(last, vocab_size)
+        banned = tl.full([MOST_BAD_WORDS], float("-inf"), tl.float32)
+        tl.store(out_ptr + last, banned, mask=is_banned)
 
 
 def shape_logits(
@@ -229,7 +240,7 @@ def shape_logits(
     )
     _bias_kernel[(count,)](*arguments, MOST=layout.MOST_BIASES, num_warps=8)
     _ban_kernel[(count,)](
-        slots, positions, tables.rows, out, out.stride(0),
+        slots, positions, tables.rows, out, out.stride(0), vocab_size,
         MOST_STOPS=layout.MOST_STOPS, MOST_BAD_WORDS=layout.MOST_BAD_WORDS, num_warps=4,
     )  # fmt: skip
     return out

@@ -140,7 +140,8 @@ def _put(row: Words, start: int, most: int, values: Sequence[int] | Words) -> in
 
 
 def pack_bits(token_ids: Sequence[int], vocab_size: int) -> Words:
-    """Return a mask of tokens, [ceil(vocab_size / 32)]."""
+    """Return a mask of tokens, [ceil(vocab_size / 32)]; ids beyond the vocabulary are left out."""
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[list(token_ids)] = 1
+    ids = np.array(token_ids, np.int64)
+    bits[ids[(ids >= 0) & (ids < vocab_size)]] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -54,6 +54,7 @@ def _enter_kernel(
     inside = place < length
     tokens = tl.load(tokens_ptr + start + place, mask=inside, other=0)
     is_output = place >= tl.load(output_starts_ptr + index)
+    inside &= (tokens >= 0) & (tokens < vocab_size)
     ones = tl.full([SIZE], 1, dtype=tl.int32)
     counts_ptr += slot * vocab_size
     tl.atomic_add(counts_ptr + tokens, ones, mask=inside & is_output, sem="relaxed")
@@ -83,6 +84,7 @@ def _note_kernel(
     tokens = tl.load(tokens_ptr + index, mask=is_noted, other=0)
     places = tl.load(positions_ptr + index, mask=is_noted, other=0) & (_HISTORY - 1)
     tl.store(row_ptr + _HISTORY_AT + places, tokens.to(tl.int32), mask=is_noted)
+    is_noted &= (tokens >= 0) & (tokens < vocab_size)
     cells = seen_ptr + slots * words + tokens // 32
     bits = tl.full([SIZE], 1, dtype=tl.int32) << (tokens % 32).to(tl.int32)
     tl.store(cells, tl.load(cells, mask=is_noted, other=0) | bits, mask=is_noted)

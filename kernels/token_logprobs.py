@@ -28,6 +28,12 @@ def _load_scores(row_ptr, ids, vocab_size):
     return tl.minimum(scores, 3.4028234663852886e38)
 
 
+@triton.jit
+def _load_score(row_ptr, token, vocab_size):
+    """A token's logit, as `_load_scores` has it; -inf for an id that is not a token."""
+    return _load_scores(row_ptr, tl.where(token >= 0, token, vocab_size), vocab_size)
+
+
 @triton.jit(do_not_specialize=["top"])
 def _chunk_kernel(
     logits_ptr,
@@ -49,7 +55,7 @@ def _chunk_kernel(
     row_ptr = logits_ptr + row * logits_stride
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     scores = _load_scores(row_ptr, ids, vocab_size)
-    token_score = _load_scores(row_ptr, tl.load(tokens_ptr + row), vocab_size)
+    token_score = _load_score(row_ptr, tl.load(tokens_ptr + row), vocab_size)
     # A finite maximum, so that a chunk of -inf has the mass 0.
     highest = tl.maximum(tl.max(scores, axis=0), -3.4028234663852886e38)
     cell = index * tl.num_programs(0) + chunk
@@ -94,7 +100,7 @@ def _join_kernel(
     log_sum = tl.log(tl.maximum(tl.sum(mass * tl.exp(highest - peak), axis=0), 1.0))
     row = tl.load(rows_ptr + index)
     token = tl.load(tokens_ptr + row)
-    score = _load_scores(logits_ptr + row * logits_stride, token, vocab_size)
+    score = _load_score(logits_ptr + row * logits_stride, token, vocab_size)
     out = index * (1 + top)
     tl.store(ids_ptr + out, token.to(tl.int32))
     tl.store(logprobs_ptr + out, tl.where(score == float("-inf"), score, score - peak - log_sum))

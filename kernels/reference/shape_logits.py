@@ -23,7 +23,8 @@ def _float(row: torch.Tensor, column: int) -> float:
 def _add_biases(scores: torch.Tensor, row: torch.Tensor, count: int) -> None:
     ids = row[layout.BIAS_IDS : layout.BIAS_IDS + count].long()
     values = row[layout.BIAS_VALUES : layout.BIAS_VALUES + count].view(torch.float32)
-    scores[ids] += values
+    is_known = (ids >= 0) & (ids < len(scores))
+    scores[ids[is_known]] += values[is_known]
 
 
 def _penalize(
@@ -84,5 +85,6 @@ def shape_logits(
         if flags & layout.IS_PENALIZED:
             scores = _penalize(scores, row, tables.seen[slot], tables.counts[slot])
         shaped[index] = scores
-        shaped[index, _banned(words, position)] = -torch.inf
+        banned = [token for token in _banned(words, position) if 0 <= token < vocab_size]
+        shaped[index, banned] = -torch.inf
     return shaped if out is None else out.copy_(shaped)

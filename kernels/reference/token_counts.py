@@ -25,7 +25,9 @@ def enter_tokens(
         own, start = tokens[start:end], end
         seen = torch.from_numpy(pack_bits(own.tolist(), vocab_size))
         tables.seen[slot] = seen.to(tables.seen.device)
-        tables.counts[slot] = torch.bincount(own[first:], minlength=vocab_size)
+        output = own[first:]
+        output = output[(output >= 0) & (output < vocab_size)]
+        tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
 
 
 def note_tokens(
@@ -38,6 +40,8 @@ def note_tokens(
     is_noted = (tables.rows[slots, layout.FLAGS] & layout.IS_NOTED) != 0
     slots, tokens, positions = slots[is_noted], tokens[is_noted], positions[is_noted]
     tables.rows[slots, layout.HISTORY_AT + positions % layout.HISTORY] = tokens.int()
+    is_known = (tokens >= 0) & (tokens < tables.vocab_size)
+    slots, tokens = slots[is_known], tokens[is_known]
     bits = torch.ones_like(tokens, dtype=torch.int32) << (tokens % 32).int()
     tables.seen[slots, tokens // 32] |= bits
     tables.counts[slots, tokens] += 1

@@ -19,10 +19,12 @@ def token_logprobs(
     scores = logits[rows].float()
     scores = scores.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     chosen = tokens[rows][:, None]
-    score = scores.gather(1, chosen)
+    is_known = (chosen >= 0) & (chosen < scores.shape[1])
+    score = scores.gather(1, chosen.where(is_known, 0)).masked_fill_(~is_known, -torch.inf)
     ranks = (scores > score).sum(-1, dtype=torch.int32) + 1
-    ids = torch.cat([chosen, _most_likely(scores, top)], dim=1)
-    values = scores.gather(1, ids)
+    likely = _most_likely(scores, top)
+    ids = torch.cat([chosen, likely], dim=1)
+    values = torch.cat([score, scores.gather(1, likely)], dim=1)
     # A finite maximum, so that -inf minus it is -inf.
     highest = scores.amax(-1, keepdim=True).clamp_(min=-_LARGEST)
     # The highest score's own share is 1, unless all scores are -inf.
