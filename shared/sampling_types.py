@@ -14,6 +14,7 @@ from pagewire.shared.logprobs import MAX_TOP
 from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_EOS_TOKEN_IDS = 64  # of a model; a device slot has room for these and a request's together
 MAX_CHOICES = 16_384
 # At most what a device slot has room for, see kernels/shaping_tables.py.
 MAX_BIASES = 1024

@@ -184,7 +184,7 @@ def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
     if file.exists():
         generation = Fields(read_json(file), str(file))
         if generation.raw.get("eos_token_id") is not None:
-            return generation.token_ids("eos_token_id", None)
+            return generation.eos_token_ids(config.vocab_size)
     return config.eos_token_ids
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.sampling_types import MAX_EOS_TOKEN_IDS
 
 # Bounds above what any model has. With them, products of sizes do not overflow, and reading a file
 # and estimating its model takes little memory.
@@ -106,18 +107,31 @@ class Fields:
             raise self.error(f"{name} must be a token id, not {value!r}")
         return value
 
-    def token_ids(self, name: str, default: int | None) -> tuple[int, ...]:
-        """Return the token ids of a field that holds one, a list of them, or null.
+    def eos_token_ids(self, vocab_size: int, default: int | None = None) -> tuple[int, ...]:
+        """Return the end tokens: the field holds one, a list of them, or null.
+
+        Args:
+            vocab_size: number of logits of a row, which end tokens index.
+            default: the end token if the field is missing; none if it lies beyond the vocabulary.
 
         Raises:
-            ModelLoadError: it is something else.
+            ModelLoadError: it is something else, or has a token that the model cannot produce, or
+                more of them than `MAX_EOS_TOKEN_IDS`.
         """
-        value = self.raw.get(name, default)
+        name = "eos_token_id"
+        value = self.raw.get(name, default if default is None or default < vocab_size else None)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(_is_token_id(item) for item in ids):
             raise self.error(f"{name} must be a token id or a list of them, not {value!r}")
+        if (count := len(set(ids))) > MAX_EOS_TOKEN_IDS:
+            raise self.error(f"{name} must be at most {MAX_EOS_TOKEN_IDS} token ids, not {count}")
+        if max(ids, default=0) >= vocab_size:
+            raise self.error(
+                f"{name} names token {max(ids)}, but vocab_size is {vocab_size}: remove it, since "
+                "the model cannot produce it"
+            )
         return tuple(ids)
 
     def _given(self, name: str, default: Any) -> Any:

@@ -142,9 +142,10 @@ def read_config(
     rope = read_rope(fields, positions, head_dim, defaults.rope_theta, partial_rotary)
     begin, end = defaults.special_tokens
     num_layers = read_num_layers(fields, defaults.num_layers)
+    vocab_size = number("vocab_size", defaults.vocab_size, MAX_TOKENS)
     return kind(
         architecture=architecture,
-        vocab_size=number("vocab_size", defaults.vocab_size, MAX_TOKENS),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=number("intermediate_size", defaults.intermediate_size, MAX_WIDTH),
         num_layers=num_layers,
@@ -156,7 +157,7 @@ def read_config(
         max_position_embeddings=rope.context(positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", defaults.tie_word_embeddings),
         dtype=read_dtype(fields),
-        eos_token_ids=fields.token_ids("eos_token_id", end),
+        eos_token_ids=fields.eos_token_ids(vocab_size, end),
         bos_token_id=fields.token_id("bos_token_id", begin),
         windows=(None,) * num_layers,
         **own,

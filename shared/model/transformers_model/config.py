@@ -86,9 +86,10 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
     positions = fields.positive_int("max_position_embeddings", most=MAX_TOKENS)
     rope = _read_rope(fields, positions)
     context = rope.context(positions)
+    vocab_size = fields.positive_int("vocab_size", most=MAX_TOKENS)
     return TransformersConfig(
         architecture=architecture,
-        vocab_size=fields.positive_int("vocab_size", most=MAX_TOKENS),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=0,
         num_layers=num_layers,
@@ -104,7 +105,7 @@ def parse_config(architecture: str, fields: Fields) -> TransformersConfig:
         o_bias=False,
         mlp_bias=False,
         dtype=read_dtype(fields),
-        eos_token_ids=fields.token_ids("eos_token_id", None),
+        eos_token_ids=fields.eos_token_ids(vocab_size),
         bos_token_id=fields.token_id("bos_token_id", None),
     )
 

@@ -97,6 +97,9 @@ def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
     for name in ("use_cache", "output_router_logits"):
         if hasattr(theirs, name):
             setattr(theirs, name, False)
+    pad = getattr(theirs, "pad_token_id", None)
+    if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
+        theirs.pad_token_id = None  # a token without a row, which the embedding would refuse
     return theirs, model_class
 
 

@@ -137,6 +137,16 @@ def test_refusals_when_it_is_loaded(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("pad", [VOCAB, -VOCAB - 1])
+def test_a_padding_token_beyond_the_vocabulary_has_no_effect(tmp_path: Path, pad: int) -> None:
+    """A token that was added without a row; transformers alone does not load such a model."""
+    theirs = write_tiny(tmp_path, "StableLmForCausalLM")
+    change(tmp_path, pad_token_id=pad)
+    paged = PagedModel(load(tmp_path), num_blocks=64, block_size=8, seed=3)
+    prompts = random_prompts((9,), VOCAB)
+    check_greedy_answers(paged, prompts, 8, partial(expected_logits, theirs), TOLERANCE)
+
+
 def test_a_name_that_transformers_spells_otherwise(tmp_path: Path) -> None:
     """Phi-3.5-MoE's as it was published."""
     write_tiny(tmp_path, "PhimoeForCausalLM")

@@ -183,7 +183,8 @@ def test_a_device_slot_has_room_for_all_that_a_request_may_ask_for() -> None:
     assert shaping_tables.MOST_BAD_WORDS >= bounds.MAX_BAD_WORDS >= 2 * bounds.MAX_BAD_STRINGS
     assert shaping_tables.MOST_BAD_TOKENS >= bounds.MAX_BAD_TOKENS
     assert shaping_tables.HISTORY >= bounds.MAX_BAD_WORD_TOKENS
-    assert shaping_tables.MOST_STOPS >= 2 * bounds.MAX_STOP_TOKEN_IDS  # the model's own as well
+    stops = bounds.MAX_STOP_TOKEN_IDS + bounds.MAX_EOS_TOKEN_IDS
+    assert stops <= shaping_tables.MOST_STOPS
     assert shaping_tables.HISTORY & (shaping_tables.HISTORY - 1) == 0
 
 

@@ -19,6 +19,7 @@ from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.rope_config import RopeConfig
+from pagewire.shared.sampling_types import MAX_EOS_TOKEN_IDS
 from pagewire.tests.support.hf_configs import assert_same, config_class, needed_fields
 
 LLAMA_3_1_8B = {
@@ -135,6 +136,49 @@ def test_end_tokens_come_from_the_generation_config(
     if generation is not None:
         _write(tmp_path, generation, "generation_config.json")
     assert load_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("token_id", [300, 99_999, 2**31, 10**30])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("several", [False, True])
+def test_an_end_token_beyond_the_vocabulary_is_refused(
+    tmp_path: Path, name: str, token_id: int, several: bool
+) -> None:
+    _write(tmp_path, _llama(vocab_size=300))
+    eos = {"eos_token_id": [2, token_id, 3] if several else token_id}
+    _write(tmp_path, _llama(vocab_size=300) | eos if name == "config.json" else eos, name)
+    with pytest.raises(ModelLoadError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / name}: eos_token_id names token {token_id}, but vocab_size is 300: remove "
+        "it, since the model cannot produce it"
+    )
+
+
+def test_the_last_token_of_the_vocabulary_may_end_an_answer(tmp_path: Path) -> None:
+    _write(tmp_path, _llama(vocab_size=300, eos_token_id=299))
+    assert load_config(tmp_path).eos_token_ids == (299,)
+    _write(tmp_path, {"eos_token_id": [299, 0]}, "generation_config.json")
+    assert load_config(tmp_path).eos_token_ids == (299, 0)
+
+
+def test_a_familys_default_end_token_counts_only_in_its_vocabulary(tmp_path: Path) -> None:
+    fields = {"architectures": ["CohereForCausalLM"]}
+    assert load_config(_write(tmp_path, fields)).eos_token_ids == (255_001,)
+    assert load_config(_write(tmp_path, {**fields, "vocab_size": 300})).eos_token_ids == ()
+
+
+def test_more_end_tokens_than_a_request_has_room_for_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, _llama())
+    ends = list(range(MAX_EOS_TOKEN_IDS))
+    _write(tmp_path, {"eos_token_id": ends * 2}, "generation_config.json")
+    assert set(load_config(tmp_path).eos_token_ids) == set(ends)
+    _write(tmp_path, {"eos_token_id": [*ends, 999]}, "generation_config.json")
+    with pytest.raises(ModelLoadError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/generation_config.json: eos_token_id must be at most 64 token ids, not 65"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -55,6 +55,15 @@ def test_old_names(tmp_path: Path) -> None:
     assert (config.head_dim, config.max_position_embeddings) == (16, 128)
 
 
+def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        load_config(write(tmp_path, eos_token_id=[3, 1000]), "transformers")
+    assert str(caught.value) == (
+        f"{tmp_path}/config.json: eos_token_id names token 1000, but vocab_size is 1000: remove "
+        "it, since the model cannot produce it"
+    )
+
+
 def test_longrope_ends_at_its_original_context(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "factor": 4.0}
     path = write(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
