@@ -95,6 +95,27 @@ def test_a_request_that_runs_out_of_tokens_fails_alone(
     assert llm.block_counts().used == 0
 
 
+# Ids that no check has seen: what a file or a message may name, but for a bug.
+BEYOND = (2048, 99_999, 2**31 - 1)
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "stops": {"stop_token_ids": BEYOND, "min_tokens": 6},
+    "biases": {"logit_bias": dict.fromkeys(BEYOND, 100.0)},
+    "bad words": {"bad_words": tuple((token,) for token in BEYOND)},
+    "allowed": {"allowed_token_ids": (*range(2048), *BEYOND)},
+}
+
+
+@pytest.mark.parametrize("fields", UNKNOWN.values(), ids=UNKNOWN)
+def test_ids_beyond_the_vocabulary_have_no_effect(llm: LLM, fields: dict[str, Any]) -> None:
+    assert llm.engine.config.vocab_size == 2048
+    core, plain = llm.engine.core, {"temperature": 0.0}
+    (alone,) = run(core, sequence_of(llm, "x", **plain))[0].values()
+    sequences = (sequence_of(llm, "x", **plain, **fields), sequence_of(llm, "other", **plain))
+    tokens, others = run(core, *sequences)
+    assert tokens == {"x": alone, "other": alone}
+    assert [each.finish_reason for each in others if each.finish_reason] == ["length"] * 2
+
+
 def test_a_request_that_always_has_a_token_ends_as_usual(llm: LLM) -> None:
     words = ((A, A), (B, B))
     asked = {"allowed_token_ids": (A, B), "bad_words": words, "temperature": 1.0}
