@@ -34,6 +34,7 @@ class TokenBytes:
 
     Attributes:
         special: tokens that are not part of an answer's text, such as one that ends it.
+        largest_id: of all tokens; -1 if there are none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -41,6 +42,8 @@ class TokenBytes:
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self.special = frozenset(i for i, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.largest_id = max(vocabulary.values(), default=-1)
         decoders = _decoders(backend.decoder)
         self._is_byte_level = "ByteLevel" in decoders
         self._joins_bytes = decoders in (["ByteLevel"], ["ByteLevel", "Fuse"])
@@ -74,7 +77,7 @@ class TokenBytes:
         """
         if not self._joins_bytes:
             return None
-        ids = range(1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1))
+        ids = range(1 + self.largest_id)
         table = [b"" if self.is_special(token_id) else self.of(token_id) for token_id in ids]
         texts = self._backend.decode_batch([[token_id] for token_id in ids])
         return table if texts == [raw.decode(errors="replace") for raw in table] else None

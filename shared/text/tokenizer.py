@@ -22,10 +22,12 @@ from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.piece_table import PieceTable, piece_table
 from pagewire.shared.text.token_bytes import TokenBytes
-from pagewire.shared.text.tokenizer_files import no_tokenizer, read_optional_json
+from pagewire.shared.text.tokenizer_files import TOKENIZER_FILE, no_tokenizer, read_optional_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_OPTIONS = ChatOptions()
+# Tables have an entry for each id up to the largest; no model has this many.
+_MOST_IDS = 1 << 24
 
 
 class Tokenizer:
@@ -51,13 +53,18 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self.token_bytes = TokenBytes(backend)
+        if (largest := self.token_bytes.largest_id) >= _MOST_IDS:
+            raise ModelLoadError(
+                f"{TOKENIZER_FILE}: token {backend.id_to_token(largest)!r} has the id {largest}; "
+                f"ids must be below {_MOST_IDS}"
+            )
         self._chat_template = chat_template
         self._tools_template = tools_template or chat_template
         self._literals = Literals(backend) if special_tokens == "text" else None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
-        self.token_bytes = TokenBytes(backend)
         self._tables: dict[frozenset[int], list[bytes]] = {}
         self._pieces: dict[frozenset[int], PieceTable] = {}
 
@@ -73,7 +80,7 @@ class Tokenizer:
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
         """
-        backend = _load_backend(path / "tokenizer.json")
+        backend = _load_backend(path / TOKENIZER_FILE)
         config = read_optional_json(path / "tokenizer_config.json")
         names = _special_tokens(config)
         eos = _eos_token_ids(path, names, backend)
@@ -175,6 +182,29 @@ class Tokenizer:
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a text that stands alone, without special tokens."""
         return self.encode(text, add_special_tokens=False)
+
+    def check_ids(self, ids: Sequence[int], vocab_size: int, name: str) -> None:
+        """Check that the model has all tokens of a text, which index its embedding.
+
+        A tokenizer may have more: tokens that were added without a row in the weights.
+
+        Args:
+            ids: the text's tokens.
+            vocab_size: the model's; its token ids are below it.
+            name: the field that has the text, perhaps with an index: `prompts[1]`.
+
+        Raises:
+            InvalidRequestError: it lacks one; names the token and the field.
+        """
+        if self.token_bytes.largest_id < vocab_size:
+            return
+        largest = max(ids, default=0)
+        if largest >= vocab_size:
+            raise InvalidRequestError(
+                f"{name}: the text has the token {self._backend.id_to_token(largest)!r} (id "
+                f"{largest}), which the model lacks: its token ids are below {vocab_size}",
+                name.partition("[")[0],
+            )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are left out."""

@@ -95,10 +95,18 @@ class ChatPrompt(TokenizedPrompt):
 def read_chats(
     conversations: Sequence[object],
     tokenizer: Tokenizer,
+    vocab_size: int,
     syntax: ChatSyntax,
     arguments: ChatArguments,
 ) -> list[ChatPrompt]:
     """Check, render and tokenize conversations.
+
+    Args:
+        conversations: lists of messages.
+        tokenizer: the model's tokenizer.
+        vocab_size: upper bound (exclusive) of token ids.
+        syntax: how the model writes tool calls and reasoning.
+        arguments: of all conversations.
 
     Raises:
         InvalidRequestError: a message or an argument is wrong; the error names it.
@@ -122,6 +130,7 @@ def read_chats(
         messages = read_conversation(conversation)
         text = tokenizer.render_chat(messages, options)
         ids = tokenizer.encode_chat(messages, options, bool(asked.add_special_tokens))
+        tokenizer.check_ids(ids, vocab_size, "messages")
         continued = messages[-1]["content"] if options.continue_final_message else None
         reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
         begins = reasoning_before(syntax, tokenizer, ids, reading, continued)

@@ -150,7 +150,8 @@ class LLM:
             isinstance(conversation, list | tuple) for conversation in messages
         )
         conversations = messages if several else [messages]
-        prompts = read_chats(conversations, self.tokenizer, self._syntax, arguments)
+        vocab_size = self.engine.config.vocab_size
+        prompts = read_chats(conversations, self.tokenizer, vocab_size, self._syntax, arguments)
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 
     def embed(

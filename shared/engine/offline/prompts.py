@@ -50,7 +50,7 @@ def read_prompts(
     Args:
         prompts: one `Prompt` or an iterable of several.
         tokenizer: the model's tokenizer, if it has one.
-        vocab_size: upper bound (exclusive) of token ids.
+        vocab_size: upper bound (exclusive) of token ids, also of a text's.
         add_special_tokens: add the special tokens that the model expects around a text.
 
     Raises:
@@ -88,7 +88,9 @@ def _read(
         raise InvalidRequestError(
             "the model has no tokenizer.json: pass lists of token ids", "prompts"
         )
-    return TokenizedPrompt(text, tokenizer.encode(text, add_special_tokens))
+    ids = tokenizer.encode(text, add_special_tokens)
+    tokenizer.check_ids(ids, vocab_size, name)
+    return TokenizedPrompt(text, ids)
 
 
 def _text_or_ids(prompt: object) -> tuple[str | None, list[Any] | None]:

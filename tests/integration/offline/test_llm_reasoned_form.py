@@ -104,7 +104,8 @@ def _grammar_of(llm: LLM) -> str:
     syntax = ChatSyntax.choose(
         tokenizer.template_source, "auto", "think", tokenizer.marker_token_id
     )
-    (chat,) = read_chats([CHAT], tokenizer, syntax, {"continue_final_message": True})
+    vocab_size = llm.engine.config.vocab_size
+    (chat,) = read_chats([CHAT], tokenizer, vocab_size, syntax, {"continue_final_message": True})
     form = grammar_text(ASKED.structured_outputs)
     (grammar,) = chat.grammars_with(form)
     assert grammar is not None and "reasoning_end" in grammar

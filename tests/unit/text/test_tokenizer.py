@@ -174,6 +174,18 @@ class TestFromDir:
         assert "\n" not in str(caught.value)
         assert file.split(".")[0].replace("_", " ") in str(caught.value).replace("_", " ")
 
+    @pytest.mark.parametrize("token_id", [2**24, 2**32 - 1])
+    def test_an_id_beyond_any_vocabulary_is_refused(self, model_dir: Path, token_id: int) -> None:
+        """Tables of texts have an entry for each id up to the largest."""
+        file = model_dir / "tokenizer.json"
+        model = json.loads(file.read_text())["model"]
+        edit(file, model={**model, "vocab": {**model["vocab"], "far away": token_id}})
+        with pytest.raises(ModelLoadError) as caught:
+            Tokenizer.from_dir(model_dir)
+        assert str(caught.value) == (
+            f"tokenizer.json: token 'far away' has the id {token_id}; ids must be below {2**24}"
+        )
+
     @pytest.mark.parametrize(
         ("generation", "config", "expected"),
         [([3, 4], [5], {3, 4}), (3, None, {3}), (None, 6, {6}), (None, None, {1})],

@@ -171,11 +171,14 @@ def chat_ids(
     """Return the token ids of a conversation, none of them cut off.
 
     Raises:
-        InvalidRequestError: a message is wrong, or the template refuses it; names the field.
+        InvalidRequestError: a message is wrong, or the template refuses it, or the model lacks a
+            token of it; names the field.
     """
     messages = conversation(body)
     check_chars(num_chars(messages, options), max_model_len, "messages")
-    return model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
+    ids = model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
+    model.tokenizer.check_ids(ids, model.vocab_size, "messages")
+    return ids
 
 
 def chat_input(

@@ -71,7 +71,9 @@ def prompt_ids(
     """
     if isinstance(prompt, str):
         check_chars(len(prompt), max_model_len, param)
-        return model.tokenizer.encode(prompt, adds_special)
+        ids = model.tokenizer.encode(prompt, adds_special)
+        model.tokenizer.check_ids(ids, model.vocab_size, param)
+        return ids
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         raise InvalidRequestError(
             f"{param}: token ids must lie between 0 and {model.vocab_size - 1}", param
