@@ -15,15 +15,12 @@ from typing import Any
 import msgspec
 
 from pagewire.services.router.http.bodies.child_serving import memory_bytes, run
-from pagewire.services.router.http.bodies.protocol import (
-    BodyKind,
-    Job,
-    Refusal,
-    Reply,
+from pagewire.services.router.http.bodies.framing import (
     receive_bytes,
     receive_message,
     send_message,
 )
+from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
 from pagewire.services.router.http.inputs.embeddings import read_embedding
 from pagewire.services.router.http.inputs.generation import (
     GenerationInput,

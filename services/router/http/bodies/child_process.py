@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from threading import Lock
 from typing import Any
 
-from pagewire.services.router.http.bodies.protocol import send_message
+from pagewire.services.router.http.bodies.framing import send_message
 from pagewire.shared.errors import RequestFailedError
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 
 from pagewire.services.router.http.bodies.child_process import SHUTS_DOWN, ChildPool, ChildProcess
 from pagewire.services.router.http.bodies.grammar_process import Ready, Verdict
-from pagewire.services.router.http.bodies.protocol import receive_message
+from pagewire.services.router.http.bodies.framing import receive_message
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.errors import (
     ChannelError,

@@ -23,7 +23,7 @@ import msgspec
 from llguidance import LLTokenizer
 
 from pagewire.services.router.http.bodies.child_serving import memory_bytes, run
-from pagewire.services.router.http.bodies.protocol import receive_message, send_message
+from pagewire.services.router.http.bodies.framing import receive_message, send_message
 from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.limits import (

@@ -7,18 +7,14 @@ never decodes several long ones at once.
 
 from __future__ import annotations
 
-import socket
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.http.inputs.generation import GenerationInput
-from pagewire.shared.errors import ChannelError, InvalidRequestError, ModelNotFoundError
+from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
 
-LENGTH_BYTES = 4
-
-MessageT = TypeVar("MessageT")
 BodyKind = Literal[
     "chat",
     "completion",
@@ -82,35 +78,3 @@ class Reply(msgspec.Struct, frozen=True):
     result: GenerationInput | Refusal
     memory_bytes: int
     num_prompts: int = 0
-
-
-def send_message(connection: socket.socket, message: object) -> None:
-    """Send a message."""
-    raw = msgspec.msgpack.encode(message)
-    connection.sendall(len(raw).to_bytes(LENGTH_BYTES, "big") + raw)
-
-
-def receive_message(connection: socket.socket, kind: type[MessageT]) -> MessageT:
-    """Return the next message.
-
-    Raises:
-        ChannelError: the other side has closed the connection.
-    """
-    size = int.from_bytes(receive_bytes(connection, LENGTH_BYTES), "big")
-    return msgspec.msgpack.decode(receive_bytes(connection, size), type=kind)
-
-
-def receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Return this many bytes.
-
-    Raises:
-        ChannelError: the other side has closed the connection.
-    """
-    found = bytearray(count)
-    rest = memoryview(found)
-    while rest:
-        taken = connection.recv_into(rest)
-        if not taken:
-            raise ChannelError("the other side has closed the connection")
-        rest = rest[taken:]
-    return found

@@ -13,13 +13,8 @@ import msgspec
 
 from pagewire.services.router.http.bodies.body_process import read_body
 from pagewire.services.router.http.bodies.child_process import ChildPool, ChildProcess
-from pagewire.services.router.http.bodies.protocol import (
-    BodyKind,
-    Job,
-    Refusal,
-    Reply,
-    receive_message,
-)
+from pagewire.services.router.http.bodies.framing import receive_message
+from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
 from pagewire.services.router.http.inputs.generation import GenerationInput, PromptInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
