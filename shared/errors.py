@@ -7,6 +7,7 @@
     +-- InvalidRequestError    the client's fault; names the field  (HTTP 400)
     |   +-- ModelNotFoundError  (HTTP 404)
     +-- OverloadedError        a bounded queue is full  (HTTP 429)
+    +-- BusyError              the machine is too busy to do the work in time  (HTTP 503)
     +-- NoWorkerError          no live worker can do the work  (HTTP 503)
     +-- RequestFailedError     a request died inside the system  (HTTP 500)
     |   +-- HarmfulRequestError    it makes workers hang or die; it must not be sent again
@@ -79,6 +80,13 @@ class OverloadedError(PagewireError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class BusyError(PagewireError):
+    """The clock ran out before the work was done, through no fault of the client.
+
+    Trying again helps. The message is for the client.
+    """
 
 
 class NoWorkerError(PagewireError):

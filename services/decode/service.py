@@ -328,6 +328,7 @@ class DecodeService:
             timings=request.timings if is_early or output.finish_reason is not None else None,
             logprobs=output.logprobs,
             param=output.param,
+            is_busy=output.is_busy,
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:

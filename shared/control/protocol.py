@@ -210,6 +210,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
         prefill_load: load of that prefill worker when it had sampled the token.
         error: why the request failed, if `finish_reason` is "error".
         param: the request's field that caused the error, if it is the client's fault.
+        is_busy: the worker had no time for the request, and another attempt may succeed.
         embedding: the prompt's embedding, little-endian float32; in the one output of an `Embed`.
         logprobs: log probabilities of the tokens, if the request asks for them.
         prompt_logprobs: those of at most `MAX_POSITIONS` prompt tokens, before the first output
@@ -228,6 +229,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prompt_logprobs: PromptLogprobs | None = None
     param: Text | None = None
     embedding: Annotated[bytes, Meta(max_length=MAX_EMBEDDING_BYTES)] | None = None
+    is_busy: bool = False
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

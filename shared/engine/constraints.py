@@ -38,12 +38,14 @@ class Masked:
     Attributes:
         masks: index in the step's tokens -> the tokens that are allowed there.
         held: rows whose mask is late, by the same index.
-        failed: sequences that cannot continue, and why.
+        failed: sequences that cannot continue because of their grammars, and why.
+        too_late: sequences that fail because the machine had no time for their masks, and why.
     """
 
     masks: dict[int, bytes] = field(default_factory=dict)
     held: dict[int, Sequence] = field(default_factory=dict)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    too_late: list[tuple[Sequence, str]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -187,7 +189,8 @@ def _masked(rows: list[tuple[int, Sequence, Row]]) -> Masked:
     for index, sequence, row in rows:
         follower = row.follower
         if follower.problem is not None:
-            masked.failed.append((sequence, follower.problem))
+            failed = masked.too_late if follower.is_late else masked.failed
+            failed.append((sequence, follower.problem))
         elif row.is_ready and follower.mask is not None:
             masked.masks[index] = follower.mask
         else:

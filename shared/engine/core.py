@@ -242,6 +242,8 @@ class EngineCore:
             return False
         for sequence, problem in masked.failed:
             self._fail(sequence, problem, "grammar")
+        for sequence, problem in masked.too_late:
+            self._fail(sequence, problem, is_busy=True)
         launched.held.update(masked.held.values())
         for sequence in launched.held:
             self.scheduler.hold(sequence)
@@ -439,9 +441,15 @@ class EngineCore:
             launched.lost.add(sequence)
 
     def _fail(
-        self, sequence: Sequence, error: str = "the model step failed", param: str | None = None
+        self,
+        sequence: Sequence,
+        error: str = "the model step failed",
+        param: str | None = None,
+        is_busy: bool = False,
     ) -> None:
         """End a sequence with an error, unless it has ended."""
         if self._sequences.get(name := sequence.request_id) is sequence:
             self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._other_outputs.append(StepOutput(name, [], "error", error=error, param=param))
+            self._other_outputs.append(
+                StepOutput(name, [], "error", error=error, param=param, is_busy=is_busy)
+            )

@@ -27,6 +27,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
         embedding: the prompt's embedding, float32; it comes before the output that ends the
             sequence.
         param: the request's field that caused the error, if it is the client's fault.
+        is_busy: the machine had no time for the sequence, and another attempt may succeed.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class StepOutput(msgspec.Struct, frozen=True, gc=False):
     param: str | None = None
     embedding: bytes | None = None
     chunks: int = 0
+    is_busy: bool = False
 
 
 class StepOutputs(msgspec.Struct, frozen=True, gc=False):

@@ -43,8 +43,10 @@ MIN_ROW_S = 1e-5
 # to 3 ms with 128,000 tokens, on slow machines twice as long. Its real time would include waits
 # for the interpreter's lock: some milliseconds each where other threads are busy.
 QUICK_CPU_S = 0.005
-MAX_WAIT_S = 10.0  # then the row fails; only an overloaded machine takes that long for a mask
-TOO_SLOW = "the grammar takes too long to follow"
+# Then the row fails. Only an overloaded machine takes that long for a mask, so that says nothing
+# against the grammar.
+MAX_WAIT_S = 10.0
+TOO_LATE = "the worker had no time to follow the grammar"
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,7 @@ class Follower:
         mask: the tokens that are allowed after the first `position` tokens of the answer.
         position: -1 before the first mask.
         problem: why the answer cannot continue; None if it can.
+        is_late: the problem is not the grammar's: its mask has not come in time.
         is_busy: a mask thread works on it.
         is_slow: its masks are filled separately, not in a batch call.
         asked: the position whose mask was requested last.
@@ -77,6 +80,7 @@ class Follower:
     mask: bytes | None = None
     position: int = -1
     problem: str | None = None
+    is_late: bool = False
     is_busy: bool = False
     is_slow: bool = False
     asked: int = -1
@@ -223,7 +227,8 @@ class MaskFiller:
             follower = row.follower
             follower.is_slow = follower.is_slow or follower in self._batch
             if self.clock() > follower.since_s + MAX_WAIT_S:
-                follower.problem = TOO_SLOW  # still busy: a thread may write to it
+                # Still busy: a thread may write to it.
+                follower.problem, follower.is_late = TOO_LATE, True
 
     def usual_s(self, count: int) -> float:
         """Return how long a batch call for this many rows usually takes, in seconds."""

@@ -79,6 +79,7 @@ class FakeDecodeWorker:
         refuse: reason with which every request is refused, if any.
         error: error with which every answer ends, if any.
         error_param: name of the request's field in that error, if any.
+        error_is_busy: the reason of that error is that the worker had no time.
         cached_tokens: number of cached prompt tokens that is reported.
         generated: requests for tokens that came, in order, each by itself.
         groups: number of requests of each message.
@@ -112,6 +113,7 @@ class FakeDecodeWorker:
         self.refuse: str | None = None
         self.error: str | None = None
         self.error_param: str | None = None
+        self.error_is_busy = False
         self.cached_tokens = 0
         self.generated: list[Generate] = []
         self.groups: list[int] = []
@@ -254,6 +256,7 @@ class FakeDecodeWorker:
                     finish_reason="error",
                     error=self.error,
                     param=self.error_param,
+                    is_busy=self.error_is_busy,
                 )
             if position == first and self.prefilled_by is not None:
                 worker_id, load = self.prefilled_by

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from pagewire.services.router.metrics.requests import Outcome
 from pagewire.shared.errors import (
+    BusyError,
     HarmfulRequestError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -22,8 +23,9 @@ from pagewire.shared.errors import (
 from pagewire.shared.http.refusals import error_object
 
 NO_WORKER_RETRY_S = 2.0
+BUSY_RETRY_S = 5.0
 SERVER_ERROR = 500
-REFUSALS = (429, 503)  # no room, no worker
+REFUSALS = (429, 503)  # no room, no worker, no time
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; so nginx names it in access logs
 
 _INVALID = "invalid_request_error"
@@ -140,6 +142,10 @@ def describe(exc: Exception) -> ApiError:
             headers = _retry_after(exc.retry_after_s)
             message = "The server is overloaded: it holds all the requests it can. Try again later."
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
+        case BusyError():
+            headers = _retry_after(BUSY_RETRY_S)
+            message = f"The server is busy: {exc}. Send the request again in a moment."
+            return ApiError(503, message, _SERVER, None, "server_busy", headers)
         case NoWorkerError():
             headers = _retry_after(NO_WORKER_RETRY_S)
             problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"

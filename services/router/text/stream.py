@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from pagewire.shared.control.protocol import TokenOutput
-from pagewire.shared.errors import InvalidRequestError, RequestFailedError
+from pagewire.shared.errors import BusyError, InvalidRequestError, RequestFailedError
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta
 
 
@@ -37,6 +37,7 @@ class AnswerStream:
 
         Raises:
             InvalidRequestError: a worker could not do what the client asked for.
+            BusyError: a worker had no time for the request.
             RequestFailedError: a worker failed or aborted the request.
         """
         if output.prompt_logprobs is not None:
@@ -51,4 +52,6 @@ class AnswerStream:
             return self._assembler.push(output.token_ids, reason, output.logprobs)
         if reason == "error" and output.param is not None:
             raise InvalidRequestError(output.error or "the request cannot be done", output.param)
+        if output.is_busy:
+            raise BusyError(output.error or "the worker had no time")
         raise RequestFailedError(f"a worker ended the request: {output.error or reason}")

@@ -18,7 +18,7 @@ from pagewire.shared.engine.constraints import Constraints, Masked
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.grammar.masks import MaskFiller
+from pagewire.shared.grammar.masks import MAX_WAIT_S, MaskFiller
 from pagewire.shared.grammar.structures import regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
@@ -34,6 +34,7 @@ class LateMasks(Constraints):
 
     choose: random.Random = field(default_factory=random.Random)
     fails: frozenset[str] = frozenset()
+    has_time: bool = True
 
     def check(self, sequence: Sequence) -> None:
         pass
@@ -52,7 +53,8 @@ class LateMasks(Constraints):
             if sequence.spec.grammar is None or sequence in launched.lost:
                 continue
             if sequence.request_id in self.fails and self.choose.random() < 0.3:
-                masked.failed.append((sequence, "no token is allowed"))
+                failed = masked.failed if self.has_time else masked.too_late
+                failed.append((sequence, "no token is allowed"))
             elif self.choose.random() < 0.4:
                 masked.held[index] = sequence
         return masked
@@ -100,9 +102,11 @@ def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, ove
     assert_idle(core)
 
 
+@pytest.mark.parametrize("has_time", [True, False])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_row_that_cannot_go_on_fails_alone(overlap: bool) -> None:
+def test_row_that_cannot_go_on_fails_alone(overlap: bool, has_time: bool) -> None:
     core, masks = make_late(5, overlap=overlap)
+    masks.has_time = has_time
     masks.fails = frozenset({"bad"})
     good = [make_sequence("free", [1] * 5, max_tokens=20), make_sequence("late", [2] * 9, seed=3)]
     expected = [generate(each, LIMIT) for each in good]
@@ -114,11 +118,8 @@ def test_row_that_cannot_go_on_fails_alone(overlap: bool) -> None:
         outputs += core.step(wait=False)[0].others
     assert [each.token_ids[each.num_prompt_tokens :] for each in good] == expected
     (failed,) = [output for output in outputs if output.finish_reason == "error"]
-    assert (failed.request_id, failed.error, failed.param) == (
-        "bad",
-        "no token is allowed",
-        "grammar",
-    )
+    assert (failed.request_id, failed.error) == ("bad", "no token is allowed")
+    assert (failed.param, failed.is_busy) == ("grammar" if has_time else None, not has_time)
     assert_idle(core)
 
 
@@ -163,6 +164,31 @@ def test_wait_for_a_row_that_is_aborted_does_not_shorten_the_next_one(overlap: b
             gate.set()
     drain(core)
     assert (core.stats.tokens_generated, core.stats.rows_held) == (1, 0)
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_that_do_not_come_in_time_are_no_fault_of_a_good_grammar(overlap: bool) -> None:
+    gate, now = threading.Event(), [0.0]
+
+    def load() -> LLTokenizer:
+        gate.wait()
+        return load_vocabulary(demo_model_path(), 2048, (1, 5))
+
+    core, _device = make_core(overlap=overlap)
+    filler = MaskFiller(load, 2048, lambda: now[0])
+    core.constraints = Constraints(filler, clock=lambda: now[0])
+    sequence = make_sequence("good", [1] * 5, max_tokens=1)
+    sequence.spec = msgspec.structs.replace(sequence.spec, grammar=regex_grammar("a"))
+    core.add(sequence)
+    outputs = []
+    while core.has_work:
+        outputs += core.step(wait=False)[0].others
+        now[0] += 0.5
+    gate.set()
+    (failed,) = [output for output in outputs if output.finish_reason == "error"]
+    assert (failed.param, failed.is_busy) == (None, True)
+    assert MAX_WAIT_S < now[0] < MAX_WAIT_S + 5
     assert_idle(core)
 
 

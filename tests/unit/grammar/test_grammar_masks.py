@@ -14,7 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import check_grammar
-from pagewire.shared.grammar.masks import SLOW_THREADS, Follower, MaskFiller, Row
+from pagewire.shared.grammar.masks import SLOW_THREADS, TOO_LATE, Follower, MaskFiller, Row
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
 from pagewire.shared.grammar.structures import regex_grammar
 from pagewire.tests.support.grammars import TEXTS, VOCAB, WORDS, demo_vocabulary, walk
@@ -184,7 +184,7 @@ def test_mask_that_does_not_come_fails_its_row() -> None:
     for now[0] in (0.0, 11.0):
         filler.give_up(filler.begin([stuck]))
         problems.append(stuck.follower.problem)
-    assert problems == [None, "the grammar takes too long to follow"]
+    assert problems == [None, TOO_LATE] and stuck.follower.is_late
     assert filler.begin([stuck]) == []
 
 
@@ -200,7 +200,7 @@ def test_mask_that_comes_after_its_row_has_failed_changes_nothing(vocabulary: LL
     assert late.is_ready and late.follower.is_busy  # its thread may still write
     assert filler.begin([late]) == []
     late.follower.note(matcher.fill_mask(WORDS))
-    assert late.follower.problem == "the grammar takes too long to follow"
+    assert late.follower.problem == TOO_LATE
     assert late.is_ready and filler.begin([late]) == [] and not late.follower.is_busy
 
 
