@@ -78,7 +78,7 @@ class FairQueue(Generic[OwnerT, ItemT]):
         return owner, item
 
     def end_turn(self, owner: OwnerT) -> None:
-        """End a turn of an owner, whose line is then behind those of the others."""
+        """End a turn of an owner, whose line then comes after those of the others."""
         self._turns[owner] -= 1
         if not self._turns[owner]:
             del self._turns[owner]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from llguidance import LLParserLimits
 
 MAX_COMPILE_S = 1.0  # CPU time; realistic schemas take milliseconds
+MAX_FOLLOW_S = 1.0  # CPU time of all masks while a router tries a grammar
 MAX_TRIED_MASK_S = 0.1  # CPU time of a mask while a router tries a grammar
 MAX_COMPILE_BYTES = 64 << 20
 CHECK_STACK_BYTES = 1 << 20

@@ -124,7 +124,6 @@ def test_wrong_ones_are_a_400_that_names_the_field(redis_url: str) -> None:
 def test_hostile_grammars_are_refused_or_passed_on_while_answers_go_on(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar_checker, "TIMEOUT_S", 2.5)
     monkeypatch.setattr(grammar_checker, "VERDICT_WAIT_S", 300.0)  # of all of them, one by one
     hostile = hostile_fields()
     assert len(hostile) >= 30
@@ -222,6 +221,18 @@ def test_worker_that_cannot_follow_a_grammar_is_a_400(redis_url: str) -> None:
             f"guided_regex: {worker.error}",
             "guided_regex",
         )
+
+    with_worker(redis_url, main)
+
+
+def test_worker_that_had_no_time_for_a_grammar_is_a_503(redis_url: str) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.error, worker.error_is_busy = "the worker had no time", True
+        response = await router.complete(prompt="x", guided_regex="a")
+        assert response.status_code == 503 and int(response.headers["Retry-After"]) >= 1
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("server_busy", None)
+        assert worker.error in error["message"]
 
     with_worker(redis_url, main)
 

@@ -6,12 +6,17 @@ llguidance's limits bound most of a grammar's cost, but not the depth of recursi
 regular expressions: a chain of 3,000 rules crashes the process that compiles it. This process may
 crash, but a worker must not. Its stack is smaller than a worker's, so a worker can compile what it
 could. It serves one socket, the router's, and ends when that is closed.
+
+A trial is bounded by its CPU time, so that the verdict is the same on a busy machine. The kernel
+ends the process by SIGPROF when that time is over, whatever it executes, and the router sees which
+signal it was.
 """
 
 from __future__ import annotations
 
 import random
 import resource
+import signal
 import socket
 import sys
 import time
@@ -30,6 +35,7 @@ from pagewire.shared.grammar.limits import (
     CHECK_STACK_BYTES,
     MAX_COMPILE_BYTES,
     MAX_COMPILE_S,
+    MAX_FOLLOW_S,
     MAX_TRIED_MASK_S,
 )
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
@@ -67,6 +73,7 @@ def serve(connection: socket.socket) -> None:
     Raises:
         ChannelError: the router has closed the connection.
     """
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which a parent may have had ignored
     settings = receive_message(connection, VocabularySettings)
     path = Path(settings.model)
     try:
@@ -94,6 +101,8 @@ def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
         problem = try_grammar(text, vocabulary)
     except InvalidRequestError as exc:
         problem = exc.message
+    finally:
+        _limit_cpu(0)
     if memory_bytes() - held > MAX_COMPILE_BYTES:
         problem = problem or "the grammar is too large when it is compiled"
     found.append(problem)
@@ -102,13 +111,14 @@ def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
 def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:
     """Compile a grammar and follow it for a few tokens, chosen at random; returns what is wrong.
 
+    If it takes too much CPU time, the process ends.
+
     Raises:
         InvalidRequestError: it does not compile.
     """
-    started = time.thread_time()
+    _limit_cpu(MAX_COMPILE_S)
     matcher = Matcher(check_grammar(text, vocabulary))
-    if time.thread_time() - started > MAX_COMPILE_S:
-        return f"the grammar takes longer than {MAX_COMPILE_S:g} s to compile"
+    _limit_cpu(MAX_FOLLOW_S)
     choose = random.Random(zlib.crc32(text.encode()))
     words = mask_words(vocabulary.vocab_size)
     for _ in range(TRIED_TOKENS):
@@ -123,6 +133,11 @@ def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:
             break
         matcher.follow([choose.choice(tokens)])
     return matcher.problem
+
+
+def _limit_cpu(seconds: float) -> None:
+    """Let the kernel end this process after so much CPU time from now on; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory() -> None:

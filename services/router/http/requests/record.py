@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Any, Literal, Protocol
 
 from starlette.types import Scope
@@ -81,6 +82,20 @@ class RequestRecord:
         self.error: str | None = None
         self.answers: Answers | None = None
         self.span: TracedSpan | None = None
+
+    @property
+    def owner(self) -> str:
+        """Who takes turns with others: the name of the API key, or else the client's address.
+
+        Of an IPv6 address it is the first half: one machine may have all addresses of a network.
+        """
+        if self.key is not None:
+            return self.key
+        client = self.scope.get("client")
+        address = ip_address(client[0] if client else "::")
+        if isinstance(address, IPv4Address):
+            return str(address)
+        return str(address.ipv4_mapped or ip_network((int(address), 64), strict=False))
 
     def fail(self, exc: Exception, outcome: Outcome | None = None) -> None:
         """Record an error. If no outcome is given, the status decides it."""

@@ -224,9 +224,9 @@ async def _check_grammar(request: Request, asked: GenerationInput) -> Generation
     """Return the request with the first of its grammars that is not refused."""
     others = list(asked.other_grammars)
     while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
-        checker = service_of(request).grammar_checker
+        checker, owner = service_of(request).grammar_checker, record_of(request.scope).owner
         try:
-            await cancel_on_disconnect(request, checker.check(text, asked.form_field))
+            await cancel_on_disconnect(request, checker.check(text, asked.form_field, owner))
         except InvalidRequestError:
             if not others:
                 raise
