@@ -35,7 +35,10 @@ from pagewire.shared.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILED_STEPS = 3  # in a row
+# Steps that fail in a row because of different prompts, and in all. The same prompt may fail again
+# and again, since its client tries again, while the device is as good as before.
+MAX_FAILED_PROMPTS = 3
+MAX_FAILED_STEPS = 10
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class EngineCore:
     _in_flight: deque[Launched] = field(default_factory=deque)
     _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
     _other_outputs: list[StepOutput] = field(default_factory=list)
-    _failed_steps: int = 0  # in a row
+    _failed_prompts: list[tuple[int, ...]] = field(default_factory=list)  # of steps in a row
     _has_news: bool = False  # something has changed since the scheduler's last decision
     # What this iteration has decided and launched, for the hooks.
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
@@ -276,7 +279,7 @@ class EngineCore:
             self._fail_step(launched.schedule, exc, launched.lost, self._in_flight)
             self.steps.fail()
             return
-        self._failed_steps = 0
+        self._failed_prompts.clear()
         self.steps.finish()
         try:
             self._accept(launched, result)
@@ -413,7 +416,7 @@ class EngineCore:
                 requests fail, too.
 
         Raises:
-            Exception: the error, if it is the third failed step in a row. A lost device fails all
+            Exception: the error, if too many steps in a row have failed. A lost device fails all
                 steps, and only a new process can use it again.
         """
         spoilt = {each for launched in later for each in launched.schedule.sequences}
@@ -431,8 +434,9 @@ class EngineCore:
                 self._fail(sequence)
         for sequence in schedule.sampled:
             sequence.num_late_tokens -= 1  # the token never comes
-        self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS:
+        self._failed_prompts.append(tuple(hash(tuple(each.prompt_ids)) for each in suspects))
+        num_failed, num_different = len(self._failed_prompts), len(set(self._failed_prompts))
+        if num_failed >= MAX_FAILED_STEPS or num_different >= MAX_FAILED_PROMPTS:
             raise error
 
     def _run_again(self, sequence: Sequence) -> None:

@@ -141,6 +141,11 @@ class Sequence:
         return wanted and self.scored_until < self.num_prompt_tokens
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of its prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
     def log_name(self) -> str:
         """How logs name its request: by the client's id, else by its own."""
         return self.spec.log_id or self.request_id

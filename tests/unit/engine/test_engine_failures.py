@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
+from pagewire.shared.engine.core import MAX_FAILED_PROMPTS, MAX_FAILED_STEPS, EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
@@ -122,7 +122,7 @@ def test_device_that_fails_every_step_ends_the_loop(
 ) -> None:
     core, device = make_core(overlap=overlap)
     for number in range(20):
-        core.add(make_sequence(f"r{number}", [1]))
+        core.add(make_sequence(f"r{number}", [1, number % 7]))
     failed: list[str] = []
     with pytest.raises(RuntimeError, match="device lost"):
         while core.has_work:
@@ -130,8 +130,22 @@ def test_device_that_fails_every_step_ends_the_loop(
             outputs, _ = core.step()
             failed += ends_of(outputs)
     # With overlap one more may have been launched, unless launching is what fails, here.
-    assert MAX_FAILED_STEPS <= len(device.batches) <= MAX_FAILED_STEPS + overlap
+    assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_PROMPTS + overlap
     assert len(failed) < 20
+
+
+def test_prompt_that_is_sent_again_may_fail_more_often_than_different_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, device = make_core(overlap=False)
+    for number in range(MAX_FAILED_STEPS - 1):
+        core.add(make_sequence(f"r{number}", [1, 2]))
+        device.fail("fail_execute", "poison")
+        assert ends_of(drain(core)) == {f"r{number}": "error"}
+    core.add(make_sequence("last", [1, 2]))
+    device.fail("fail_execute", "device lost")
+    with pytest.raises(RuntimeError, match="device lost"):
+        drain(core)
 
 
 @BOTH
