@@ -1,8 +1,9 @@
 """Rewrites JSON schemas so that llguidance follows them correctly.
 
 llguidance reads all numbers of a schema as float64, and counts integers in 64 bits. It also refuses
-some keywords that have no effect. Here such keywords are left out, bounds are moved into range,
-patterns are made exact, and other numbers that llguidance would get wrong are refused.
+some keywords that have no effect. Here such keywords are left out, as are descriptions and other
+annotations, which may be long; bounds are moved into range, patterns are made exact, and other
+numbers that llguidance would get wrong are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from pagewire.shared.schema_patterns import without_nul
 
@@ -21,6 +23,7 @@ _MOST_CHARS = 2**31  # more than any answer has
 
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _BOUNDS = (*_LOW, *_HIGH)
+_TEXTS = {"title", "description", "$comment"}
 # Keywords whose value is an object of schemas by name, and keywords whose value is not a schema.
 _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 _ANNOTATIONS = {"default", "examples"}
@@ -31,22 +34,45 @@ _FORMATS = {
     *("ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
+# Keywords that may have no effect, or whose value may change.
+_LOOKED_AT = {"propertyNames", "format", "maxLength", "uniqueItems", "pattern", "patternProperties"}
+_LOOKED_AT |= _TEXTS | _ANNOTATIONS
 _TOO_DEEP = "it is nested too deeply"
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def fitted(schema: Any, lenient: bool = False) -> Any:
+def fitted(schema: Any, lenient: bool = False, then: Change | None = None) -> Any:
     """Return an equivalent schema that llguidance follows correctly.
 
     Args:
         schema: decoded from JSON.
         lenient: keywords with numbers that no grammar can express are left out.
+        then: another change of each schema in it, which resolves references.
 
     Raises:
-        ValueError: the schema has such numbers (unless lenient), or is nested too deeply.
+        ValueError: the schema has such numbers (unless lenient), has text in an annotation that
+            UTF-8 cannot encode, or is nested too deeply.
     """
-    return changed(schema, lambda each: _fitted(each, lenient))
+    references: list[Any] = []
+
+    def change(each: dict[str, Any]) -> dict[str, Any]:
+        if then is not None:
+            return then(_fitted(each, lenient))
+        if "$ref" in each:
+            references.append(each["$ref"])
+        return _fitted(each, lenient)
+
+    kept = changed(schema, change)
+    if any(map(_is_to_annotation, references)):
+        return changed(schema, lambda each: _fitted(each, lenient, annotated=True))
+    return kept
+
+
+def _is_to_annotation(reference: Any) -> bool:
+    """Whether a `$ref` may point into an annotation, which must stay then."""
+    path = unquote(reference) if isinstance(reference, str) else ""
+    return any(f"/{name}" in path for name in _ANNOTATIONS)
 
 
 def changed(schema: Any, change: Change) -> Any:
@@ -76,13 +102,17 @@ def _changed_in(key: str, value: Any, change: Change) -> Any:
     return value if key in _OF_VALUES else _changed(value, change)
 
 
-def _fitted(schema: dict[str, Any], lenient: bool) -> dict[str, Any]:
-    kept = {key: _exact(key, each) for key, each in schema.items() if not _is_idle(key, each)}
-    for fit, keys in (
-        (_with_exact_values, ("const", "enum")),
-        (_with_near_bounds, _BOUNDS),
-        (_with_open_bounds, _BOUNDS),
-    ):
+def _fitted(schema: dict[str, Any], lenient: bool, annotated: bool = False) -> dict[str, Any]:
+    kept = schema
+    if not _LOOKED_AT.isdisjoint(schema):
+        kept = {
+            key: _exact(key, each)
+            for key, each in schema.items()
+            if not _is_idle(key, each) and (annotated or key not in _ANNOTATIONS)
+        }
+    for fit, keys in _FITS:
+        if keys.isdisjoint(kept):
+            continue
         try:
             kept = fit(kept)
         except ValueError:
@@ -98,6 +128,9 @@ def _is_idle(key: str, value: Any) -> bool:
     Libraries write `"uniqueItems": false`, `"propertyNames": {"type": "string"}` for dictionaries,
     and their largest integer as `maxLength`.
     """
+    if key in _TEXTS and isinstance(value, str):
+        value.encode()  # fails as any other text would that UTF-8 cannot encode
+        return True
     if key == "propertyNames":
         return value is True or value in ({}, {"type": "string"})
     if key == "format":  # others, such as pydantic's "password" and OpenAPI's "int64", say nothing
@@ -113,7 +146,7 @@ def _exact(key: str, value: Any) -> Any:
     A `$ref` may point into an annotation, so the numbers in it must be in range, too.
     """
     if key in _ANNOTATIONS:
-        return fitted(value, lenient=True)
+        return changed(value, lambda each: _fitted(each, lenient=True, annotated=True))
     if key == "pattern" and isinstance(value, str):
         return without_nul(value)
     if key == "patternProperties" and isinstance(value, dict):
@@ -227,3 +260,10 @@ def _at_least(value: float) -> float:
     """Return the least float64 that is not less than a number, which may be an integer."""
     nearest = float(value)
     return nearest if nearest >= value else math.nextafter(nearest, math.inf)
+
+
+_FITS: tuple[tuple[Change, frozenset[str]], ...] = (
+    (_with_exact_values, frozenset({"const", "enum"})),
+    (_with_near_bounds, frozenset(_BOUNDS)),
+    (_with_open_bounds, frozenset(_BOUNDS)),
+)

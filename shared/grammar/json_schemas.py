@@ -32,8 +32,6 @@ def json_grammar(
             nested too deeply.
     """
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-    if len(text) > MAX_GRAMMAR_CHARS:
-        return text  # `checked_size` refuses it
     if text.strip() == "true":
         text = "{}"
     if not text.lstrip().startswith("{"):
@@ -44,6 +42,8 @@ def json_grammar(
     kept = changed(kept, _closed) if closed else kept
     if kept != decoded:
         text = msgspec.json.encode(kept).decode()
+    if len(text) > MAX_GRAMMAR_CHARS:
+        return text  # `checked_size` refuses it
     return LLMatcher.grammar_from_json_schema(
         text, overrides=cast(Any, options or {"whitespace_pattern": JSON_WHITE_SPACE})
     )

@@ -15,7 +15,7 @@ from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.schema_fit import fitted
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion
 
 VOCAB, EOS = 2048, (1, 5)
@@ -173,6 +173,23 @@ def test_references_to_annotations_reach_no_number_that_is_too_large(keyword: st
     for value, fit in ((inner, kept), ([inner], [kept]), ([1, "a"], [1, "a"]), (2**70, 2**70)):
         schema = {keyword: value, "properties": {"a": {"$ref": f"#/{keyword}"}}}
         assert fitted(schema) == {**schema, keyword: fit}
+
+
+def test_annotations_are_left_out_unless_a_reference_may_need_them() -> None:
+    texts = {"title": "t", "description": "d" * MAX_GRAMMAR_CHARS, "$comment": "c"}
+    others = {"default": [1] * MAX_GRAMMAR_CHARS, "examples": [{"type": "string"}]}
+    kept = {"type": "object", "properties": {"title": {"type": "string"}, "default": {}}}
+    schema = {**kept, "$defs": {"description": {"const": {"title": "t"}}}, "minProperties": 1}
+    assert fitted({**texts, **schema, **others}) == schema
+    assert grammar_text(StructuredOutputs(json={**texts, **schema, **others})) == grammar_text(
+        StructuredOutputs(json=schema)
+    )
+    for reference in ("#/default/0", "#/%65xamples/0"):
+        needed = {**others, "allOf": [{"$ref": reference}]}
+        assert fitted({**texts, **needed}) == needed
+    assert fitted({"title": {"a": 1}, "description": 5}) == {"title": {"a": 1}, "description": 5}
+    with pytest.raises(ValueError, match="surrogates not allowed"):
+        fitted({"title": "\ud800"})
 
 
 @pytest.mark.parametrize("asked", [lambda schema: StructuredOutputs(json=schema), tagged])
