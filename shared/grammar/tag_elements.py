@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+from pagewire.shared.lark_rules import LarkRules, check_size
+
 ANY_TEXT = "/(?s:.*)/"
 
 # What follows an element: the end of the answer, a token, or something else.
@@ -117,6 +119,24 @@ def is_open(elements: Elements) -> bool:
 
 
 @dataclass(slots=True)
+class _Parts:
+    """The parts of one expression; their sizes are added up, as what they repeat may be long."""
+
+    parts: list[str] = field(default_factory=list)
+    num_chars: int = 0
+
+    def add(self, part: str) -> None:
+        """Add a part.
+
+        Raises:
+            ValueError: the grammar becomes too large.
+        """
+        self.parts.append(part)
+        self.num_chars += len(part)
+        check_size(self.num_chars)
+
+
+@dataclass(slots=True)
 class TagRules:
     """The rules of one grammar.
 
@@ -124,7 +144,7 @@ class TagRules:
         rules: the expression of each rule, by name.
     """
 
-    rules: dict[str, str] = field(default_factory=dict)
+    rules: LarkRules = field(default_factory=LarkRules)
 
     def add(self, prefix: str, expression: str, options: str = "") -> str:
         """Add a rule, or a terminal if the prefix is in capitals; return its name."""
@@ -134,32 +154,35 @@ class TagRules:
 
     def text(self, start: str) -> str:
         """Return the grammar."""
-        rules = {"start": start or '""', **self.rules}
-        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        return self.rules.text(start or '""')
 
     def sequence(self, elements: Elements, follow: Follow) -> str:
         """Return the expression of a sequence of elements.
 
         Raises:
-            ValueError: an element would also match what follows it.
+            ValueError: an element would also match what follows it, or the grammar becomes too
+                large.
         """
         joined = _with_ends(elements)
-        written, run = [], list[Text]()
+        written, run = _Parts(), list[Text]()
         for index, element in enumerate(joined):
             then = _follow_of(joined[index + 1]) if index + 1 < len(joined) else follow
             if isinstance(element, Text):
                 run.append(element)
                 if index + 1 == len(joined) or not isinstance(joined[index + 1], Text):
-                    written.append(self._word(run, then))
+                    written.add(self._word(run, then))
                     run = []
             else:
-                written.append(self._element(element, then))
-        return " ".join(filter(None, written))
+                written.add(self._element(element, then))
+        return " ".join(filter(None, written.parts))
 
     def one_of(self, alternatives: Sequence[Elements], follow: Follow) -> str:
         """Return the expression of a choice between sequences of elements."""
-        written = [self.sequence(elements, follow) or '""' for elements in alternatives]
-        return written[0] if len(written) == 1 else f"({' | '.join(written)})"
+        written = _Parts()
+        for elements in alternatives:
+            written.add(self.sequence(elements, follow) or '""')
+        parts = written.parts
+        return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
     def _element(self, element: Token | Nested | Choice | Triggered, follow: Follow) -> str:
         match element:
@@ -198,15 +221,14 @@ class TagRules:
             return self.one_of([(*tag, *after) for tag in element.first], follow)
         then: Follow = follow if element.is_once else "other"
         ends = after if element.is_once else ()
-        heads = [
-            f"{self._head(element.free, trigger)} "
-            + self.one_of([(*rest, *ends) for rest in tags], then)
-            for trigger, tags in element.tags.items()
-        ]
+        heads = _Parts()
+        for trigger, tags in element.tags.items():
+            rests = self.one_of([(*rest, *ends) for rest in tags], then)
+            heads.add(f"{self._head(element.free, trigger)} {rests}")
         tail = self._word([Text(element.free, is_free=True), *after], follow)
         if element.is_once:
-            return f"({' | '.join([*heads, tail])})"
-        return f"{first} ({' | '.join(heads)})* {tail}".strip()
+            return f"({' | '.join([*heads.parts, tail])})"
+        return f"{first} ({' | '.join(heads.parts)})* {tail}".strip()
 
     def _head(self, free: str, trigger: Trigger) -> str:
         """Return the expression of free text and the trigger after it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -234,3 +235,18 @@ def test_what_cannot_be_expressed_is_refused_by_name(asked: dict[str, Any], said
     with pytest.raises(InvalidRequestError, match=said) as caught:
         Asked(asked, "special")
     assert caught.value.param == "field"
+
+
+@pytest.mark.parametrize("content", [ANY, triggered(stop_after_first=True)])
+def test_a_tag_that_becomes_too_large_is_refused_before_it_takes_memory(content: Any) -> None:
+    """The text would be in each of the alternatives."""
+    asked = {"format": sequence(one_of(*[content] * 100), const("x" * 100_000))}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError, match="the grammar becomes too large") as caught:
+            grammar_text(StructuredOutputs(structural_tag=asked), "response_format")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.param == "response_format"
+    assert most < 4_000_000
