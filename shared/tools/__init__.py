@@ -6,7 +6,7 @@ Read first: `formats.py` (one row for each way to write calls; grammar and parse
 `parser.py` (chunks of text in, events out), `grammar.py` (the grammar of an answer).
 `definitions.py` has the tools of a request, `reasoning.py` the text before an answer, `calls.py`,
 `xml_calls.py` and `scanner.py` read one call and one value, `harmony.py` reads answers in messages,
-`shown.py` fits conversations to templates.
+`shown.py` fits conversations to templates, `value_schemas.py` makes schemas of single arguments.
 
 May import: `shared.text`, small modules of `shared`. Pure, and never torch: routers import it.
 """

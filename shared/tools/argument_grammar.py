@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.lark_rules import LarkRules
 from pagewire.shared.schema_fit import fitted
-from pagewire.shared.tools.xml_calls import PARAMETER, PARAMETER_END, kind_of
+from pagewire.shared.tools.value_schemas import ValueSchemas, json_expression
+from pagewire.shared.tools.xml_calls import PARAMETER, PARAMETER_END, ArgumentKind, kinds_in
 
 MAX_ARGUMENTS = 33  # arguments of a call whose schema does not list its properties
 
-# White space as in Python's `json`, as models are trained; fixed, so that it cannot be endless.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_LENIENT = {"lenient": True, "coerce_one_of": True}
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
 _PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
@@ -56,11 +57,12 @@ class Keywords:
         self,
         prefix: str,
         schema: dict[str, Any],
-        rules: dict[str, str],
+        rules: LarkRules,
         constants: bool,
         lenient: bool = False,
     ) -> None:
-        self._prefix, self._schema, self._rules, self._lenient = prefix, schema, rules, lenient
+        self._prefix, self._schema, self._rules = prefix, schema, rules
+        self._values = ValueSchemas(schema, rules, lenient)
         self._constants = _PYTHON_CONSTANTS if constants else {}
 
     def add(self) -> str:
@@ -81,10 +83,9 @@ class Keywords:
             first = '""' if is_last else f"{prefix}_first{index + 1}"
             may_skip = name not in needed
             self._rules[f"{prefix}_first{index}"] = rest + (f" | {first}" if may_skip else "")
-            self._rules[f"{prefix}_more{index}"] = f'", " {rest}' + (
-                f" | {skip}" if may_skip else ""
-            )
-        del self._rules[f"{prefix}_more0"]
+            if index:
+                more = f'", " {rest}' + (f" | {skip}" if may_skip else "")
+                self._rules[f"{prefix}_more{index}"] = more
         return f"{prefix}_first0"
 
     def _value(self, schema: Any, index: int) -> str:
@@ -92,13 +93,7 @@ class Keywords:
         is_free = isinstance(schema, dict) and schema.keys().isdisjoint(("enum", "const"))
         if isinstance(kind, str) and kind in self._constants and is_free:
             return f"({self._constants[kind]})"
-        shared: dict[str, Any] = {
-            key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
-        }
-        rule = f"{self._prefix}_v{index}"
-        whole = {**shared, **schema} if isinstance(schema, dict) else {}
-        self._rules[rule] = json_rule(whole, self._lenient)
-        return rule
+        return self._values.add(f"{self._prefix}_v{index}", schema)
 
     def _add_any(self) -> str:
         self._rules.setdefault("ANY_KEYWORD", regex("[A-Za-z_][A-Za-z0-9_]{0,63}="))
@@ -122,9 +117,10 @@ class Parameters:
     """
 
     def __init__(
-        self, prefix: str, schema: dict[str, Any], rules: dict[str, str], lenient: bool = False
+        self, prefix: str, schema: dict[str, Any], rules: LarkRules, lenient: bool = False
     ) -> None:
-        self._prefix, self._schema, self._rules, self._lenient = prefix, schema, rules, lenient
+        self._prefix, self._schema, self._rules = prefix, schema, rules
+        self._values = ValueSchemas(schema, rules, lenient)
 
     def add(self) -> str:
         """Add the rules; return the expression of the elements, which may match no element."""
@@ -134,25 +130,19 @@ class Parameters:
             return self._add_any()
         if not all(map(_ELEMENT_NAME.fullmatch, properties)):
             return self._add_any()
-        needed = _required(self._schema)
+        needed, kinds = _required(self._schema), kinds_in(self._schema)
         parts = []
         for index, (name, schema) in enumerate(properties.items()):
             rule = f"{self._prefix}_p{index}"
-            self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} " + self._value(
-                schema, f"{self._prefix}_v{index}"
-            )
+            value = self._value(schema, kinds.get(name), f"{self._prefix}_v{index}")
+            self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} {value}"
             parts.append(rule if name in needed else f"{rule}?")
         return " ".join(parts)
 
-    def _value(self, schema: Any, rule: str) -> str:
+    def _value(self, schema: Any, kind: ArgumentKind | None, rule: str) -> str:
         """Add the rule of a value; return the expression of the value and its end tag."""
-        kind = kind_of(schema, self._schema)
         if kind == "json":
-            shared: dict[str, Any] = {
-                key: self._schema[key] for key in ("$defs", "definitions") if key in self._schema
-            }
-            self._rules[rule] = json_rule({**shared, **schema}, self._lenient)
-            return f"{rule} {_literal(_VALUE_END)}"
+            return f"{self._values.add(rule, schema)} {_literal(_VALUE_END)}"
         known = schema if kind == "text" and isinstance(schema, dict) else {}
         values = [known["const"]] if "const" in known else known.get("enum")
         if isinstance(values, list) and all(isinstance(each, str) for each in values):
@@ -208,26 +198,35 @@ def rule_of_arguments(index: int, function: str) -> str:
     return f"arguments_{index}_{_NOT_IN_NAMES.sub('_', function.lower())}"
 
 
-def json_rule(schema: dict[str, Any], lenient: bool = False, name: str = "") -> str:
+@contextmanager
+def schema_problems(rule: str) -> Iterator[None]:
+    """Say which function's schema has a problem that the block finds.
+
+    Args:
+        rule: the result of `rule_of_arguments`.
+
+    Raises:
+        InvalidRequestError: no grammar can be made of the schema.
+    """
+    try:
+        yield
+    except ValueError as exc:
+        raise InvalidRequestError(f"tools: {rule}: {exc}", "tools") from exc
+
+
+def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
     """Return the expression of a value that follows a schema.
 
     Args:
         schema: schema of the value.
         lenient: keywords, numbers and formats that no grammar can express are ignored, and `oneOf`
             is `anyOf`.
-        name: name of the rule, for errors.
 
     Raises:
-        InvalidRequestError: the schema has numbers that no grammar can express, is nested too
-            deeply, or has a text that UTF-8 cannot encode.
+        ValueError: the schema has numbers that no grammar can express, is nested too deeply, or has
+            a text that UTF-8 cannot encode.
     """
-    options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
-    try:
-        whole = {**fitted(schema, lenient), "x-guidance": options}
-        return f"%json {msgspec.json.encode(whole).decode()}"
-    except ValueError as exc:
-        where = f"tools: {name}" if name else "tools"
-        raise InvalidRequestError(f"{where}: {exc}", "tools") from exc
+    return json_expression(msgspec.json.encode(fitted(schema, lenient)).decode(), {}, lenient)
 
 
 def regex(pattern: str) -> str:

@@ -92,8 +92,11 @@ def tool_grammars(
         grammars.append(syntax.grammar(anything, begins) if wanted.must_call else None)
     fitting = [text for text in grammars if text is None or len(text) <= MAX_GRAMMAR_CHARS]
     if not fitting:
+        least = min(len(text) for text in grammars if text is not None)
         raise InvalidRequestError(
-            f"tools must make a grammar of at most {MAX_GRAMMAR_CHARS} characters", "tools"
+            f"tools: the grammar of their schemas has {least} characters: at most "
+            f"{MAX_GRAMMAR_CHARS} characters are possible",
+            "tools",
         )
     return tuple(fitting)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pagewire.shared.lark_rules import LarkRules
 from pagewire.shared.tools.argument_grammar import (
     Keywords,
     Parameters,
@@ -21,6 +22,7 @@ from pagewire.shared.tools.argument_grammar import (
     quoted,
     regex,
     rule_of_arguments,
+    schema_problems,
 )
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import ID_PLACE, TokenOf, ToolFormat
@@ -68,6 +70,10 @@ def tools_grammar(
         token_of: returns a marker's token id; None if the marker is text.
         content: expression of an answer without calls; if empty, any text is allowed, with or
             without calls after it.
+
+    Raises:
+        InvalidRequestError: no grammar can express a function's schema, or the grammar becomes too
+            large with it.
     """
     return _Grammar(form, wanted, reasoning, begins, token_of).text(content)
 
@@ -90,7 +96,7 @@ class _Grammar:
         places = {text: f"<[{token}]>" for text, token in self._tokens.items()}
         self._places = {**places, ID_PLACE: "CALL_NUMBER"}
         self._markers = re.compile(f"({'|'.join(map(re.escape, self._places))})")
-        self._rules: dict[str, str] = {}
+        self._rules = LarkRules()
 
     def text(self, content: str) -> str:
         """Return the grammar."""
@@ -104,8 +110,7 @@ class _Grammar:
             start = f"{before} ({content} | {calls})"
         else:
             start = f"{before} ({self._add_text()} | {self._add_triggered()})"
-        rules = {"start": start, **self._rules}
-        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        return self._rules.text(start)
 
     def _literal(self, text: str) -> str:
         """Return the expression of a text; markers in it that are tokens are written as tokens."""
@@ -237,21 +242,25 @@ class _Grammar:
 
     def _add_function(self, index: int, function: Function) -> str:
         """Add the rules of a function's arguments; return the expression of its call."""
-        body, form = f"body_{index}", self._form
+        with schema_problems(rule_of_arguments(index, function.name)):
+            arguments, end = self._add_arguments(index, function)
+            before, after = map(self._literal, (self._form.mark, end + self._form.after))
+            parts = (before, arguments, after)
+            self._rules[f"body_{index}"] = " ".join(part for part in parts if part)
+        return f"{self._literal(self._head(function))} body_{index}"
+
+    def _add_arguments(self, index: int, function: Function) -> tuple[str, str]:
+        """Add the rules of a function's arguments; return their expression and the text after."""
+        prefix, form = f"body_{index}", self._form
         schema, lenient = function.schema, self._wanted.lenient
         if form.kind == "python":
-            keywords = Keywords(body, schema, self._rules, form.python_constants, lenient)
-            arguments, end = keywords.add(), ")"
-        elif form.kind == "xml":
-            parameters = Parameters(body, schema, self._rules, lenient)
-            arguments, end = parameters.add(), FUNCTION_END
-        else:
-            arguments = rule_of_arguments(index, function.name)
-            self._rules[arguments] = json_rule(schema, lenient, arguments)
-            end = form.tail if form.kind == "object" else ""
-        parts = (self._literal(form.mark), arguments, self._literal(end + form.after))
-        self._rules[body] = " ".join(part for part in parts if part)
-        return f"{self._literal(self._head(function))} {body}"
+            keywords = Keywords(prefix, schema, self._rules, form.python_constants, lenient)
+            return keywords.add(), ")"
+        if form.kind == "xml":
+            return Parameters(prefix, schema, self._rules, lenient).add(), FUNCTION_END
+        arguments = rule_of_arguments(index, function.name)
+        self._rules[arguments] = json_rule(schema, lenient)
+        return arguments, form.tail if form.kind == "object" else ""
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import json
 import re
 
-from pagewire.shared.tools.argument_grammar import json_rule, quoted, rule_of_arguments
+from pagewire.shared.lark_rules import LarkRules
+from pagewire.shared.tools.argument_grammar import (
+    json_rule,
+    quoted,
+    rule_of_arguments,
+    schema_problems,
+)
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.formats import TokenOf
 from pagewire.shared.tools.grammar import CallsWanted
@@ -37,6 +43,10 @@ def channels_grammar(wanted: CallsWanted, begins: Begins, token_of: TokenOf) -> 
         wanted: the allowed calls; if a call is required, `final` is not allowed.
         begins: the kind of message that the prompt has opened, if any.
         token_of: returns a marker's token id; None if the marker is text.
+
+    Raises:
+        InvalidRequestError: no grammar can express a function's schema, or the grammar becomes too
+            large with it.
     """
     rules = _Rules(token_of)
     rules.add_messages("analysis", "commentary")
@@ -71,12 +81,11 @@ class _Rules:
 
     def __init__(self, token_of: TokenOf) -> None:
         self._token_of = token_of
-        self._rules: dict[str, str] = {}
+        self._rules = LarkRules()
 
     def text(self, start: str) -> str:
         """Return the grammar."""
-        rules = {"start": start, **self._rules}
-        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        return self._rules.text(start)
 
     def add(self, name: str, rule: str) -> None:
         """Add a rule."""
@@ -111,7 +120,8 @@ class _Rules:
     def add_call(self, index: int, function: Function, lenient: bool) -> str:
         """Add the rule of a function's arguments; return the expression of its call."""
         arguments = rule_of_arguments(index, function.name)
-        self.add(arguments, json_rule(function.schema, lenient, arguments))
+        with schema_problems(arguments):
+            self.add(arguments, json_rule(function.schema, lenient))
         recipient = f" {RECIPIENT}{function.name}"
         # The recipient comes after the role or after the channel.
         heads = [f"{CHANNEL}commentary{recipient}", f"{recipient}{CHANNEL}commentary"]

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pagewire.shared.text.stop_strings import overlap
 from pagewire.shared.tools.definitions import Function
 from pagewire.shared.tools.scanner import ValueScanner
+from pagewire.shared.tools.value_schemas import referred
 
 # How a value is written. The value of a parameter that is not listed is text unless it is JSON.
 ArgumentKind = Literal["text", "json"]
@@ -30,52 +31,67 @@ MAX_TAG = 1024  # characters of a tag with a name
 _CALL_END = "</tool_call>"  # models may forget to close the function first
 _VALUE_END = "\n" + PARAMETER_END
 _SPACES = " \t\r\n"
-_MAX_REFERENCES = 8
+_MAX_DEPTH = 8  # of references and lists of alternatives that show how a value is written
 
 
 def argument_kinds(function: Function) -> dict[str, ArgumentKind]:
     """Return how the values of a function's parameters are written, where its schema shows it."""
-    schema = function.schema
+    return kinds_in(function.schema)
+
+
+def kinds_in(schema: Mapping[str, Any]) -> dict[str, ArgumentKind]:
+    """Return how the values of an object's properties are written, where its schema shows it."""
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return {}
-    found = {name: kind_of(each, schema) for name, each in properties.items()}
+    kinds = _Kinds(schema)
+    found = {name: kinds.of(each) for name, each in properties.items()}
     return {name: kind for name, kind in found.items() if kind is not None}
 
 
-def kind_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> ArgumentKind | None:
-    """Return how values that follow a schema are written; None if they may be text or JSON.
+class _Kinds:
+    """Finds how values are written.
 
     Args:
-        schema: schema of one parameter.
         root: the function's whole schema, for references.
-        depth: number of references that were followed.
     """
-    if not isinstance(schema, dict) or depth > _MAX_REFERENCES:
-        return None
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return kind_of(_referred(reference, root), root, depth + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            return _common({kind_of(each, root, depth + 1) for each in schema[key]})
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
-        return _common({"text" if isinstance(each, str) else "json" for each in values})
-    types = schema.get("type")
-    names = types if isinstance(types, list) else [types]
-    if not all(isinstance(each, str) for each in names):
-        return None
-    return _common({"text" if each == "string" else "json" for each in names})
 
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        # By a reference and how deep it is. Otherwise, a definition whose alternatives all refer to
+        # itself would be read more often than any computer can.
+        self._known: dict[tuple[str, int], ArgumentKind | None] = {}
 
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference points to; None if it points outside `root`."""
-    begin, *path = reference.split("/")
-    found: Any = root if begin == "#" else None
-    for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+    def of(self, schema: Any, depth: int = 0) -> ArgumentKind | None:
+        """Return how values that follow a schema are written; None if they may be text or JSON.
+
+        Args:
+            schema: schema of one parameter.
+            depth: how many references and lists of alternatives it is in.
+        """
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+            return None
+        if isinstance(reference := schema.get("$ref"), str):
+            if (reference, depth) not in self._known:
+                self._known[reference, depth] = self._referred(reference, depth + 1)
+            return self._known[reference, depth]
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(schema.get(key), list):
+                return _common({self.of(each, depth + 1) for each in schema[key]})
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            return _common({"text" if isinstance(each, str) else "json" for each in values})
+        types = schema.get("type")
+        names = types if isinstance(types, list) else [types]
+        if not all(isinstance(each, str) for each in names):
+            return None
+        return _common({"text" if each == "string" else "json" for each in names})
+
+    def _referred(self, reference: str, depth: int) -> ArgumentKind | None:
+        try:
+            return self.of(referred(reference, self._root), depth)
+        except LookupError:
+            return None
 
 
 def _common(kinds: Collection[ArgumentKind | None]) -> ArgumentKind | None:
