@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 
 from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.text.encoding import encode_text
+from pagewire.shared.text.encoding import Encoder
 
 # What a template is given by the sender: texts in lists and mappings.
 Given = dict[str, Any]
@@ -55,6 +55,7 @@ class Literals:
         self._copy = tokenizers.Tokenizer.from_str(backend.to_str())
         self._copy.encode_special_tokens = True  # that is, as text
         self._copy.add_tokens([self._stand_in(token) for token in specials.values()])
+        self._encoder = Encoder(self._copy)
         self._ids = {
             self._copy.token_to_id(self._stand_ins[token.content]): token_id
             for token_id, token in specials.items()
@@ -81,7 +82,7 @@ class Literals:
         if self._with_literals(marked) != text:
             raise self._refusal("chat template", given)
         replaced, count = self._pattern.subn(lambda found: self._stand_ins[found[0]], marked)
-        ids = encode_text(self._copy, self._with_literals(replaced), add_special_tokens=False)
+        ids = self._encoder.encode(self._with_literals(replaced), add_special_tokens=False)
         # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
         if sum(each in self._ids for each in ids) != count or not self._special.isdisjoint(ids):
             raise self._refusal("tokenizer", given)
@@ -153,18 +154,16 @@ class _NormalizedTexts:
 
 def _texts(value: Any) -> Iterator[str]:
     """Yield all texts that the sender has written, keys included; a role is one of a few."""
-    match value:
-        case str():
-            yield value
-        case list() | tuple():
-            for each in value:
-                yield from _texts(each)
-        case Mapping():
-            for key, each in value.items():
-                if key not in _OWN_KEYS:
-                    yield from _texts(key)
-                if key != "role":
-                    yield from _texts(each)
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case list() | tuple() as items:
+                waiting += items
+            case Mapping() as items:
+                waiting += (key for key in items if key not in _OWN_KEYS)
+                waiting += (each for key, each in items.items() if key != "role")
 
 
 def _any_of(texts: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import tokenizers
 from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.setting_types import SpecialTokens
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit
-from pagewire.shared.text.encoding import encode_text
+from pagewire.shared.text.encoding import Encoder
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.piece_table import PieceTable, piece_table
@@ -59,6 +59,7 @@ class Tokenizer:
                 f"{TOKENIZER_FILE}: token {backend.id_to_token(largest)!r} has the id {largest}; "
                 f"ids must be below {_MOST_IDS}"
             )
+        self._encoder = Encoder(backend)
         self._chat_template = chat_template
         self._tools_template = tools_template or chat_template
         self._literals = Literals(backend) if special_tokens == "text" else None
@@ -168,16 +169,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, optionally with the tokenizer's special tokens."""
-        return encode_text(self._backend, text, add_special_tokens)
+        return self._encoder.encode(text, add_special_tokens)
 
-    @cached_property
+    @property
     def special_ends(self) -> tuple[list[int], list[int]]:
         """The special tokens that begin and end a text, as `encode` adds them."""
-        sample = "a"
-        plain, whole = self.encode_word(sample), self.encode(sample)
-        starts = range(len(whole) - len(plain) + 1)
-        at = next((i for i in starts if whole[i : i + len(plain)] == plain), 0)
-        return whole[:at], whole[at + len(plain) :]
+        return self._encoder.special_ends
 
     def encode_word(self, text: str) -> list[int]:
         """Token ids of a text that stands alone, without special tokens."""
