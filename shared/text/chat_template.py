@@ -6,7 +6,9 @@ output is bounded. Apart from that they are trusted like the model: the operator
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +26,11 @@ from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 
 MAX_RENDERED_CHARS = 8_000_000
 MAX_TEMPLATE_VARIABLES = 64
+# JSON may become this many times as long with line breaks and spaces, and this many characters.
+_MOST_TIMES = 8
+_SPACES = 1 << 15
+# The parts of JSON without spaces: a string, an empty list or object, a mark, another value.
+_JSON_PARTS = re.compile(r'"(?:[^"\\]++|\\.)*+"|\[\]|\{\}|[\[\]{},:]|[^"\[\]{},:]++')
 
 TemplateVariables = Annotated[
     dict[str, Any],
@@ -223,11 +230,47 @@ def _strftime_now(pattern: str) -> str:
 def _to_json(
     value: object,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     """JSON as it is: Jinja's own filter escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    plain = separators if indent is None else (",", ":")
+    text = json.dumps(value, ensure_ascii=ensure_ascii, separators=plain, sort_keys=sort_keys)
+    if indent is None:
+        return text
+    return _indented(text, " " * indent if isinstance(indent, int) else indent, separators)
+
+
+def _indented(text: str, indent: str, separators: tuple[str, str] | None) -> str:
+    """Return JSON with line breaks as `json.dumps` makes them.
+
+    `json.dumps` would take time with the depth of each value, and memory without a bound.
+
+    Raises:
+        InvalidRequestError: the spaces would make it much longer than it is.
+    """
+    comma, colon = separators or (",", ": ")
+    out, depth = io.StringIO(), 0
+    most = missing = min(MAX_RENDERED_CHARS, _SPACES + _MOST_TIMES * len(text))
+    for found in _JSON_PARTS.finditer(text):
+        part = found[0]
+        match part:
+            case "[" | "{":
+                depth += 1
+                part += "\n" + indent * depth
+            case "]" | "}":
+                depth -= 1
+                part = "\n" + indent * depth + part
+            case ",":
+                part = comma + "\n" + indent * depth
+            case ":":
+                part = colon
+        out.write(part)
+        missing -= len(part)
+        if missing < 0:
+            raise InvalidRequestError(
+                "tools or chat_template_kwargs are nested too deeply: this model's chat template "
+                f"would indent {len(text)} characters of them to more than {most}"
+            )
+    return out.getvalue()
