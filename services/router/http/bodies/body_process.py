@@ -3,7 +3,7 @@
     python -P -m pagewire.services.router.http.bodies.body_process FILE_DESCRIPTOR
 
 It serves one socket, the router's, and ends when the router closes it or dies. A bug also ends it,
-with a traceback on stderr.
+with a traceback on stderr; so does a body that takes too much memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ from typing import Any
 
 import msgspec
 
-from pagewire.services.router.http.bodies.child_serving import memory_bytes, run
+from pagewire.services.router.http.bodies.child_serving import added_memory, memory_bytes, run
 from pagewire.services.router.http.bodies.framing import (
     receive_bytes,
     receive_message,
     send_message,
 )
-from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
+from pagewire.services.router.http.bodies.protocol import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    most_memory,
+    too_costly,
+)
 from pagewire.services.router.http.inputs.embeddings import read_embedding
 from pagewire.services.router.http.inputs.generation import (
     GenerationInput,
@@ -72,14 +79,19 @@ def serve(connection: socket.socket) -> None:
     """
     settings = RouterSettings(**receive_message(connection, dict[str, Any]))
     model = ServedModel.load(settings)
+    model.tokenizer.encode("a")  # starts threads, whose memory is not a body's
     while True:
         job = receive_message(connection, Job)
         raw = receive_bytes(connection, job.num_bytes)
         try:
-            asked = read_body(job.kind, raw, model, job.max_model_len)
+            with added_memory(most_memory(job.num_bytes)):
+                asked = read_body(job.kind, raw, model, job.max_model_len)
         except InvalidRequestError as exc:
             send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
             continue
+        except MemoryError:
+            send_message(connection, Reply(Refusal.of(too_costly(job.num_bytes)), memory_bytes()))
+            return  # what it holds now is scattered: the next body would have less
         head = msgspec.structs.replace(asked, prompts=())
         send_message(connection, Reply(head, memory_bytes(), len(asked.prompts)))
         for prompt in asked.prompts:

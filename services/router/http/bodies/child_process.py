@@ -129,6 +129,11 @@ class ChildProcess:
         return self._settings is not None
 
     @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None

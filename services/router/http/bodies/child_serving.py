@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pagewire.shared.errors import ChannelError
@@ -32,3 +33,25 @@ def memory_bytes() -> int:
     except OSError:
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def added_memory(most_bytes: int) -> Iterator[None]:
+    """Bound what the block adds to the memory of this process, where the system can.
+
+    Beyond that, Python raises a MemoryError, and libraries in other languages end the process with
+    SIGABRT. Memory that is only reserved, or that is mapped from files, does not count.
+    """
+    try:
+        held = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+    except OSError:
+        yield
+        return
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = held * resource.getpagesize() + most_bytes
+    if before == resource.RLIM_INFINITY or limit < before:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))

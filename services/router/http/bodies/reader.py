@@ -7,6 +7,7 @@ Decoding, templates and lists of token ids hold Python's interpreter lock: a thr
 from __future__ import annotations
 
 import asyncio
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -14,7 +15,13 @@ import msgspec
 from pagewire.services.router.http.bodies.body_process import read_body
 from pagewire.services.router.http.bodies.child_process import ChildPool, ChildProcess
 from pagewire.services.router.http.bodies.framing import receive_message
-from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
+from pagewire.services.router.http.bodies.protocol import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    too_costly,
+)
 from pagewire.services.router.http.inputs.generation import GenerationInput, PromptInput
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.config import RouterSettings
@@ -65,7 +72,8 @@ class BodyReader:
         """Check and tokenize a larger body, off the event loop. Cancelling it in line ends it.
 
         Raises:
-            InvalidRequestError: the client's fault; names the field.
+            InvalidRequestError: the client's fault; names the field, unless the whole body takes
+                too much memory.
             OverloadedError: too many bodies were before it in line.
             RequestFailedError: the process that reads it ended, or takes too long.
         """
@@ -102,7 +110,10 @@ class BodyReader:
                 reply, prompts = _read_there(process, Job(kind, max_model_len, len(raw)), raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
+                has_aborted = _has_aborted(process, exc)
                 self._pool.end(process)
+                if has_aborted:
+                    raise too_costly(len(raw)) from exc
                 if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
                     continue  # it may have ended while it was idle
                 problem = f"the process that reads large bodies failed: {exc}"
@@ -133,3 +144,9 @@ def _read_there(
     reply = receive_message(process.connection, Reply)
     prompts = [receive_message(process.connection, PromptInput) for _ in range(reply.num_prompts)]
     return reply, tuple(prompts)
+
+
+def _has_aborted(process: ChildProcess, error: Exception) -> bool:
+    """Whether a process has ended itself, as libraries do when they get no more memory."""
+    is_closed = isinstance(error, (ChannelError, ConnectionError))
+    return is_closed and process.killed_by() == signal.SIGABRT
