@@ -36,7 +36,7 @@ class TileList(NamedTuple):
     rows: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(
     chosen_ptr,  # [pairs] int32
     counts_ptr,  # [blocks, BINS] int32, pairs of each expert in a block of pairs
@@ -51,7 +51,7 @@ def _count_kernel(
     tl.store(counts_ptr + block * BINS + tl.arange(0, BINS), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "most_tiles"])
 def _tile_list_kernel(
     chosen_ptr,  # [pairs] int32
     counts_ptr,  # as above; unused with one block

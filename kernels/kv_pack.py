@@ -21,7 +21,7 @@ _CTAS_PER_SM = 4
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity"])
 def _move_blocks_kernel(
     source_ptr,  # int32 words, [rows, words]
     target_ptr,  # int32 words, [rows, words]

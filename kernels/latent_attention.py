@@ -32,7 +32,7 @@ MAX_RANK = 512
 MAX_ROTATED = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "tables_stride"])
 def _latent_attention_kernel(
     q_ptr,
     rope_ptr,

@@ -40,7 +40,7 @@ def _rotate(
     tl.store(target + second_at, (wide_second * cos + wide_first * sin).to(first.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _latent_rotary_and_cache_kernel(
     positions_ptr,
     q_ptr,

@@ -41,7 +41,7 @@ class _Tiling(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr,  # [rows, ins]
     weight_ptr,  # [outs, ins] contiguous

@@ -40,7 +40,7 @@ _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
 _MOST_OVERLAPPING_ROWS = 4  # with more rows, programs fill the device: see `overlap_options`
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "tables_stride"])
 def _paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -154,7 +154,7 @@ def _paged_decode_kernel(
         tl.store(lse_ptr + cells, m_i + tl.log2(safe_l), mask=member_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_splits_kernel(
     partial_ptr,  # [B, H, splits, D] float32
     lse_ptr,  # [B, H, splits] float32, base 2
@@ -355,6 +355,7 @@ def combine_splits(
     positions; the last splits may have fewer or none.
     """
     rows, heads, splits, dim = partial.shape
+    splits_pad = next_power_of_2(splits)
     _combine_splits_kernel[(heads, rows)](
         partial,
         lse,
@@ -367,8 +368,8 @@ def combine_splits(
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
         TILE=tile,
-        SPLITS_PAD=next_power_of_2(splits),
+        SPLITS_PAD=splits_pad,
         WINDOW=window,
-        num_warps=4 if splits * dim <= 4096 else 8,
+        num_warps=4 if splits_pad * dim <= 4096 else 8,
         **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
     )

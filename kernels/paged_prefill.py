@@ -101,7 +101,7 @@ def _attend_tiles(
     return acc, l_i, m_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables_stride"])
 def _paged_prefill_kernel(
     q_ptr,
     k_ptr,

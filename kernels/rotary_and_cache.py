@@ -79,7 +79,7 @@ def _write_heads(
         tl.store(target + rest, tail, mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rotary_and_cache_kernel(
     positions_ptr,
     q_ptr,

@@ -54,7 +54,7 @@ def _store_best(scores, ids, best_ptr, best_id_ptr, cell):
     return best
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"])
 def _chunk_max_kernel(
     logits_ptr,
     temperature_ptr,
@@ -76,7 +76,10 @@ def _chunk_max_kernel(
         _store_best(scores, ids, best_ptr, best_id_ptr, row * tl.num_programs(0) + chunk)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["chunks"],
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr"],
+)
 def _keep_kernel(
     logits_ptr,
     temperature_ptr,
@@ -129,7 +132,9 @@ def _gumbel(seed, position, ids):
     return -tl.log(exponential)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"],
+)
 def _threshold_kernel(
     logits_ptr,
     best_ptr,  # [B, chunks] float32
@@ -209,7 +214,7 @@ def _threshold_kernel(
     tl.store(out_ptr + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "positions_ptr"])
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -251,7 +256,7 @@ def _draw_kernel(
         tl.store(best_id_ptr + cell, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _pick_kernel(
     best_ptr,  # [B, chunks] float32
     best_id_ptr,  # [B, chunks] int32

@@ -24,7 +24,7 @@ _HISTORY_AT = tl.constexpr(layout.HISTORY_AT)
 _HISTORY = tl.constexpr(layout.HISTORY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
 def _clear_kernel(slots_ptr, seen_ptr, counts_ptr, vocab_size, words, CHUNK: tl.constexpr):
     slot = tl.load(slots_ptr + tl.program_id(1))
     ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
@@ -34,7 +34,7 @@ def _clear_kernel(slots_ptr, seen_ptr, counts_ptr, vocab_size, words, CHUNK: tl.
     tl.store(seen_ptr + slot * words + ids, zeros, mask=ids < words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "ends_ptr", "output_starts_ptr"])
 def _enter_kernel(
     slots_ptr,
     ends_ptr,  # [N] int64
@@ -62,7 +62,10 @@ def _enter_kernel(
     tl.atomic_or(seen_ptr + slot * words + tokens // 32, bits, mask=inside, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["tokens_ptr", "slots_ptr", "positions_ptr"],
+)
 def _note_kernel(
     tokens_ptr,
     slots_ptr,

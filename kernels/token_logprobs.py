@@ -34,7 +34,10 @@ def _load_score(row_ptr, token, vocab_size):
     return _load_scores(row_ptr, tl.where(token >= 0, token, vocab_size), vocab_size)
 
 
-@triton.jit(do_not_specialize=["top"])
+@triton.jit(
+    do_not_specialize=["top"],
+    do_not_specialize_on_alignment=["rows_ptr", "tokens_ptr", "mass_ptr"],
+)
 def _chunk_kernel(
     logits_ptr,
     rows_ptr,  # [N] int64
@@ -69,7 +72,10 @@ def _chunk_kernel(
         keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
 
 
-@triton.jit(do_not_specialize=["top"])
+@triton.jit(
+    do_not_specialize=["top"],
+    do_not_specialize_on_alignment=["rows_ptr", "tokens_ptr", "mass_ptr"],
+)
 def _join_kernel(
     logits_ptr,
     rows_ptr,  # [N] int64

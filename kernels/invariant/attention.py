@@ -41,7 +41,7 @@ def _config_of(dim_pad: int, element_size: int) -> _Config:
     return _Config(block_m=64, tile=64, num_warps=4, stages=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables_stride"])
 def _attention_kernel(
     q_ptr,
     k_ptr,

@@ -40,7 +40,7 @@ def _tiling_of(outs: int, element_size: int) -> _Tiling:
     return _Tiling(128, 128, 64, 8, 3) if outs >= _MANY_OUTS else _Tiling(128, 64, 64, 8, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x_ptr,  # [rows, heads, ins]
     weight_ptr,  # [heads, outs, ins]
