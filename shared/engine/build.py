@@ -20,6 +20,7 @@ from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.builds import count_kernels
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.kernel_choice import check_invariance, choose_ops
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -163,6 +164,8 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
     full_model_len = choose_max_model_len(settings.max_model_len, config)
     check_invariance(config, settings.batch_invariant)
     ops = choose_ops(settings.kernels, device, settings.batch_invariant)
+    if ops.backend == "triton":
+        count_kernels()
     progress("loading weights")
     if isinstance(config, TransformersConfig):
         settings = settings.model_copy(update={"cuda_graphs": False})

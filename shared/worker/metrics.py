@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from pagewire.shared.cluster.worker_record import WorkerLoad
+from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.metrics.load import load_families
 
@@ -60,11 +61,25 @@ class EngineCollector:
             ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+        yield _builds()
         preemptions = CounterMetricFamily(
             "vllm:num_preemptions", "Sequences preempted", labels=["model_name"]
         )
         preemptions.add_metric([self._model_name], snapshot.num_preemptions)
         yield preemptions
+
+
+def _builds() -> Metric:
+    """Return the counters of kernels and CUDA graphs that were built, before and after ready."""
+    family = CounterMetricFamily(
+        "pagewire_engine_builds",
+        "Kernels compiled or loaded and CUDA graphs captured; late: after this worker was ready",
+        labels=["kind", "when"],
+    )
+    for when, counts in (("early", BUILDS.early), ("late", BUILDS.late)):
+        for kind, count in counts.items():
+            family.add_metric([kind, when], count)
+    return family
 
 
 def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:

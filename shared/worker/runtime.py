@@ -44,6 +44,7 @@ from pagewire.shared.control.protocol import (
     clip_text,
 )
 from pagewire.shared.engine.build import BuiltEngine, build_engine
+from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.index.prefix_index import PrefixIndex
@@ -205,6 +206,7 @@ class WorkerRuntime:
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         stack.callback(self._leave_service)
+        BUILDS.note_ready()
         self.engine.start()
         stack.push_async_callback(self._stop_engine, stack)
         index.start()
