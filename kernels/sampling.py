@@ -133,7 +133,14 @@ def _gumbel(seed, position, ids):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr", "positions_ptr"],
+    do_not_specialize_on_alignment=[
+        "temperature_ptr",
+        "top_k_ptr",
+        "top_p_ptr",
+        "min_p_ptr",
+        "seeds_ptr",
+        "positions_ptr",
+    ],
 )
 def _threshold_kernel(
     logits_ptr,

@@ -9,6 +9,7 @@ import torch
 
 from pagewire.shared.engine.execution.cuda_graph import GraphPool
 from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.execution.sampling_stage import Sampled
 
 
 class Rerun:
@@ -20,8 +21,9 @@ class Rerun:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for old, new in zip(self.result, self._step(), strict=True):
-            old.copy_(new)
+        new = self._step()
+        if isinstance(self.result, Sampled):
+            self.result.tokens.copy_(new.tokens)
 
 
 class Reruns(GraphPool):
@@ -31,7 +33,7 @@ class Reruns(GraphPool):
         assert device.type == "cpu"
 
     @torch.inference_mode()
-    def capture(self, step: Callable[[], Any]) -> Any:
+    def capture(self, step: Callable[[], Any], name: str = "a step") -> Any:
         rerun = Rerun(step)
         return rerun, rerun.result
 

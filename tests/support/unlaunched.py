@@ -62,7 +62,7 @@ class Launches:
         """Return what stands in for `kernel[grid]`."""
         if kernel not in self._kernels:
             self._kernels.append(kernel)
-            kernel.device_caches[0]  # noqa: B018 - it is made when it is read, and sets `compile`
+            kernel.device_caches[0]  # made when it is read: sets `compile`
             kernel.compile = self._compile
 
         def launch(*args: Any, **options: Any) -> None:

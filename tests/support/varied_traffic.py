@@ -1,4 +1,4 @@
-"""Requests of every kind for an engine's core, alone and together, in a random order that repeats."""
+"""Requests of every kind for an engine's core, in random batches that repeat with their seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.sampling import RequestSpec
 
 _MOST_STEPS = 2000  # of a wave of requests
-_GRAMMAR = 'root ::= [a-z]+'
+_GRAMMAR = "root ::= [a-z]+"
 # Values of each field of a request; requests have random ones, so that pairs of them meet.
 _FIELDS = {
     "temperature": (0.0, 0.7, 1.0),
@@ -30,7 +30,28 @@ _FIELDS = {
     "logprobs_mode": ("raw", "processed"),
     "prompt_logprobs": (None, None, None, None, 0, 20),
 }
-_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 33, 47, 64, 65, 129, 255, 490, 513, 700, 1025, 1500, 2049, 3001)
+_LENGTHS = (
+    1,
+    2,
+    3,
+    15,
+    16,
+    17,
+    31,
+    33,
+    47,
+    64,
+    65,
+    129,
+    255,
+    490,
+    513,
+    700,
+    1025,
+    1500,
+    2049,
+    3001,
+)
 _POOLINGS = ("last", "mean", "cls")
 
 

@@ -5,9 +5,9 @@ one small copy. For short decode steps, and for some hundred tokens of decode ro
 together, the host would need longer to launch the kernels one by one than the device needs to run
 them.
 
-A step is two graphs. The forward leaves logits in memory that nothing else in the step writes.
+A step is two graphs. The forward leaves the rows that sample in static memory (`StaticRows`).
 Sampling reads them there, at once or when a supply has come, in one of two variants
-(sampling_stage.py).
+(sampling_stage.py). Its graphs are captured for numbers of rows, whatever step has left them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
-from pagewire.shared.engine.execution.sampling_stage import Forwarded, Sampled
+from pagewire.shared.engine.execution.builds import BUILDS
+from pagewire.shared.engine.execution.sampling_stage import Sampled, StaticRows
 from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
@@ -131,7 +132,9 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle()
 
     @torch.inference_mode()
-    def capture(self, step: Callable[[], ResultT]) -> tuple[torch.cuda.CUDAGraph, ResultT]:
+    def capture(
+        self, step: Callable[[], ResultT], name: str = "a step"
+    ) -> tuple[torch.cuda.CUDAGraph, ResultT]:
         """Return a graph of a step and the tensors that hold its result after each replay.
 
         The step need not have run before: the capture's mode permits compiling and loading kernels.
@@ -139,7 +142,7 @@ class GraphPool:
         otherwise belong to the graph.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with BUILDS.timed("captured", name), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 result = step()
@@ -148,46 +151,53 @@ class GraphPool:
         return graph, result
 
 
-Sample = Callable[[Forwarded, bool], Sampled]  # `SamplingStage.sample`
-# Of a step with prefill chunks; also returns the events that each replay records again.
-ForwardChunks = Callable[[StepInputs], tuple[Forwarded, list[DeviceEvent]]]
+Sample = Callable[[int, bool], Sampled]  # of the first static rows, shaped or not
+# Forward of a step with prefill chunks; returns the events that each replay records again.
+ForwardChunks = Callable[[StepInputs], list[DeviceEvent]]
 
 
 @dataclass(slots=True)
-class StepGraphs:
-    """The graphs of one captured step.
+class SamplingGraphs:
+    """Captured sampling of static rows, by their number.
 
     Attributes:
-        forwarded: the input of sampling; kept alive, so that no later graph gets its memory.
-        sampling: shaped or not -> the graph of that variant, and its result.
+        sizes: captured numbers of rows, ascending; rows between two of them are padding rows.
+        rows: what a forward has left.
     """
 
-    forward: torch.cuda.CUDAGraph
-    forwarded: Forwarded
-    sampling: dict[bool, tuple[torch.cuda.CUDAGraph, Sampled]]
+    sizes: list[int]
+    rows: StaticRows
+    _graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Sampled]] = field(
+        default_factory=dict
+    )
 
     @classmethod
     def capture(
-        cls, pool: GraphPool, forward: Callable[[], Forwarded], sample: Sample
-    ) -> StepGraphs:
-        """Capture a forward, and both variants of sampling after it.
+        cls,
+        sample: Sample,
+        sizes: list[int],
+        rows: StaticRows,
+        pool: GraphPool,
+        progress: Callable[[str], None],
+    ) -> SamplingGraphs:
+        """Capture both variants for each number of rows, the largest first."""
+        graphs = cls(sorted(sizes), rows)
+        for size in reversed(graphs.sizes):
+            name = f"sampling of {size}"
+            for shaped in (False, True):
+                step = partial(sample, size, shaped)
+                graphs._graphs[size, shaped] = pool.capture(step, name)
+            progress(name)
+        return graphs
 
-        Args:
-            pool: memory of the graphs.
-            forward: leaves its logits in static rows.
-            sample: see `SamplingStage.sample`.
-        """
-        graph, forwarded = pool.capture(forward)
-        sampling = {
-            shaped: pool.capture(partial(sample, forwarded, shaped)) for shaped in (False, True)
-        }
-        return cls(graph, forwarded, sampling)
-
-    def replay_sampling(self, count: int, shaped: bool) -> Sampled:
-        """Sample the rows of the last forward; returns the first `count`."""
-        graph, sampled = self.sampling[shaped]
+    def sample(self, num_rows: int, shaped: bool) -> Sampled:
+        """Sample the first rows that the last forward has left; those after them are padding."""
+        if not num_rows:
+            return Sampled(self.rows.slots[:0], self.rows.logits[:0])
+        size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+        graph, sampled = self._graphs[size, shaped]
         graph.replay()
-        return sampled.first(count)
+        return sampled.first(num_rows)
 
 
 @dataclass(slots=True)
@@ -204,14 +214,13 @@ class DecodeGraphs:
     sizes: list[int]
     slots: torch.Tensor
     padding_slot: int
-    _graphs: dict[int, StepGraphs] = field(default_factory=dict)
+    _graphs: dict[int, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _current: list[int] = field(default_factory=list)
 
     @classmethod
     def capture(
         cls,
-        forward: Callable[[torch.Tensor], Forwarded],
-        sample: Sample,
+        forward: Callable[[torch.Tensor], object],
         sizes: list[int],
         padding_slot: int,
         device: torch.device,
@@ -222,27 +231,20 @@ class DecodeGraphs:
         slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
-            step = partial(forward, slots[:size])
-            graphs._graphs[size] = StepGraphs.capture(pool, step, sample)
-            progress(f"decode of {size}")
+            name = f"decode of {size}"
+            graphs._graphs[size], _ = pool.capture(partial(forward, slots[:size]), name)
+            progress(name)
         graphs._current = [padding_slot] * max(sizes)
         return graphs
 
     def forward(self, slots: list[int]) -> None:
         """Run the forward of a decode step of these device slots."""
-        size = self._size_of(len(slots))
+        size = self.sizes[bisect.bisect_left(self.sizes, len(slots))]
         padded = slots + [self.padding_slot] * (size - len(slots))
         if padded != self._current[:size]:
             _copy(torch.tensor(padded, dtype=torch.int64), self.slots[:size])
             self._current[:size] = padded
-        self._graphs[size].forward.replay()
-
-    def sample(self, num_rows: int, shaped: bool) -> Sampled:
-        """Sample the rows of the last forward, as many as it had."""
-        return self._graphs[self._size_of(num_rows)].replay_sampling(num_rows, shaped)
-
-    def _size_of(self, num_rows: int) -> int:
-        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+        self._graphs[size].replay()
 
 
 @dataclass(slots=True)
@@ -257,14 +259,13 @@ class PrefillGraphs:
     block_size: int
     padding_slot: int
     _inputs: dict[StepShape, StepInputs] = field(default_factory=dict)
-    _graphs: dict[StepShape, StepGraphs] = field(default_factory=dict)
+    _graphs: dict[StepShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
     _events: dict[StepShape, list[DeviceEvent]] = field(default_factory=dict)
 
     @classmethod
     def capture(
         cls,
         forward: ForwardChunks,
-        sample: Sample,
         shapes: list[StepShape],
         block_size: int,
         padding_slot: int,
@@ -273,16 +274,17 @@ class PrefillGraphs:
         pool: GraphPool,
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
-        """Capture a forward, and sampling after it, at each shape."""
+        """Capture a forward at each shape."""
         graphs = cls(shapes, block_size, padding_slot)
         tables = np.zeros((0, num_groups, 0), np.int64)
         for shape in reversed(shapes):
-            graphs._inputs[shape] = graphs._padded([], [], shape, tables).to(device)
-            step = partial(graphs._keep_events, forward, shape)
-            graphs._graphs[shape] = StepGraphs.capture(pool, step, sample)
+            graphs._inputs[shape] = inputs = graphs._padded([], [], shape, tables).to(device)
             rows = f", up to {shape.num_decodes} decode rows" if shape.num_decodes else ""
             context = "" if shape.max_context is None else f", context up to {shape.max_context}"
-            progress(f"{shape.num_tokens} tokens{rows}, chunks up to {shape.num_chunks}{context}")
+            name = f"{shape.num_tokens} tokens{rows}, chunks up to {shape.num_chunks}{context}"
+            step = partial(forward, inputs)
+            graphs._graphs[shape], graphs._events[shape] = pool.capture(step, name)
+            progress(name)
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:
@@ -317,15 +319,7 @@ class PrefillGraphs:
         """Run the forward of a step of decode rows, in these device slots, and chunks."""
         inputs = self._padded(decodes, chunks, shape, tables)
         _copy(inputs.buffer, self._inputs[shape].buffer)
-        self._graphs[shape].forward.replay()
-
-    def sample(self, shape: StepShape, num_rows: int, shaped: bool) -> Sampled:
-        """Sample the rows of the last forward: decode rows, then the chunks that sample."""
-        return self._graphs[shape].replay_sampling(num_rows, shaped)
-
-    def _keep_events(self, forward: ForwardChunks, shape: StepShape) -> Forwarded:
-        forwarded, self._events[shape] = forward(self._inputs[shape])
-        return forwarded
+        self._graphs[shape].replay()
 
     def _padded(
         self,

@@ -17,24 +17,32 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.engine.execution.cuda_graph import (
+    STEP_TOKENS,
     DecodeGraphs,
     DeviceEvent,
     GraphPool,
     PrefillGraphs,
+    SamplingGraphs,
     batch_buckets,
     step_shapes,
 )
+from pagewire.shared.engine.execution.decode_inputs import decode_inputs, joined
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.pending import LaunchedRows, PendingSupply, PendingTokens
 from pagewire.shared.engine.execution.plan_events import PlanEvents
 from pagewire.shared.engine.execution.pooling import Pooling
-from pagewire.shared.engine.execution.sampling_stage import Forwarded, SamplingStage
+from pagewire.shared.engine.execution.sampling_stage import (
+    Forwarded,
+    Sampled,
+    SamplingStage,
+    StaticRows,
+)
 from pagewire.shared.engine.execution.scoring import Scoring
-from pagewire.shared.engine.execution.step_inputs import StepInputs
+from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs
 from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
 from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+from pagewire.shared.model.inputs import LayerKv, OnLayerEnd
 from pagewire.shared.model.loaded_model import CausalLM
 
 
@@ -48,7 +56,9 @@ class ModelRunner:
         groups: the cache groups.
         state: the device slots.
         vocab_size: number of logits of a row.
-        decode_graphs, prefill_graphs: captured steps; None without CUDA graphs.
+        decode_graphs, prefill_graphs: captured forwards; None without CUDA graphs.
+        sampling_graphs: captured sampling; None without CUDA graphs.
+        rounding: pads steps that no CUDA graph replays, on a GPU; None pads none.
         mover: packs and unpacks blocks of the pool.
         sampling: draws tokens from logits.
         scoring: computes log probabilities for device slots that ask for them.
@@ -63,12 +73,14 @@ class ModelRunner:
     vocab_size: int
     decode_graphs: DecodeGraphs | None = None
     prefill_graphs: PrefillGraphs | None = None
+    sampling_graphs: SamplingGraphs | None = None
+    rounding: Rounding | None = None
     mover: BlockMover = field(init=False)
     _layers: list[LayerKv] = field(init=False)
     sampling: SamplingStage = field(init=False)
     scoring: Scoring = field(init=False)
     pooling: Pooling = field(default_factory=Pooling)
-    _logits: torch.Tensor | None = None  # [static rows, vocab], if there are CUDA graphs
+    _static: StaticRows | None = None  # if there are CUDA graphs
     _events: PlanEvents = field(default_factory=PlanEvents)
     # Of the plan that is being launched: an event after each layer group, if it exports blocks.
     _group_events: list[DeviceEvent] = field(default_factory=list)
@@ -80,6 +92,8 @@ class ModelRunner:
         self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.groups.rows]
         self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
         self.scoring = Scoring(self.ops, self.state)
+        if self.kv_pool.is_cuda:
+            self.round_steps()
 
     @property
     def block_size(self) -> int:
@@ -147,15 +161,19 @@ class ModelRunner:
             if decodes is None:
                 return None
             decodes.forward(slots)
-            return LaunchedRows(slots, partial(decodes.sample, len(slots)))
+            return self._static_rows(slots)
         prefills = self.prefill_graphs
         if prefills is None or (shape := prefills.shape_of(len(slots), chunks)) is None:
             return None
         prefills.forward(slots, chunks, shape, self.state.host_tables)
         if self._records_groups:
             self._group_events = prefills.events_of(shape)
-        rows = [*slots, *_sampling_slots(chunks)]
-        return LaunchedRows(rows, partial(prefills.sample, shape, len(rows)))
+        return self._static_rows([*slots, *_sampling_slots(chunks)])
+
+    def _static_rows(self, slots: list[int]) -> LaunchedRows | None:
+        """Return rows that a forward has left in static memory; None without CUDA graphs."""
+        graphs = self.sampling_graphs
+        return None if graphs is None else LaunchedRows(slots, partial(graphs.sample, len(slots)))
 
     def _sample(self, number: int, rows: LaunchedRows) -> PendingTokens:
         """Launch a step's sampling, and log probabilities if a device slot asks for them."""
@@ -171,12 +189,12 @@ class ModelRunner:
 
         Everything is read from and written to the device, so that this can be captured.
         """
-        inputs = self._decode_inputs(slots)
+        inputs = decode_inputs(self.state, slots, self.block_size)
         hidden = self.model.forward(inputs, self._layers, on_layer_end)
         # The padding device slot stays at position 0, because it runs in any number of steps.
         is_real = slots != self.state.padding_slot
         positions = torch.where(is_real, inputs.positions + 1, 0)
-        return Forwarded(self._compute_logits(hidden), slots, positions)
+        return self._left(Forwarded(self._compute_logits(hidden), slots, positions))
 
     def run_chunks(self, inputs: StepInputs, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a step with prefill chunks; can be captured, too."""
@@ -190,7 +208,8 @@ class ModelRunner:
         """Run the layers of a step with prefill chunks; returns [T, hidden], or only `rows`."""
         batch = inputs.forward_batch(self.state.block_tables)
         if inputs.num_decodes:
-            batch = _joined(self._decode_inputs(inputs.decode_slots), batch)
+            decodes = decode_inputs(self.state, inputs.decode_slots, self.block_size)
+            batch = joined(decodes, batch)
         return self.model.forward(batch, self._layers, on_layer_end, rows)
 
     def _forwarded(self, inputs: StepInputs, hidden: torch.Tensor) -> Forwarded:
@@ -198,49 +217,26 @@ class ModelRunner:
         slots, positions = inputs.sample_slots, inputs.sample_positions
         if inputs.num_decodes:
             positions = torch.where(positions < 0, self.state.position[slots] + 1, positions)
-        return Forwarded(self._compute_logits(hidden), slots, positions)
+        return self._left(Forwarded(self._compute_logits(hidden), slots, positions))
+
+    def _left(self, forwarded: Forwarded) -> Forwarded:
+        """Leave a forward's output where the CUDA graphs of sampling read it, if there are any."""
+        return forwarded if self._static is None else self._static.take(forwarded)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits; with CUDA graphs, into static memory that outlives the replay."""
         if not len(hidden):
             return hidden  # no row samples, so that nothing reads the logits
-        out = None if self._logits is None else self._logits[: len(hidden)]
+        out = None if self._static is None else self._static.logits[: len(hidden)]
         return self.model.compute_logits(hidden, out)
-
-    def _decode_inputs(self, slots: torch.Tensor) -> ForwardBatch:
-        state = self.state
-        position = state.position[slots]
-        tables = state.block_tables[slots]  # [B, G, max_blocks]
-        is_real = slots != state.padding_slot
-        index = (position // self.block_size)[:, None, None].expand(-1, state.num_groups, 1)
-        blocks = tables.gather(2, index).squeeze(2)
-        blocks = blocks.t().to(torch.int64, memory_format=torch.contiguous_format)  # [G, B]
-        slot_mapping = blocks * self.block_size + position % self.block_size
-        slot_mapping = torch.where(is_real, slot_mapping, -1)
-        input_ids = state.last_token[slots]
-        seq_lens = torch.where(is_real, position + 1, 0).to(torch.int32)
-        return ForwardBatch.of_groups(
-            ForwardBatch(
-                input_ids=input_ids,
-                positions=position,
-                slot_mapping=slot_mapping[group],
-                num_decodes=slots.shape[0],
-                decode_block_tables=tables[:, group],
-                decode_seq_lens=seq_lens,
-                prefill_block_tables=None,
-                prefill_cu_query_lens=None,
-                prefill_seq_lens=None,
-                max_query_len=0,
-            )
-            for group in range(state.num_groups)
-        )
 
     def _run(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows:
         """Launch the forward of decode rows and prefill chunks eagerly, in one pass."""
         state = self.state
         on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
         if chunks:
-            inputs = StepInputs.build(slots, chunks, self.block_size, state.host_tables)
+            tables = state.host_tables
+            inputs = StepInputs.build(slots, chunks, self.block_size, tables, self.rounding)
             inputs = inputs.to(state.device)
             reads_all = any(chunk.reads_hidden_states for chunk in chunks)
             wanted = None if reads_all else inputs.sample_rows
@@ -250,9 +246,21 @@ class ModelRunner:
                 hidden = hidden[inputs.sample_rows]
             forwarded = self._forwarded(inputs, hidden)
         else:
-            forwarded = self.decode(state.upload([slots])[0], on_layer_end)
+            forwarded = self.decode(state.upload([self._rounded(slots)])[0], on_layer_end)
         rows = [*slots, *_sampling_slots(chunks)]
-        return LaunchedRows(rows, partial(self.sampling.sample, forwarded))
+        return self._static_rows(rows) or LaunchedRows(
+            rows, partial(self._sample_launched, forwarded, len(rows))
+        )
+
+    def _rounded(self, slots: list[int]) -> list[int]:
+        """Return the device slots of decode rows, and of padding rows after them."""
+        if self.rounding is None:
+            return slots
+        padding = self.rounding.rows_for(len(slots)) - len(slots)
+        return slots + [self.rounding.padding_slot] * padding
+
+    def _sample_launched(self, forwarded: Forwarded, count: int, shaped: bool) -> Sampled:
+        return self.sampling.sample(forwarded, shaped).first(count)
 
     def _read_prompts(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> None:
         """Launch the prompts' log probabilities and embeddings; `hidden` is [T, hidden]."""
@@ -275,9 +283,10 @@ class ModelRunner:
 
         return record_group_end
 
-    def _captured(self, inputs: StepInputs) -> tuple[Forwarded, list[DeviceEvent]]:
+    def _captured(self, inputs: StepInputs) -> list[DeviceEvent]:
         events: list[DeviceEvent] = []
-        return self.run_chunks(inputs, self._event_recorder(events, in_graph=True)), events
+        self.run_chunks(inputs, self._event_recorder(events, in_graph=True))
+        return events
 
     def has_group_events(self, plan: int) -> bool:
         """Whether there is an event for each layer group of the blocks that this plan exports."""
@@ -312,34 +321,34 @@ class ModelRunner:
         event = self._events.find(after, groups[-1])
         return self.mover.unpack(staging, block_ids, groups, seed, event)
 
+    def round_steps(self) -> None:
+        """Pad steps that no CUDA graph replays, from now on."""
+        sizes = batch_buckets(self.state.num_slots)
+        self.rounding = Rounding(sizes, STEP_TOKENS, self.state.padding_slot)
+
     def capture_graphs(
         self,
         max_tokens: int,
         progress: Callable[[str], None],
         make_pool: Callable[[torch.device], GraphPool] = GraphPool,
     ) -> None:
-        """Capture decode steps, and steps with chunks; reports each.
+        """Capture the forward of decode steps and of steps with chunks, and sampling.
 
         Args:
             max_tokens: most tokens of a step, decode rows included.
             progress: called with a name of each.
             make_pool: makes what captures them.
         """
-        state, sampling = self.state, self.sampling
-        with torch.inference_mode():
-            every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
-            rows = self.decode(every)
-            for shaped in (False, True):  # so that one-time allocations are made before the capture
-                sampling.sample(rows, shaped)
-            self._logits = rows.logits.new_empty((sampling.num_rows, rows.logits.shape[1]))
+        state = self.state
+        self.round_steps()  # such a step leaves padding rows after its own
+        rows = self._allocate_static()
         pool = make_pool(state.device)
         sizes = batch_buckets(state.num_slots)
-        self.decode_graphs = DecodeGraphs.capture(
-            self.decode, sampling.sample, sizes, state.padding_slot, state.device, pool, progress
+        decodes = DecodeGraphs.capture(
+            self.decode, sizes, state.padding_slot, state.device, pool, progress
         )
-        self.prefill_graphs = PrefillGraphs.capture(
+        prefills = PrefillGraphs.capture(
             self._captured,
-            sampling.sample,
             step_shapes(max_tokens, state.num_slots, state.max_blocks * self.block_size),
             self.block_size,
             state.padding_slot,
@@ -348,42 +357,26 @@ class ModelRunner:
             pool,
             progress,
         )
+        self.sampling_graphs = SamplingGraphs.capture(
+            lambda count, shaped: self.sampling.sample(rows.first(count), shaped),
+            sizes,
+            rows,
+            pool,
+            progress,
+        )
+        self.decode_graphs, self.prefill_graphs = decodes, prefills
+
+    @torch.inference_mode()
+    def _allocate_static(self) -> StaticRows:
+        """Allocate static rows; run a step, so that one-time allocations precede the capture."""
+        state = self.state
+        every = torch.full((state.num_slots,), state.padding_slot, device=state.device)
+        rows = self.decode(every)
+        for shaped in (False, True):
+            self.sampling.sample(rows, shaped)
+        self._static = StaticRows.allocate(rows.logits, state.num_slots, state.padding_slot)
+        return self._static
 
 
 def _sampling_slots(chunks: list[PrefillChunk]) -> list[int]:
     return [chunk.slot for chunk in chunks if chunk.samples]
-
-
-def _joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
-    """Put decode rows in front of prefill chunks, where these have no tokens of their own.
-
-    Args:
-        decodes: B decode rows; the last ones may be padding rows, without KV slots.
-        prefills: T tokens, at least B; those of the chunks begin after the last real decode row.
-    """
-    count = decodes.num_decodes
-    is_real = decodes.slot_mapping >= 0
-
-    def with_rows(tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return torch.cat([torch.where(is_real, rows, tokens[:count]), tokens[count:]])
-
-    input_ids = with_rows(prefills.input_ids, decodes.input_ids)
-    positions = with_rows(prefills.positions, decodes.positions)
-    # A padding row would otherwise get zeros, perhaps after a chunk's token got its result there.
-    lengths = decodes.decode_seq_lens
-    lengths = None if lengths is None else torch.where(is_real, lengths, -1)
-    return ForwardBatch.of_groups(
-        ForwardBatch(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=with_rows(chunks.slot_mapping, rows.slot_mapping),
-            num_decodes=rows.num_decodes,
-            decode_block_tables=rows.decode_block_tables,
-            decode_seq_lens=lengths,
-            prefill_block_tables=chunks.prefill_block_tables,
-            prefill_cu_query_lens=chunks.prefill_cu_query_lens,
-            prefill_seq_lens=chunks.prefill_seq_lens,
-            max_query_len=chunks.max_query_len,
-        )
-        for rows, chunks in zip(decodes.groups, prefills.groups, strict=True)
-    )

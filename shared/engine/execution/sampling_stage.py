@@ -27,7 +27,7 @@ _UNMASKED, _HELD = -1, -2  # in place of a mask
 
 
 class Forwarded(NamedTuple):
-    """The output of a forward, for sampling; if a graph made it, its next replay overwrites it.
+    """The output of a forward, for sampling; with CUDA graphs, the next forward overwrites it.
 
     Attributes:
         logits: [N, vocab] of the rows that sample.
@@ -38,6 +38,31 @@ class Forwarded(NamedTuple):
     logits: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+
+    def first(self, count: int) -> Forwarded:
+        """Return the first rows."""
+        return Forwarded(*(each[:count] for each in self))
+
+
+class StaticRows(Forwarded):
+    """Memory in which every forward leaves its output, for the CUDA graphs of sampling.
+
+    It has as many rows as sequences run at once.
+    """
+
+    @classmethod
+    def allocate(cls, logits: torch.Tensor, rows: int, padding_slot: int) -> StaticRows:
+        """Allocate padding rows; `logits` has the dtype, the device and the vocabulary."""
+        slots = torch.full((rows,), padding_slot, dtype=torch.int64, device=logits.device)
+        static = logits.new_zeros((rows, logits.shape[1]))
+        return cls(static, slots, torch.zeros_like(slots))
+
+    def take(self, forwarded: Forwarded) -> Forwarded:
+        """Copy a forward's rows, except for logits, which it has written here itself."""
+        own = self.first(len(forwarded.slots))
+        own.slots.copy_(forwarded.slots)
+        own.positions.copy_(forwarded.positions)
+        return own
 
 
 class Sampled(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -43,6 +44,32 @@ class StepShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Rounding:
+    """Numbers of rows and tokens to which steps are padded that no CUDA graph replays.
+
+    So such a step runs only kernels that were compiled before, for a step of these numbers.
+
+    Attributes:
+        rows: numbers of decode rows, and of rows that sample, ascending.
+        tokens: numbers of tokens, ascending; a step with more than the last keeps its number.
+        padding_slot: device slot of padding rows.
+    """
+
+    rows: list[int]
+    tokens: tuple[int, ...]
+    padding_slot: int
+
+    def rows_for(self, count: int) -> int:
+        """Return how many rows a step with `count` rows has; none stay none."""
+        return self.rows[bisect.bisect_left(self.rows, count)] if count else 0
+
+    def tokens_for(self, count: int) -> int:
+        """Return how many tokens a step with `count` tokens has."""
+        place = bisect.bisect_left(self.tokens, count)
+        return self.tokens[place] if place < len(self.tokens) else count
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """All inputs of a step with prefill chunks in one int64 buffer, and where each part lies.
 
@@ -79,6 +106,7 @@ class StepInputs:
         chunks: list[PrefillChunk],
         block_size: int,
         tables: BlockTables,
+        rounding: Rounding | None = None,
     ) -> StepInputs:
         """Lay out the inputs of decode rows and chunks.
 
@@ -87,13 +115,17 @@ class StepInputs:
             chunks: at least one.
             block_size: tokens of a block.
             tables: the device slots' block tables.
+            rounding: pads rows and tokens as `build_padded` does; None adds none.
         """
-        samples = len(decodes) + sum(chunk.samples for chunk in chunks)
+        rows, samples = len(decodes), len(decodes) + sum(chunk.samples for chunk in chunks)
         tokens = len(decodes) + sum(chunk.length for chunk in chunks)
-        longest = max(chunk.length for chunk in chunks)
-        counts = (len(decodes), tokens, len(chunks), samples)
-        groups = tables.shape[1]
-        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), 0)
+        longest, slot = max(chunk.length for chunk in chunks), 0
+        if rounding is not None:
+            rows, samples = rounding.rows_for(rows), rounding.rows_for(samples)
+            tokens = rounding.tokens_for(max(tokens, rows))
+            longest, slot = max(longest, rounding.tokens[0]), rounding.padding_slot
+        counts, groups = (rows, tokens, len(chunks), samples), tables.shape[1]
+        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), slot)
         blocks = -(-max(chunk.end for chunk in chunks) // block_size)
         return cls(torch.from_numpy(flat), *counts, longest, groups, blocks)
 
