@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
+from pagewire.kernels.expert_sizes import divide_pairs
 
-_BLOCK_PAIRS = 2048
 _PAIRS_OF_A_WARP = 256
 
 
@@ -118,7 +118,7 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
     order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
     tiles = torch.empty((length, 3), dtype=torch.int32, device=chosen.device)
     bins = max(next_power_of_2(num_experts), 2)
-    block = min(max(next_power_of_2(pairs), 32), _BLOCK_PAIRS)
+    block, most_blocks = divide_pairs(pairs)
     blocks = triton.cdiv(pairs, block)
     warps = max(block // _PAIRS_OF_A_WARP, 4)
     counts = torch.empty((blocks, bins), dtype=torch.int32, device=chosen.device)
@@ -134,7 +134,7 @@ def list_tiles(chosen: torch.Tensor, num_experts: int, rows: int) -> TileList:
         ROWS=rows,
         BINS=bins,
         BLOCK=block,
-        MOST_BLOCKS=next_power_of_2(blocks),
+        MOST_BLOCKS=most_blocks,
         num_warps=warps,
         **overlap_options(chosen.device, chosen.shape[0]),
     )

@@ -26,12 +26,12 @@ from pagewire.kernels._launch import (
     overlap_options,
 )
 from pagewire.kernels.errors import UnsupportedShapeError
+from pagewire.kernels.expert_sizes import MOST_ROWS, rows_of_a_tile
 from pagewire.kernels.expert_tiles import TileList, list_tiles
 from pagewire.kernels.few_experts import are_few, few_experts
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
 _LEAST_ROWS = 16  # of a matrix product
-_MOST_ROWS = 128
 _MAX_BLOCK = 1024
 
 
@@ -225,7 +225,7 @@ def experts(
     if tile_rows is None and are_few(tokens, top_k, num_experts):
         biases = gate_up_bias, down_bias
         return few_experts(x, chosen, weights, gate_up, down, *biases, activation, interleaved)
-    rows = tile_rows or _rows_of_a_tile(chosen.numel(), num_experts)
+    rows = tile_rows or rows_of_a_tile(chosen.numel(), num_experts)
     tiles = list_tiles(chosen, num_experts, rows)
     inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
     outputs = _project_down(inner, down, down_bias, tiles, top_k)
@@ -244,16 +244,11 @@ def experts(
     return out
 
 
-def _rows_of_a_tile(pairs: int, num_experts: int) -> int:
-    """Return 1.5 times the average rows of an expert, so that most experts need one tile."""
-    return min(max(next_power_of_2(3 * pairs // (2 * num_experts)), _LEAST_ROWS), _MOST_ROWS)
-
-
 def _choose_tiling(dtype: torch.dtype, rows: int, large_stages: int) -> _Tiling:
     """Return what was fastest on an H200 with the experts of Qwen3-30B-A3B."""
     if dtype == torch.float32:  # no tensor cores: tiles that fit into registers
         return _Tiling(32, 32, 2, 8)
-    if rows == _MOST_ROWS:  # products take the time: larger tiles read less from the L2 cache
+    if rows == MOST_ROWS:  # products take the time: larger tiles read less from the L2 cache
         return _Tiling(128, 64, large_stages, 8)
     return _Tiling(64, 128 if rows == _LEAST_ROWS else 64, 3, 4)
 
@@ -263,7 +258,7 @@ def _can_describe(rows: int, *matrices: torch.Tensor) -> bool:
 
     The copy engine needs rows and a start that are multiples of 16 bytes.
     """
-    return rows == _MOST_ROWS and all(
+    return rows == MOST_ROWS and all(
         can_copy_tiles(each.device)
         and each.dtype.itemsize == 2
         and each.shape[-1] % 8 == 0

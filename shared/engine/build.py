@@ -103,7 +103,7 @@ def build_engine(
     _log_pool(loaded.shape, num_blocks, device)
     runner = _make_runner(loaded, num_blocks, max_model_len)
     if device.type == "cuda":
-        prepare(runner, settings, max_model_len, progress)
+        prepare(runner, config, settings, max_model_len, progress)
     layout = _layout(loaded)
     pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
     is_timed = device.type == "cpu" and loaded.ops.backend == "torch"  # not Triton's interpreter

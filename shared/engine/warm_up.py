@@ -1,54 +1,103 @@
-"""Runs an engine's first steps, so that no request waits for what they compile and capture."""
+"""Runs an engine's first steps, so that no request waits for what they compile and capture.
+
+    warm_up        a prompt and two decode rows: also shows how much memory a full step takes
+    prepare        that, then CUDA graphs, then `FirstSteps`: steps of every kind that traffic has
+
+A step that no CUDA graph replays is padded (`Rounding`), so that a few numbers of rows and tokens
+stand for all. tests/unit/engine/test_warm_up.py shows that no traffic needs another kernel.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 
+from pagewire.kernels.expert_sizes import steps_of_each_kind
+from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
 from pagewire.shared.config import EngineSettings
+from pagewire.shared.control.protocol import PoolingMode
+from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
+    Supply,
     TableEntries,
 )
 from pagewire.shared.errors import IntegrityError
+from pagewire.shared.model.experts_config import ExpertsConfig
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+MakePool = Callable[[torch.device], GraphPool]
+
+# Steps of more tokens than CUDA graphs are captured for, for cuBLAS, which chooses kernels by size.
+_LARGE_STEPS = [size << n for n in range(12) for size in (1536, 2048)]
+# What the sampling of a row, and what follows it, may compute.
+_REQUESTS = (
+    RequestSpec(temperature=0.0, seed=0, logprobs=20, prompt_logprobs=20),
+    RequestSpec(temperature=1.0, seed=0, logprobs=0, logprobs_mode="processed"),
+    RequestSpec(
+        temperature=1.0,
+        top_p=0.9,
+        top_k=8,
+        min_p=0.01,
+        seed=0,
+        logprobs=20,
+        logprobs_mode="processed",
+        repetition_penalty=1.1,
+        logit_bias={0: 1.0},
+        min_tokens=3,
+        allowed_token_ids=(0, 1, 2),
+        bad_words=((1, 2), (2,)),
+    ),
+)
 
 
 def prepare(
-    runner: ModelRunner, settings: EngineSettings, max_model_len: int, progress: Progress
+    runner: ModelRunner,
+    config: ModelConfig,
+    settings: EngineSettings,
+    max_model_len: int,
+    progress: Progress,
+    make_pool: MakePool = GraphPool,
 ) -> None:
     """Compile kernels and capture CUDA graphs, so that no request waits for that."""
     progress("compiling kernels")
     most = min(settings.max_num_batched_tokens, max_model_len - 1)
-    # Attention of short, of longer and of long chunks may be kernels of their own. The shorter ones
-    # are captured as graphs.
-    shorter = [] if settings.cuda_graphs else [16 << n for n in range(20) if 16 << n < most]
-    for tokens in (*shorter, most):
-        warm_up(runner, tokens)
+    warm_up(runner, most)
     if settings.cuda_graphs:
-        _capture_graphs(runner, settings.max_num_batched_tokens, progress)
+        _capture_graphs(runner, settings.max_num_batched_tokens, progress, make_pool)
+    progress("running steps of every kind")
+    FirstSteps(runner, config, most, max_model_len).run()
 
 
-def _capture_graphs(runner: ModelRunner, max_tokens: int, progress: Progress) -> None:
+def _capture_graphs(
+    runner: ModelRunner, max_tokens: int, progress: Progress, make_pool: MakePool
+) -> None:
     """Capture the CUDA graphs of steps; logs their time, and by how much free memory shrank."""
     device = runner.kv_pool.device
     torch.cuda.empty_cache()  # as a capture does first: what that frees is not counted
-    start_s, (free_before, _) = time.monotonic(), torch.cuda.mem_get_info(device)
-    runner.capture_graphs(max_tokens, lambda step: progress(f"capturing CUDA graphs: {step}"))
-    gib = (free_before - torch.cuda.mem_get_info(device)[0]) / (1 << 30)
+    start_s, free_before = time.monotonic(), _free_bytes(device)
+    report = "capturing CUDA graphs: {}".format
+    runner.capture_graphs(max_tokens, lambda step: progress(report(step)), make_pool)
+    gib = (free_before - _free_bytes(device)) / (1 << 30)
     seconds = time.monotonic() - start_s
     logger.info("the CUDA graphs of steps take %.2f GiB, captured in %.1f s", gib, seconds)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def warm_up(runner: ModelRunner, most_tokens: int) -> None:
@@ -56,17 +105,12 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
 
     They write only to blocks that are free.
     """
-    num_groups = len(runner.groups)
-    length = min(most_tokens, runner.kv_pool.shape[0] // num_groups * runner.block_size - 1)
+    length = min(most_tokens, _tokens_of_pool(runner) - 1)
     spec = RequestSpec(temperature=1.0, top_p=0.9, top_k=8, seed=0, logprobs=1, prompt_logprobs=1)
-    blocks, count = TableEntries(), runner.groups.blocks_for(length + 1)
-    for group in range(num_groups):
-        ids = list(range(group * count, (group + 1) * count))
-        blocks.add(0, group * runner.state.max_blocks, ids)
     prefill = StepPlan(
         number=0,
         new_slots=[NewDeviceSlot(0, spec)],
-        blocks=blocks,
+        blocks=_free_blocks(runner, length + 1),
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )
     runner.execute(prefill).wait()
@@ -82,3 +126,109 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
     runner.pack([0], groups.whole, staging, 1, after=0)
     if not runner.unpack(staging, [0], groups.whole, 1, after=0).is_intact():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")
+
+
+def _tokens_of_pool(runner: ModelRunner) -> int:
+    """Return how many tokens of one sequence the KV pool holds."""
+    return int(runner.kv_pool.shape[0]) // len(runner.groups) * runner.block_size
+
+
+def _free_blocks(runner: ModelRunner, tokens: int) -> TableEntries:
+    """Return the table entries with which device slot 0 holds this many tokens."""
+    blocks, count = TableEntries(), runner.groups.blocks_for(tokens)
+    for group in range(len(runner.groups)):
+        ids = list(range(group * count, (group + 1) * count))
+        blocks.add(0, group * runner.state.max_blocks, ids)
+    return blocks
+
+
+@dataclass(slots=True)
+class FirstSteps:
+    """Steps of every kind that traffic has, in blocks and device slots that are free.
+
+    Attributes:
+        runner: runs them.
+        config: the model's shape.
+        most_tokens: of a step.
+        max_model_len: longest sequence.
+    """
+
+    runner: ModelRunner
+    config: ModelConfig
+    most_tokens: int
+    max_model_len: int
+
+    def run(self) -> None:
+        """Run them, and leave the device slots without owners."""
+        room = min(self.most_tokens + LONGEST_UNSPLIT, self.max_model_len)
+        room = min(room, _tokens_of_pool(self.runner))
+        few = max(1, min(4, room // 2))
+        blocks = _free_blocks(self.runner, room)
+        self._run(new_slots=[NewDeviceSlot(0, _REQUESTS[0])], blocks=blocks)
+        for plan in (*self._rows(), *self._sizes(room), *self._prompts(few), *self._answers(few)):
+            self._run(**plan)
+        for plan in self._rows():  # device slot 0 now asks for more than the others
+            self._run(**plan)
+        self._run(copies=[(0, int(self.runner.kv_pool.shape[0]) - 1)])
+        self._run(freed=[0])
+        self.runner.rehearse_launch()
+
+    def _run(self, supply: Supply | None = None, **fields: Any) -> None:
+        plan = StepPlan(number=0, awaits_supply=supply is not None, **fields)
+        pending = self.runner.execute(plan)
+        if supply is not None:
+            self.runner.supply(supply)
+        pending.wait()
+
+    def _sizes(self, room: int) -> Iterator[dict[str, Any]]:
+        """Yield steps of each number of tokens that is not captured, also on longer contexts."""
+        small = STEP_TOKENS if self.runner.prefill_graphs is None else ()
+        most = min(self.most_tokens, room - 1)
+        for length in sorted({min(size, most) for size in (*small, *self._large_steps())}):
+            for start in sorted({0, min(LONGEST_UNSPLIT, room - 1 - length)}):
+                yield {"chunks": [PrefillChunk(0, start, [0] * length, samples=True)]}
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        """Yield decode steps of each number of rows, unless they are captured."""
+        if self.runner.decode_graphs is None:
+            for rows in batch_buckets(self.runner.state.num_slots):
+                inputs = [DecodeInput(slot, 0, 0) for slot in range(rows)]
+                yield {"inputs": inputs, "decodes": list(range(rows))}
+
+    def _large_steps(self) -> list[int]:
+        """Return numbers of tokens above those that are rounded: one for each set of kernels."""
+        experts: ExpertsConfig | None = getattr(self.config, "experts", None)
+        if experts is None:
+            return _LARGE_STEPS
+        numbers = range(STEP_TOKENS[-1] + 1, self.most_tokens + 1)
+        return _LARGE_STEPS + steps_of_each_kind(numbers, experts.routing.top_k, experts.count)
+
+    def _prompts(self, few: int) -> Iterator[dict[str, Any]]:
+        """Yield steps that read a prompt's hidden states: log probabilities, embeddings.
+
+        Args:
+            few: tokens of a chunk.
+        """
+        for length in range(1, few + 1):
+            chunk = PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * length)
+            yield {"chunks": [chunk]}
+        modes: tuple[PoolingMode, ...] = get_args(PoolingMode)
+        for mode in modes:
+            for start, samples in ((0, False), (few, True)):
+                yield {"chunks": [PrefillChunk(0, start, [0] * few, samples, pooling=mode)]}
+
+    def _answers(self, few: int) -> Iterator[dict[str, Any]]:
+        """Yield decode steps of each kind of request, and with masks.
+
+        Args:
+            few: tokens before the row's.
+        """
+        row: dict[str, Any] = {"inputs": [DecodeInput(0, 0, few)], "decodes": [0]}
+        for spec in _REQUESTS:
+            slot = NewDeviceSlot(0, spec)
+            if spec.is_shaped:
+                slot = NewDeviceSlot(0, spec, [0] * few, few // 2, [0])
+            yield {"freed": [0], "new_slots": [slot], **row}
+        mask = bytes([255]) * (-(-self.runner.vocab_size // 8))
+        for supply in (Supply(0, masks={0: mask}), Supply(0, held=[0])):
+            yield {"supply": supply, **row}

@@ -119,8 +119,10 @@ def hopper() -> Iterator[Launches]:
         yield launches
 
 
-def build(launches: Launches, directory: Path, shape: dict[str, Any], **more: Any) -> BuiltEngine:
-    """Build an engine of a model's shape, with random weights.
+def build(
+    launches: Launches, directory: Path, shape: dict[str, Any], **more: Any
+) -> tuple[BuiltEngine, EngineSettings]:
+    """Build an engine of a model's shape, with random weights; return its settings, too.
 
     Args:
         launches: of the Hopper GPU.
@@ -138,4 +140,4 @@ def build(launches: Launches, directory: Path, shape: dict[str, Any], **more: An
     built = build_engine(settings)
     built.core.overlap = True
     launches.vocab_size = built.config.vocab_size
-    return built
+    return built, settings

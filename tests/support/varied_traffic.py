@@ -10,6 +10,7 @@ import torch
 from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.embedding_sequence import pooled_sequence
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
+from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
 from pagewire.shared.sampling import RequestSpec
 
 _MOST_STEPS = 2000  # of a wave of requests
@@ -73,6 +74,29 @@ class Traffic:
         for size in self._sizes(waves):
             self._wave(size)
             self._move_blocks()
+
+    def run_steps(self, count: int) -> None:
+        """Run steps of random numbers of decode rows, chunks and tokens, which no scheduler chose.
+
+        The engine must be idle: all rows use the same block.
+        """
+        runner, pick = self._built.runner, self._random
+        most = min(runner.state.num_slots, 2048)
+        for _ in range(count):
+            runner.state.position.zero_()
+            rows = pick.randrange(pick.choice((1, 5, 17, 70, most + 1)))
+            chunks, left = [], pick.choice((1, 8, 16, 40, 100, 300, 700, 1000, 1400, 2048)) - rows
+            context = pick.choice((0, 0, 100, 2047, 2048, self._built.max_model_len))
+            longest = pick.choice((1, 7, 16, 40, 64, 200, 1024, 2048))
+            for slot in range(rows, most):
+                length = min(left, pick.randint(1, longest))
+                if length < 1 or len(chunks) == pick.choice((1, 2, 8, 9, 30)):
+                    break
+                start = min(context, self._built.max_model_len - length)
+                chunks.append(PrefillChunk(slot, start, [0] * length, pick.random() < 0.7))
+                left -= length
+            if rows or chunks:
+                runner.execute(StepPlan(number=0, decodes=list(range(rows)), chunks=chunks)).wait()
 
     def _sizes(self, waves: int) -> Iterator[int]:
         for wave in range(waves):

@@ -219,8 +219,11 @@ class BlockMover:
         if not self.kv_pool.is_cuda:
             return
         pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
+        stream, nothing = self._stream_after(None), self.groups.rows([], self.groups.whole)
         for buffer in buffers:
-            graphs[buffer.data_ptr()] = self._capture_move(pool, buffer, move)
+            graphs[buffer.data_ptr()] = graph = self._capture_move(pool, buffer, move)
+            graph.replay(nothing, 0, stream)  # the first launch of a graph takes longer
+        stream.synchronize()
 
     def _capture_move(self, pool: GraphPool, buffer: torch.Tensor, move: _Move) -> _MoveGraph:
         copy_list = empty_copy_list(max_blocks(buffer.shape[0], self.groups.nbytes)).pin_memory()
@@ -230,7 +233,7 @@ class BlockMover:
             move(copy_list, buffer, corrupt)
             return corrupt
 
-        graph, _ = pool.capture(step)
+        graph, _ = pool.capture(step, "a move of KV blocks")
         # The arrays keep the memory.
         return _MoveGraph(graph, copy_list.numpy(), corrupt.numpy(), torch.cuda.Event())
 

@@ -1,0 +1,130 @@
+"""Which kernels requests would have to wait for: those that traffic needs and no first step ran.
+
+    python -P -m pagewire.tests.support.late_kernels [--shapes ...] [--no-cuda-graphs] [--full]
+
+An engine on a Hopper GPU that does not exist (`unlaunched`) prepares itself as a worker does, and
+then gets requests and steps of many kinds. Exit code 1: it needed another kernel, which is printed
+with what it is specialised on. `--full` takes the published sizes, and only counts the kernels of
+the preparation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+
+from pagewire.loadtest.bench.shapes import GEMMA3_12B, LLAMA_1B, LLAMA_8B, QWEN2_0_5B, QWEN3_30B_A3B
+from pagewire.shared.engine.execution.builds import Builds, count_kernels
+from pagewire.shared.engine.warm_up import prepare
+from pagewire.tests.support.padded_steps import Reruns
+from pagewire.tests.support.unlaunched import Launches, build, hopper
+from pagewire.tests.support.varied_traffic import Traffic
+
+_PUBLISHED = Path(__file__).parent / "published_configs"
+_SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "vocab_size": 9000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+
+
+def _published(name: str) -> dict[str, Any]:
+    shape: dict[str, Any] = json.loads((_PUBLISHED / f"{name}.json").read_text())
+    shape.pop("quantization_config", None)
+    return shape
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "llama-1b": LLAMA_1B,
+    "qwen2-0.5b": QWEN2_0_5B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "gemma3-12b": GEMMA3_12B,
+    "gemma2-9b": _published("gemma-2-9b-it"),
+    "gpt-oss-20b": _published("gpt-oss-20b"),
+    "deepseek-v2-lite": _published("deepseek-v2-lite-chat"),
+    "deepseek-v3": _published("deepseek-v3"),
+    "phi3-mini": _published("phi-3-mini-4k-instruct"),
+    "mixtral": _published("mixtral-8x7b-instruct-v0.1"),
+    "granite-moe": _published("granite-3.1-3b-a800m-instruct"),
+    "olmo2": _published("olmo-2-1124-7b-instruct"),
+}
+
+
+def small(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return a shape with the same heads and experts, and less of everything else."""
+    heads = shape["num_attention_heads"]
+    own = {"head_dim": shape.get("head_dim") or shape["hidden_size"] // heads}
+    changes = {name: value for name, value in _SMALL.items() if name in shape or "id" in name}
+    kinds = shape.get("layer_types")
+    if kinds is not None:
+        changes["layer_types"] = [kinds[0], kinds[-1]]
+    if "first_k_dense_replace" in shape:
+        changes |= {"first_k_dense_replace": 1, "num_hidden_layers": 3}
+        own = {}
+    return shape | own | changes
+
+
+def watch(name: str, shape: dict[str, Any], launches: Launches, args: argparse.Namespace) -> Builds:
+    """Prepare an engine, send traffic, and return what it built."""
+    builds = Builds()
+    options = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": 2048}
+    options |= {"cuda_graphs": args.cuda_graphs, "batch_invariant": args.batch_invariant}
+    with tempfile.TemporaryDirectory() as directory:
+        built, settings = build(
+            launches, Path(directory), shape, num_blocks=1600, max_model_len=4096, **options
+        )
+    knobs.compilation.listener = None
+    count_kernels(builds)
+    built.runner.round_steps()
+    captured: list[str] = []
+    context = built.max_model_len
+    prepare(built.runner, built.config, settings, context, captured.append, Reruns)
+    builds.note_ready()
+    graphs = sum(stage.startswith("capturing") for stage in captured)
+    print(f"{name}: {builds.early['compiled']} kernels, {graphs} captured steps", flush=True)
+    if not args.full:
+        traffic = Traffic(built)
+        traffic.run(args.waves)
+        traffic.run_steps(args.steps)
+    return builds
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run engines of these shapes, one after the other; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--full", action="store_true", help="published sizes; without traffic")
+    parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--waves", type=int, default=10, help="of requests")
+    parser.add_argument("--steps", type=int, default=100, help="that no scheduler chose")
+    args = parser.parse_args(arguments)
+    logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
+    torch.set_num_threads(1)
+    late = 0
+    with hopper() as launches:
+        for name in args.shapes:
+            shape = SHAPES[name] | {"num_hidden_layers": 2} if args.full else small(SHAPES[name])
+            late += sum(watch(name, shape, launches, args).late.values())
+    print(f"{late} kernels were compiled for traffic")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
