@@ -1,0 +1,223 @@
+"""Whether a cluster that says it is ready is warm, on one GPU.
+
+    python -P -m pagewire.loadtest.bench.warm [--topologies aggregated both] [--rate 10]
+
+Each cluster starts with an empty cache of Triton. Once it is ready, requests arrive for 15 s; one
+minute after the first, requests of the same lengths with other tokens arrive for 15 s again. Then
+the cluster starts once more, with the cache, to time that. `both` has a prefill and a decode worker
+on the same GPU. Exit code 1: the first requests waited longer than the later ones, or a worker
+compiled a kernel, loaded one or captured a CUDA graph after it was ready; its log has the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pagewire.loadtest.bench.client import Answer, Client, Request
+from pagewire.loadtest.bench.clusters import Topology, running_cluster, stop_servers_on_sigterm
+from pagewire.loadtest.bench.model import write_model
+from pagewire.loadtest.bench.phases import Row, poisson_waits
+from pagewire.loadtest.bench.shapes import DEFAULT_MODEL, SHAPES, vocab_used
+from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.cluster import BenchError, metrics
+from pagewire.services.cli.bench.stats import percentile
+
+TOPOLOGIES = {"aggregated": Topology(0, 1, 2048), "both": Topology(1, 1, 2048)}
+DEMO, DEMO_VOCAB = "demo", 2000
+PROMPT_TOKENS, ANSWER_TOKENS = 490, 148  # medians
+SPREAD = 0.8  # of the logarithm of a length
+CONTEXT = 4096
+MINUTE_S = 60.0  # from the first request of one window to that of the other
+# What the first window's p99 may be: this many times the other's, or this much more.
+MOST_RATIO, MOST_MORE_S = 1.5, 0.150
+SLOW_S = 0.5
+LATE = "pagewire_engine_builds_total{"
+COLUMNS = (
+    "cluster",
+    "cache",
+    "ready_s",
+    "ttft_p50",
+    "ttft_p99",
+    "ttft_max",
+    "later_p50",
+    "later_p99",
+    "later_max",
+    "slow",
+    "late_builds",
+)
+
+
+def lengths(count: int, context: int = CONTEXT) -> list[tuple[int, int]]:
+    """Return log-normal lengths of prompts and answers, which fit into a context together."""
+    rng = random.Random(0)
+
+    def length(median: int, most: int) -> int:
+        return max(1, min(most, round(median * math.exp(rng.gauss(0.0, SPREAD)))))
+
+    most = context // 2
+    return [(length(PROMPT_TOKENS, most), length(ANSWER_TOKENS, most)) for _ in range(count)]
+
+
+def longest_wait(answer: Answer) -> float:
+    """Return the longest time in seconds in which a request got no token."""
+    return max([answer.ttft, *answer.gaps])
+
+
+def compare(first: Sequence[Answer], later: Sequence[Answer]) -> Row:
+    """Return TTFT of both windows in ms, and how many requests were slow in the first one only.
+
+    Args:
+        first: answers from ready on.
+        later: answers to requests of the same lengths, in the same order.
+    """
+    row: Row = {}
+    for name, answers in (("ttft", first), ("later", later)):
+        ttft = [answer.ttft * 1e3 for answer in answers]
+        row |= {f"{name}_p{percent}": percentile(ttft, percent) for percent in (50, 99)}
+        row[f"{name}_max"] = max(ttft)
+    pairs = zip(first, later, strict=True)
+    row["slow"] = sum(longest_wait(a) > SLOW_S >= longest_wait(b) for a, b in pairs)
+    return row
+
+
+def failures(row: Row) -> list[str]:
+    """Return what is wrong with a measurement, a line each."""
+    found = []
+    most = max(MOST_RATIO * row["later_p99"], row["later_p99"] + MOST_MORE_S * 1e3)
+    if row["ttft_p99"] > most:
+        found.append(f"TTFT p99 was {row['ttft_p99']:.0f} ms at first; {most:.0f} are allowed")
+    if row["slow"]:
+        found.append(f"{row['slow']} requests waited for more than {SLOW_S} s at first, not later")
+    return found
+
+
+def late_builds(values: dict[str, float]) -> dict[str, int]:
+    """Return what workers built after they were ready, by the labels of the metric's samples."""
+    late = {name: value for name, value in values.items() if 'when="late"' in name}
+    return {
+        name.removeprefix(LATE).removesuffix("}"): int(value)
+        for name, value in late.items()
+        if name.startswith(LATE) and value
+    }
+
+
+async def _send(
+    client: Client, requests: Sequence[Request], waits: Sequence[float]
+) -> list[Answer]:
+    tasks = []
+    for request, wait in zip(requests, waits, strict=True):
+        tasks.append(asyncio.create_task(client.ask(request)))
+        await asyncio.sleep(wait)
+    return list(await asyncio.gather(*tasks))
+
+
+async def both_windows(url: str, vocab: int, args: argparse.Namespace) -> Row:
+    """Send both windows' requests; see `compare`.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    client = Client([url], vocab=vocab)
+    waits = poisson_waits(args.rate, args.seconds)
+    requests = [
+        [client.prepare(prompt, answer) for prompt, answer in lengths(len(waits))] for _ in range(2)
+    ]
+    try:
+        begin = time.monotonic()
+        first = await _send(client, requests[0], waits)
+        await asyncio.sleep(max(0.0, begin + args.minute - time.monotonic()))
+        later = await _send(client, requests[1], waits)
+    finally:
+        await client.close()
+    return {"requests": len(waits), **compare(first, later)}
+
+
+def measure(name: str, model: str, vocab: int, args: argparse.Namespace) -> Iterator[Row]:
+    """Start a cluster with an empty cache of Triton, and again; yield a row for each start.
+
+    Raises:
+        BenchError: it did not start or stop, or a request failed.
+    """
+    options = ("--device", args.device, "--max-model-len", str(CONTEXT))
+    options += ("--max-num-seqs", str(args.max_num_seqs))
+    with tempfile.TemporaryDirectory() as cache, _triton_cache(cache):
+        for state in ("empty", "filled"):
+            logs = args.logs / state
+            start = time.monotonic()
+            with running_cluster(Path(model), TOPOLOGIES[name], logs, *options) as cluster:
+                row: Row = {"cluster": name, "cache": state, "ready_s": time.monotonic() - start}
+                if state == "empty":
+                    row |= asyncio.run(both_windows(cluster.url, vocab, args))
+                late = late_builds(metrics(cluster.operator_url))
+                yield {**row, "late_builds": sum(late.values()), "built": late}
+
+
+@contextmanager
+def _triton_cache(directory: str) -> Iterator[None]:
+    name = "TRITON_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = directory
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+def wrong_in(row: Row) -> list[str]:
+    """Return what is wrong with a start, a line each, with the cluster's name."""
+    found = failures(row) if "ttft_p99" in row else []
+    found += [f"{count} built after ready: {labels}" for labels, count in row["built"].items()]
+    return [f"{row['cluster']}, {row['cache']} cache: {line}" for line in found]
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
+    parser.add_argument("--model", choices=(*SHAPES, DEMO), default=DEFAULT_MODEL)
+    parser.add_argument("--rate", type=float, default=10.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each window")
+    parser.add_argument("--minute", type=float, default=MINUTE_S, help="from window to window")
+    parser.add_argument("--max-num-seqs", type=int, default=512, help="of a worker, at once")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
+    args = parser.parse_args()
+    stop_servers_on_sigterm()
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        args.logs = args.logs or Path(directory, "logs")
+        model, vocab = DEMO, DEMO_VOCAB
+        if args.model != DEMO:
+            write_model(Path(directory), SHAPES[args.model])
+            model, vocab = directory, vocab_used(SHAPES[args.model]["vocab_size"])
+        try:
+            for name in args.topologies:
+                for row in measure(name, model, vocab, args):
+                    rows.append(row)
+                    wrong += wrong_in(row)
+                    print(json.dumps(row), flush=True)
+        except BenchError as exc:
+            wrong.append(str(exc))
+    print(f"\n### TTFT in ms from ready on, and one minute later\n\n{markdown(rows, COLUMNS)}")
+    for line in wrong:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
