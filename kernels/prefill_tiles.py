@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 ROWS = 64  # of a warp group
@@ -54,6 +56,25 @@ class LaunchRows(NamedTuple):
         return min(self.tiles(size), self.chunks * -(-self.longest // size))
 
 
+MOST_KINDS = max(map(len, TILES.values()))
+_forced: list[tuple[int, bool]] = []  # the last one counts
+
+
+@contextmanager
+def forced(number: int, is_split: bool) -> Iterator[None]:
+    """Have launches take these tiles whatever fits, so that their kernels are compiled.
+
+    Args:
+        number: index of the tiles in `TILES`; the last ones if there are fewer.
+        is_split: whether contexts are split that may ever be.
+    """
+    _forced.append((number, is_split))
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
 def choose_tiles_and_splits(
     dim: int, rows: LaunchRows, heads: int, longest: int, sms: int
 ) -> tuple[Tiles, int]:
@@ -81,6 +102,9 @@ def choose_tiles_and_splits(
         time, overhead = _TIMES[tiles.warp_groups]
         return time / splits(tiles) + overhead
 
+    if _forced:
+        number, is_split = _forced[-1]
+        return TILES[dim][: number + 1][-1], 2 if is_split and longest > LONGEST_UNSPLIT else 1
     fitting = [tiles for tiles in TILES[dim] if programs(tiles) <= sms]
     if not fitting:
         return TILES[dim][-1], 1

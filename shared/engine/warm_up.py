@@ -18,7 +18,7 @@ from typing import Any, get_args
 import torch
 
 from pagewire.kernels.expert_sizes import steps_of_each_kind
-from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
+from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, MOST_KINDS, forced
 from pagewire.shared.config import EngineSettings
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
@@ -43,6 +43,8 @@ MakePool = Callable[[torch.device], GraphPool]
 
 # Steps of more tokens than CUDA graphs are captured for, for cuBLAS, which chooses kernels by size.
 _LARGE_STEPS = [size << n for n in range(12) for size in (1536, 2048)]
+# Of a prompt that is scored: the kernels of its logits are chosen by these numbers.
+_SCORED = (1, 16, 32, 64, 65)
 # What the sampling of a row, and what follows it, may compute.
 _REQUESTS = (
     RequestSpec(temperature=0.0, seed=0, logprobs=20, prompt_logprobs=20),
@@ -165,10 +167,12 @@ class FirstSteps:
         few = max(1, min(4, room // 2))
         blocks = _free_blocks(self.runner, room)
         self._run(new_slots=[NewDeviceSlot(0, _REQUESTS[0])], blocks=blocks)
-        for plan in (*self._rows(), *self._sizes(room), *self._prompts(few), *self._answers(few)):
+        prompts = self._prompts(few, min(room, self.most_tokens))
+        for plan in (*self._rows(), *self._sizes(room), *prompts, *self._answers(few)):
             self._run(**plan)
         for plan in self._rows():  # device slot 0 now asks for more than the others
             self._run(**plan)
+        self._run_tiles(room)
         self._run(copies=[(0, int(self.runner.kv_pool.shape[0]) - 1)])
         self._run(freed=[0])
         self.runner.rehearse_launch()
@@ -188,6 +192,16 @@ class FirstSteps:
             for start in sorted({0, min(LONGEST_UNSPLIT, room - 1 - length)}):
                 yield {"chunks": [PrefillChunk(0, start, [0] * length, samples=True)]}
 
+    def _run_tiles(self, room: int) -> None:
+        """Run a short chunk on a longer context with all tiles that attention chooses from."""
+        # Its hidden state is read, so that no CUDA graph replays it.
+        start = max(0, min(LONGEST_UNSPLIT, room - 2))
+        chunk = PrefillChunk(0, start, [0], samples=True, pooling="last")
+        for number in range(MOST_KINDS):
+            for is_split in (False, True):
+                with forced(number, is_split):
+                    self._run(chunks=[chunk])
+
     def _rows(self) -> Iterator[dict[str, Any]]:
         """Yield decode steps of each number of rows, unless they are captured."""
         if self.runner.decode_graphs is None:
@@ -203,13 +217,14 @@ class FirstSteps:
         numbers = range(STEP_TOKENS[-1] + 1, self.most_tokens + 1)
         return _LARGE_STEPS + steps_of_each_kind(numbers, experts.routing.top_k, experts.count)
 
-    def _prompts(self, few: int) -> Iterator[dict[str, Any]]:
+    def _prompts(self, few: int, most: int) -> Iterator[dict[str, Any]]:
         """Yield steps that read a prompt's hidden states: log probabilities, embeddings.
 
         Args:
-            few: tokens of a chunk.
+            few: tokens of a chunk of which there are two.
+            most: tokens of one.
         """
-        for length in range(1, few + 1):
+        for length in sorted({few, *(size for size in _SCORED if size < most)}):
             chunk = PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * length)
             yield {"chunks": [chunk]}
         modes: tuple[PoolingMode, ...] = get_args(PoolingMode)

@@ -1,20 +1,22 @@
 """Which kernels requests would have to wait for: those that traffic needs and no first step ran.
 
-    python -P -m pagewire.tests.support.late_kernels [--shapes ...] [--no-cuda-graphs] [--full]
+    python -P -m pagewire.tests.support.late_kernels [--shapes ...] [--device cuda] [--full]
 
-An engine on a Hopper GPU that does not exist (`unlaunched`) prepares itself as a worker does, and
-then gets requests and steps of many kinds. Exit code 1: it needed another kernel, which is printed
-with what it is specialised on. `--full` takes the published sizes, and only counts the kernels of
-the preparation.
+An engine on a Hopper GPU that does not exist (`unlaunched`), or on this machine's GPU, prepares
+itself as a worker does, and then gets requests and steps of many kinds. Exit code 1: it needed
+another kernel, which is printed with what it is specialised on. `--full` takes the published sizes,
+and only counts the kernels of the preparation.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +24,22 @@ import torch
 from triton import knobs
 
 from pagewire.loadtest.bench.shapes import GEMMA3_12B, LLAMA_1B, LLAMA_8B, QWEN2_0_5B, QWEN3_30B_A3B
-from pagewire.shared.engine.execution.builds import Builds, count_kernels
+from pagewire.shared.engine.build import BuiltEngine
+from pagewire.shared.engine.execution.builds import BUILDS, Builds, count_kernels
 from pagewire.shared.engine.warm_up import prepare
 from pagewire.tests.support.padded_steps import Reruns
 from pagewire.tests.support.unlaunched import Launches, build, hopper
 from pagewire.tests.support.varied_traffic import Traffic
 
 _PUBLISHED = Path(__file__).parent / "published_configs"
+CONTEXT = 4096
 _SMALL = {
     "num_hidden_layers": 2,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128,
-    "vocab_size": 9000,
+    "vocab_size": 9216,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": None,
@@ -79,50 +83,90 @@ def small(shape: dict[str, Any]) -> dict[str, Any]:
     return shape | own | changes
 
 
-def watch(name: str, shape: dict[str, Any], launches: Launches, args: argparse.Namespace) -> Builds:
-    """Prepare an engine, send traffic, and return what it built."""
-    builds = Builds()
-    options = {"max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": 2048}
-    options |= {"cuda_graphs": args.cuda_graphs, "batch_invariant": args.batch_invariant}
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of an engine."""
+    return {
+        "num_blocks": 1600,
+        "max_model_len": CONTEXT,
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": args.budget,
+        "cuda_graphs": args.cuda_graphs,
+        "batch_invariant": args.batch_invariant,
+    }
+
+
+def prepared(shape: dict[str, Any], args: argparse.Namespace) -> tuple[BuiltEngine, Builds]:
+    """Return an engine on this machine's GPU, and what it has built."""
     with tempfile.TemporaryDirectory() as directory:
-        built, settings = build(
-            launches, Path(directory), shape, num_blocks=1600, max_model_len=4096, **options
-        )
-    knobs.compilation.listener = None
-    count_kernels(builds)
+        built, _ = build(Path(directory), shape, device="cuda", **options_of(args))
+    return built, BUILDS
+
+
+def prepared_without_gpu(
+    launches: Launches, shape: dict[str, Any], args: argparse.Namespace
+) -> tuple[BuiltEngine, Builds]:
+    """Return an engine on the GPU that does not exist, and what it has built."""
+    launches.forget()
+    with tempfile.TemporaryDirectory() as directory:
+        built, settings = build(Path(directory), shape, device="cpu", **options_of(args))
+    built.core.overlap = True
     built.runner.round_steps()
-    captured: list[str] = []
-    context = built.max_model_len
-    prepare(built.runner, built.config, settings, context, captured.append, Reruns)
+    launches.vocab_size = built.config.vocab_size
+    knobs.compilation.listener, builds = None, Builds()
+    count_kernels(builds)
+    if args.prepare:
+        context = built.max_model_len
+        prepare(built.runner, built.config, settings, context, lambda _stage: None, Reruns)
+    return built, builds
+
+
+def watch(name: str, built: BuiltEngine, builds: Builds, args: argparse.Namespace) -> int:
+    """Send traffic to an engine; return how many kernels were compiled or loaded for it."""
     builds.note_ready()
-    graphs = sum(stage.startswith("capturing") for stage in captured)
-    print(f"{name}: {builds.early['compiled']} kernels, {graphs} captured steps", flush=True)
+    counts = ", ".join(f"{kind} {n} in {builds.seconds[kind]:.1f} s" for kind, n in builds.parts)
+    print(f"{name}: {counts}", flush=True)
     if not args.full:
         traffic = Traffic(built)
         traffic.run(args.waves)
         traffic.run_steps(args.steps)
-    return builds
+    return sum(builds.late.values())
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run engines of these shapes, one after the other; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="one shape on cuda"
+    )
     parser.add_argument("--full", action="store_true", help="published sizes; without traffic")
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument(
+        "--unprepared", dest="prepare", action="store_false", help="run no first step"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--waves", type=int, default=10, help="of requests")
     parser.add_argument("--steps", type=int, default=100, help="that no scheduler chose")
     args = parser.parse_args(arguments)
+    if args.device == "cuda" and len(args.shapes) > 1:
+        parser.error("--device cuda takes one shape: a process keeps its kernels")
     logging.basicConfig(level="WARNING", format="%(message)s", stream=sys.stdout)
     torch.set_num_threads(1)
     late = 0
-    with hopper() as launches:
+    with nullcontext(None) if args.device == "cuda" else hopper() as launches:
         for name in args.shapes:
             shape = SHAPES[name] | {"num_hidden_layers": 2} if args.full else small(SHAPES[name])
-            late += sum(watch(name, shape, launches, args).late.values())
-    print(f"{late} kernels were compiled for traffic")
+            gc.collect()
+            made = (
+                prepared(shape, args)
+                if launches is None
+                else prepared_without_gpu(launches, shape, args)
+            )
+            late += watch(name, *made, args)
+            del made
+    print(f"{late} kernels were compiled or loaded for traffic")
     return 1 if late else 0
 
 

@@ -10,7 +10,6 @@ Import this in a process without TRITON_INTERPRET.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -120,24 +119,16 @@ def hopper() -> Iterator[Launches]:
 
 
 def build(
-    launches: Launches, directory: Path, shape: dict[str, Any], **more: Any
+    directory: Path, shape: dict[str, Any], **more: Any
 ) -> tuple[BuiltEngine, EngineSettings]:
     """Build an engine of a model's shape, with random weights; return its settings, too.
 
     Args:
-        launches: of the Hopper GPU.
         directory: gets the model's configuration.
         shape: content of config.json.
         more: settings.
     """
-    gc.collect()
-    launches.forget()
     (directory / "config.json").write_text(json.dumps(shape))
-    settings = load_settings(
-        EngineSettings,
-        {"model": str(directory), "load_format": "dummy", "kernels": "triton", **more},
-    )
-    built = build_engine(settings)
-    built.core.overlap = True
-    launches.vocab_size = built.config.vocab_size
-    return built, settings
+    fields = {"model": str(directory), "load_format": "dummy", "kernels": "triton", **more}
+    settings = load_settings(EngineSettings, fields)
+    return build_engine(settings), settings

@@ -67,6 +67,7 @@ class Traffic:
     def __init__(self, built: BuiltEngine, seed: int = 0) -> None:
         self._built, self._core = built, built.core
         self._random = random.Random(seed)
+        self._budget = built.core.scheduler.limits.max_num_batched_tokens
         self._count = 0
 
     def run(self, waves: int) -> None:
@@ -84,8 +85,11 @@ class Traffic:
         most = min(runner.state.num_slots, 2048)
         for _ in range(count):
             runner.state.position.zero_()
-            rows = pick.randrange(pick.choice((1, 5, 17, 70, most + 1)))
-            chunks, left = [], pick.choice((1, 8, 16, 40, 100, 300, 700, 1000, 1400, 2048)) - rows
+            rows = min(most, pick.randrange(pick.choice((1, 5, 17, 70, most + 1))))
+            chunks, left = (
+                [],
+                pick.choice((1, 8, 16, 40, 100, 300, 700, 1000, 1400, 2048, self._budget)) - rows,
+            )
             context = pick.choice((0, 0, 100, 2047, 2048, self._built.max_model_len))
             longest = pick.choice((1, 7, 16, 40, 64, 200, 1024, 2048))
             for slot in range(rows, most):
@@ -141,6 +145,6 @@ class Traffic:
         for count in (1, 3, 16):
             some = range(self._random.randrange(groups.count), groups.count)
             size = groups.packed_bytes(count, len(some))
-            staging = torch.zeros(size, dtype=torch.uint8)
+            staging = torch.zeros(size, dtype=torch.uint8, device=runner.kv_pool.device)
             runner.pack(list(range(count)), some, staging, 1, after=0)
             runner.unpack(staging, list(range(count)), some, 1, after=0)
