@@ -150,8 +150,8 @@ def measure(name: str, model: str, vocab: int, args: argparse.Namespace) -> Iter
     Raises:
         BenchError: it did not start or stop, or a request failed.
     """
-    options = ("--device", args.device, "--max-model-len", str(CONTEXT))
-    options += ("--max-num-seqs", str(args.max_num_seqs))
+    options = ["--device", args.device, "--max-model-len", str(CONTEXT)]
+    options += ["--max-num-seqs", str(args.max_num_seqs)]
     with tempfile.TemporaryDirectory() as cache, _triton_cache(cache):
         for state in ("empty", "filled"):
             logs = args.logs / state

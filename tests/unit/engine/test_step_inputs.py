@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
+from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 BLOCK_SIZE, GROUPS, PADDING_SLOT = 4, 2, 6
@@ -81,3 +81,31 @@ def test_a_shape_for_short_contexts_reads_their_part_of_block_tables(
     for group, part in enumerate(batch.groups):
         assert part.prefill_block_tables is not None
         assert part.prefill_block_tables.tolist() == [TABLES[3, group, :blocks].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("decodes", "chunks", "rows", "tokens", "samples"),
+    [
+        ([], CHUNKS[1:2], 0, 16, 0),  # one token, which samples nothing
+        ([2], CHUNKS[:1], 1, 16, 2),
+        ([2, 4, 1], CHUNKS, 5, 16, 5),
+        ([], [PrefillChunk(0, 0, [7] * 17, samples=True)], 0, 20, 1),
+        ([2, 4, 1], [PrefillChunk(0, 0, [7] * 19, samples=True)], 5, 22, 5),  # more than any
+    ],
+)
+def test_rounded_steps_have_few_numbers_of_rows_and_tokens(
+    decodes: list[int], chunks: list[PrefillChunk], rows: int, tokens: int, samples: int
+) -> None:
+    rounding = Rounding([1, 2, 5], (16, 20), PADDING_SLOT)
+    inputs = StepInputs.build(decodes, chunks, BLOCK_SIZE, TABLES, rounding)
+    assert (inputs.num_decodes, inputs.num_tokens, inputs.num_samples) == (rows, tokens, samples)
+    assert inputs.num_chunks == len(chunks)
+    assert inputs.max_query_len == max(16, *(chunk.length for chunk in chunks))
+    assert inputs.decode_slots.tolist() == decodes + [PADDING_SLOT] * (rows - len(decodes))
+    sampled = [*decodes, *(chunk.slot for chunk in chunks if chunk.samples)]
+    padding = [PADDING_SLOT] * (samples - len(sampled))
+    assert inputs.sample_slots.tolist() == sampled + padding
+    assert inputs.sample_positions[len(sampled) :].tolist() == [0] * len(padding)
+    batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
+    real = len(decodes) + sum(chunk.length for chunk in chunks)
+    assert batch.slot_mapping[real:].tolist() == [-1] * (tokens - real)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.engine.execution.cuda_graph import PrefillGraphs, step_shapes
+from pagewire.shared.engine.execution.cuda_graph import PrefillGraphs, batch_buckets, step_shapes
 from pagewire.shared.engine.execution.step_inputs import StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
@@ -108,3 +108,17 @@ def test_short_contexts_limit_the_chunk_but_not_the_step() -> None:
 
 def test_one_sequence_alone_has_no_shapes_for_several() -> None:
     assert {shape.num_samples for shape in step_shapes(2048, 1, 2048)} == {1}
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 8, 40, 100, 192, 300, 512, 600, 2000])
+@pytest.mark.parametrize("max_tokens", [16, 100, 512, 2048, 8192])
+def test_rows_that_sample_have_a_captured_number(max_tokens: int, max_num_seqs: int) -> None:
+    """Otherwise sampling would take more rows than the forward has left."""
+    shapes = step_shapes(max_tokens, max_num_seqs, max_tokens)
+    assert {shape.num_samples for shape in shapes} <= set(batch_buckets(max_num_seqs))
+
+
+def test_sampling_multiplies_no_captured_steps() -> None:
+    forwards = len(batch_buckets(512)) + len(step_shapes(2048, 512, 8192))
+    sampling = 2 * len(batch_buckets(512))
+    assert (forwards, sampling) == (151, 54)
