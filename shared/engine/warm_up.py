@@ -81,7 +81,7 @@ def prepare(
     if settings.cuda_graphs:
         _capture_graphs(runner, settings.max_num_batched_tokens, progress, make_pool)
     progress("running steps of every kind")
-    FirstSteps(runner, config, most, max_model_len).run()
+    FirstSteps(runner, config, settings.max_num_batched_tokens, max_model_len).run()
 
 
 def _capture_graphs(
@@ -167,7 +167,7 @@ class FirstSteps:
         few = max(1, min(4, room // 2))
         blocks = _free_blocks(self.runner, room)
         self._run(new_slots=[NewDeviceSlot(0, _REQUESTS[0])], blocks=blocks)
-        prompts = self._prompts(few, min(room, self.most_tokens))
+        prompts = self._prompts(few, min(room - 1, self.most_tokens))
         for plan in (*self._rows(), *self._sizes(room), *prompts, *self._answers(few)):
             self._run(**plan)
         for plan in self._rows():  # device slot 0 now asks for more than the others
@@ -187,10 +187,19 @@ class FirstSteps:
     def _sizes(self, room: int) -> Iterator[dict[str, Any]]:
         """Yield steps of each number of tokens that is not captured, also on longer contexts."""
         small = STEP_TOKENS if self.runner.prefill_graphs is None else ()
-        most = min(self.most_tokens, room - 1)
-        for length in sorted({min(size, most) for size in (*small, *self._large_steps())}):
-            for start in sorted({0, min(LONGEST_UNSPLIT, room - 1 - length)}):
-                yield {"chunks": [PrefillChunk(0, start, [0] * length, samples=True)]}
+        most = self.most_tokens
+        for tokens in sorted({min(size, most) for size in (*small, *self._large_steps())}):
+            longest = min(tokens, room - 1)
+            for start in sorted({0, min(LONGEST_UNSPLIT, room - 1 - longest)}):
+                yield {"chunks": list(self._chunks(tokens, longest, start))}
+
+    def _chunks(self, tokens: int, longest: int, start: int) -> Iterator[PrefillChunk]:
+        """Yield chunks of this many tokens: one, or several if sequences are shorter."""
+        for slot in range(self.runner.state.num_slots):
+            length = min(tokens, longest)
+            if length:
+                yield PrefillChunk(slot, start, [0] * length, samples=True)
+            tokens, start = tokens - length, 0
 
     def _run_tiles(self, room: int) -> None:
         """Run a short chunk on a longer context with all tiles that attention chooses from."""
@@ -224,7 +233,7 @@ class FirstSteps:
             few: tokens of a chunk of which there are two.
             most: tokens of one.
         """
-        for length in sorted({few, *(size for size in _SCORED if size < most)}):
+        for length in sorted({few, *(size for size in _SCORED if size <= most)}):
             chunk = PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * length)
             yield {"chunks": [chunk]}
         modes: tuple[PoolingMode, ...] = get_args(PoolingMode)
