@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pagewire.shared.engine.step_clock import RunningStep
+from pagewire.shared.worker.processor_waits import ProcessorWaits
 
 MAX_POLL_INTERVAL_S = 1.0
 MIN_IDLE_LIMIT_S = 4.0  # an idle loop sleeps for half a second at a time
@@ -44,7 +45,8 @@ class EngineWatch:
 
     If the whole process is stopped (by a signal, a paused container or a suspended machine), the
     caller does not poll either. So the time since the last poll counts as `interval_s` at most.
-    Poll that often.
+    Poll that often. The time in which a thread of this process waited for a processor does not
+    count either: on a busy machine a step takes longer.
 
     Attributes:
         silence_s: how long the heartbeat has not changed, as of the last poll.
@@ -52,9 +54,14 @@ class EngineWatch:
     """
 
     def __init__(
-        self, engine: Watched, step_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        engine: Watched,
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], float] | None = None,
     ) -> None:
         self._engine, self._timeout_s, self._clock = engine, step_timeout_s, clock
+        self._waited = waited or ProcessorWaits().since_last
         self.interval_s = min(MAX_POLL_INTERVAL_S, step_timeout_s / 4)
         self.silence_s = 0.0
         self._heartbeat: int | None = None
@@ -88,5 +95,6 @@ class EngineWatch:
         if self.has_ended or heartbeat != self._heartbeat:
             self._heartbeat, self.silence_s = heartbeat, 0.0
         else:
-            self.silence_s += min(now - self._polled_s, self.interval_s)
+            passed_s = min(now - self._polled_s, self.interval_s)
+            self.silence_s += max(0.0, passed_s - self._waited())
         self._polled_s = now

@@ -1,21 +1,17 @@
-"""Workers with a trap: a step with a certain token in a prompt hangs, fails, or crashes its worker.
+"""Workers with a trap: a step with a certain token in a prompt hangs or fails.
 
 `python -P -m pagewire.tests.support.trapped_workers` is `pagewire` with such workers. The
 environment variable `TRAP` says what the trap does.
 
     hang     the step never ends
     fail     the step raises an error each time
-    crash    the process ends by SIGSEGV
-    slow     each step takes two seconds longer, whatever its tokens
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -26,8 +22,7 @@ from pagewire.shared.engine.scheduling.step import StepPlan
 
 PROGRAM = "pagewire.tests.support.trapped_workers"
 TRAP = "TRAP"
-TRAP_TOKEN = 777
-SLOW_S = 2.0
+TRAP_TOKEN = 2043  # which no other prompt of the tests has
 RESTART_DELAY_S = 0.25
 
 
@@ -37,8 +32,6 @@ def spring(trap: str) -> None:
         threading.Event().wait()
     if trap == "fail":
         raise RuntimeError("the trap")
-    if trap == "crash":
-        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def set_trap(trap: str) -> None:
@@ -46,9 +39,7 @@ def set_trap(trap: str) -> None:
     execute = ModelRunner.execute
 
     def trapped(runner: ModelRunner, plan: StepPlan) -> Any:
-        if trap == "slow" and plan.has_rows:
-            time.sleep(SLOW_S)
-        elif any(TRAP_TOKEN in chunk.token_ids for chunk in plan.chunks):
+        if any(TRAP_TOKEN in chunk.token_ids for chunk in plan.chunks):
             spring(trap)
         return execute(runner, plan)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -10,6 +11,7 @@ from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.engine.step_costs import StepWork
 from pagewire.shared.worker.engine_watch import EngineWatch
+from pagewire.shared.worker.processor_waits import ProcessorWaits
 
 TIMEOUT_S = 10.0
 
@@ -30,7 +32,8 @@ class Watched:
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.now = 100.0
         self.engine = Engine()
-        self.watch = EngineWatch(self.engine, timeout_s, lambda: self.now)
+        self.waited_s = 0.0
+        self.watch = EngineWatch(self.engine, timeout_s, lambda: self.now, lambda: self.waited_s)
         self.after(0.0)
 
     def run_step(self, predicted_s: float) -> None:
@@ -70,6 +73,20 @@ def test_a_step_may_take_four_times_as_long_as_predicted_and_the_timeout(predict
         seconds += 1
         assert watched.watch.is_well == (seconds <= (TIMEOUT_S + 4 * predicted_s) / 2)
     assert seconds == TIMEOUT_S + 4 * predicted_s
+
+
+def test_time_without_a_processor_does_not_count():
+    watched = Watched()
+    watched.waited_s = 0.75
+    found = [watched.after(1.0) for _ in range(41)]
+    assert found == ["well"] * 20 + ["silent"] * 20 + ["hangs"]
+
+
+def test_waits_of_this_process_are_measured():
+    waits = ProcessorWaits()
+    assert waits.since_last() == 0.0  # nothing is known before
+    time.sleep(0.01)
+    assert 0.0 <= waits.since_last() < 60.0
 
 
 def test_a_short_timeout_is_polled_often_enough():
