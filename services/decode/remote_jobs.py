@@ -160,9 +160,11 @@ class RemoteJobs(JobCallbacks):
             request = self.find(job.request_id)
             if request is None:
                 continue  # it was cancelled
-            request.strikes = min(MAX_STRIKES, request.strikes + suspected.strikes)
-            if (sequence := self._engine.core.get(request.engine_id)) is not None:
-                sequence.strikes = request.strikes
+            strikes = min(MAX_STRIKES, request.strikes + suspected.strikes)
+            for each in request.group:  # another one would have the same prompt computed
+                each.strikes = strikes
+                if (sequence := self._engine.core.get(each.engine_id)) is not None:
+                    sequence.strikes = strikes
             self.on_blamed(request, suspected)
 
     def on_link_closed(self, link: ReceiverLink) -> None:

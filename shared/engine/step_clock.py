@@ -35,14 +35,8 @@ class RunningStep:
 
     @property
     def suspects(self) -> list[Sequence]:
-        """The sequences that may be why it costs a worker: one, wherever one stands out.
-
-        A chunk of more than half of the step's prompt tokens stands out. Otherwise see
-        `suspects_of`; to find the one among several would cost a second worker.
-        """
-        half = self.work.tokens / 2
-        long = [each.sequence for each in self.schedule.chunks if each.end - each.start > half]
-        return long or suspects_of(self.schedule)
+        """See `suspects_of`."""
+        return suspects_of(self.schedule)
 
 
 def suspects_of(schedule: Schedule) -> list[Sequence]:

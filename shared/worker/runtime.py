@@ -75,7 +75,9 @@ from pagewire.shared.worker.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 ENGINE_STOP_S = 10.0
-LEAVE_S = 2.0  # for the last messages of a worker whose engine hangs
+LEAVE_S = 2.0  # for closing the control server while the engine hangs
+# Peers read the last messages of a worker that ends itself before they see its other sockets end.
+FAREWELL_S = 1.0
 DRAIN_POLL_S = 0.05
 DRAIN_REPORT_S = 5.0
 # The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
@@ -336,7 +338,7 @@ class WorkerRuntime:
             watch.poll()
             if watch.hangs or watch.has_ended:
                 self.is_draining = True
-                self._report_loss()
+                await self._report_loss()
                 return 1
             if self._is_worn_out():
                 logger.error("too many KV links ended in mid-transfer for this process")
@@ -345,7 +347,7 @@ class WorkerRuntime:
                 await asyncio.wait_for(self._stop.wait(), watch.interval_s)
         return 0
 
-    def _report_loss(self) -> None:
+    async def _report_loss(self) -> None:
         """Log why the engine is lost, and tell all peers, first of the requests at fault."""
         step, watch = self.engine.step, self._engine_watch
         if watch.has_ended:
@@ -374,6 +376,7 @@ class WorkerRuntime:
                 message = Blamed(request_ids=names, strikes=loss.strikes, error=error)
                 self.server.post(peer, message)
             self.server.post(peer, EngineLost(error=error))
+        await asyncio.sleep(FAREWELL_S)
 
     def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         return [] if self._service is None else self._service.owners_of(engine_id)

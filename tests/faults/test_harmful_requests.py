@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import pagewire
-from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_prompts
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.trapped_workers import PROGRAM, TRAP, TRAP_TOKEN
@@ -28,6 +28,7 @@ MAX_TOKENS = 24
 OPTIONS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "4096")
 # The default is 10 s. The longer one is for clusters that must lose exactly one worker.
 SHORT, LONGER = ({"PAGEWIRE_STEP_TIMEOUT_S": seconds} for seconds in ("0.5", "2"))
+ANSWER = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
 POISON = [TRAP_TOKEN, *[9] * 200]
 
 
@@ -61,6 +62,17 @@ async def amid_small_requests(
     return response
 
 
+def check_refusal(response: httpx.Response) -> dict[str, Any]:
+    """Check that a request is to blame, and must not be sent again; returns the error."""
+    assert response.status_code == 500
+    assert response.headers["x-should-retry"] == "false"
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == "request_harms_workers"
+    assert "counts as hanging" in error["message"]
+    assert "Do not send it again" in error["message"]
+    return error
+
+
 def what_happened(cluster: LocalCluster) -> str:
     names = [line.partition(" ")[0] for line in deaths(cluster)]
     return "\n".join([cluster.output, *(cluster.log_of(name) for name in names)])
@@ -87,20 +99,30 @@ def test_a_long_prompt_is_slow_and_ends_no_worker(small: GreedyPrompts, tmp_path
         cluster.wait_idle(2)
 
 
+def wait_for_a_death(cluster: LocalCluster) -> str:
+    """Wait until the supervisor reports a worker's end, and return the line."""
+    run_async(eventually(lambda: deaths(cluster)), 30)
+    return deaths(cluster)[0]
+
+
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (0, 2)], ids=["2P2D", "aggregated"])
-def test_a_step_that_hangs_ends_one_worker_and_its_request(
-    small: GreedyPrompts, prefill: int, decode: int
-) -> None:
+def test_a_step_that_hangs_ends_one_worker_and_its_request(prefill: int, decode: int) -> None:
+    """Other requests are being answered; none of them has a prompt in that step."""
+
+    async def scenario(cluster: LocalCluster) -> httpx.Response:
+        prompts = [[5 + number] * 40 for number in range(4)]
+        calm = [await post(cluster, prompt, **ANSWER) for prompt in prompts]
+        running = [asyncio.create_task(post(cluster, prompt, **ANSWER)) for prompt in prompts]
+        await eventually(lambda: cluster.total("vllm:num_requests_running") >= len(running))
+        poisoned = await post(cluster, POISON, n=2)
+        texts = [response.json()["choices"][0]["text"] for response in calm]
+        assert [(await each).json()["choices"][0]["text"] for each in running] == texts
+        return poisoned
+
     with trapped_cluster("hang", prefill, decode) as cluster:
-        response = run_async(amid_small_requests(cluster, small, POISON, n=2), 110)
-        assert response.status_code == 500
-        assert response.headers["x-should-retry"] == "false"
-        error = response.json()["error"]
-        assert error["code"] == "request_harms_workers"
-        assert "counts as hanging" in error["message"]
-        assert "Do not send it again" in error["message"]
-        assert len(deaths(cluster)) == 1, what_happened(cluster)
-        [died] = deaths(cluster)
+        response = run_async(scenario(cluster), 110)
+        error = check_refusal(response)
+        died = wait_for_a_death(cluster)
         assert "exit code 1" in died
         log = cluster.log_of(died.partition(" ")[0])
         [line] = [line for line in log.splitlines() if "counts as hanging" in line]
@@ -108,13 +130,23 @@ def test_a_step_that_hangs_ends_one_worker_and_its_request(
             assert part in line
         assert "in spring" in log  # the stack of the engine's thread
         cluster.wait_idle(prefill + decode, timeout=60)
+        assert deaths(cluster) == [died], what_happened(cluster)
 
 
-def test_a_stream_that_hangs_a_step_ends_with_the_same_error(small: GreedyPrompts) -> None:
+def test_a_step_that_hangs_among_prompts_costs_none_of_them(small: GreedyPrompts) -> None:
+    """If others' prompts are in the step, those run alone from then on: a second worker may end."""
     with trapped_cluster("hang", 0, 2) as cluster:
-        response = run_async(amid_small_requests(cluster, small, POISON, stream=True), 110)
+        check_refusal(run_async(amid_small_requests(cluster, small, POISON), 110))
+        wait_for_a_death(cluster)
+        cluster.wait_idle(2, timeout=60)
+        assert len(deaths(cluster)) <= 2, what_happened(cluster)
+
+
+def test_a_stream_that_hangs_a_step_ends_with_the_same_error() -> None:
+    with trapped_cluster("hang", 0, 1) as cluster:
+        response = run_async(post(cluster, POISON, stream=True), 60)
         assert "request_harms_workers" in response.text
-        assert len(deaths(cluster)) == 1
+        wait_for_a_death(cluster)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (0, 1)], ids=["1P1D", "aggregated"])

@@ -176,7 +176,8 @@ def test_prompts_do_not_wait_for_the_compiler_of_their_attention(
     tmp_path: Path, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16}
-    config = LLAMA_8B | shape | {"head_dim": 64, "num_key_value_heads": 8, "vocab_size": 1000}
+    config = LLAMA_8B | shape | {"head_dim": 64, "num_key_value_heads": 8}
+    config |= {"vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = {"max_model_len": 12_000, "max_num_batched_tokens": 8192, "num_blocks": 2000}
     llm = LLM(str(tmp_path), load_format="dummy", cuda_graphs=cuda_graphs, **settings)
