@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagewire.services.router.http.bodies.child_process import ChildProcess
-from pagewire.services.router.http.bodies.protocol import (
-    BodyKind,
-    Job,
-    Refusal,
-    Reply,
-    receive_message,
-)
+from pagewire.services.router.http.bodies.framing import receive_message
+from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
 from pagewire.services.router.http.inputs.generation import GenerationInput, PromptInput
 from pagewire.shared.config import RouterSettings
 from pagewire.tests.support.costly_schemas import chat_body

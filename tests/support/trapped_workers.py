@@ -43,7 +43,7 @@ def set_trap(trap: str) -> None:
             spring(trap)
         return execute(runner, plan)
 
-    ModelRunner.execute = trapped  # type: ignore[method-assign, assignment]
+    ModelRunner.execute = trapped  # type: ignore[method-assign]
 
 
 def trap_cluster() -> None:
@@ -55,7 +55,7 @@ def trap_cluster() -> None:
         return tuple(PROGRAM if word == own else word for word in service_argv(*args))
 
     cluster_plan.service_argv = trapped_argv
-    supervisor.RestartPolicy = partial(  # type: ignore[misc, assignment]
+    supervisor.RestartPolicy = partial(
         supervisor.RestartPolicy, first_delay_s=RESTART_DELAY_S, max_delay_s=RESTART_DELAY_S
     )
 
