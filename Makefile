@@ -22,7 +22,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it i
 
 bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise
 	@$(BIN)/python -P -m pagewire.loadtest.bench.two_gpus $(ARGS)
+
+bench-warm: $(STAMP) ## Time the first requests after "ready" on one GPU (5 minutes); fails if they wait
+	@$(BIN)/python -P -m pagewire.loadtest.bench.warm $(ARGS)
 
 test-compose: $(STAMP) ## Build, start, torment and upgrade the containers; needs a Docker engine (12 minutes)
 	@tests/compose/base_image.sh

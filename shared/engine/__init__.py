@@ -5,7 +5,7 @@
     core.py       the loop: launches steps, accepts their tokens, ends sequences (stop token,
                   length)
     build.py      chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
-    warm_up.py    its first steps, which compile kernels
+    warm_up.py    its first steps, of every kind, which compile kernels
     thread.py     the thread in which a worker's engine runs
     offline/      `LLM`: an engine without a network
 

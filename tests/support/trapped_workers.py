@@ -43,7 +43,7 @@ def set_trap(trap: str) -> None:
             spring(trap)
         return execute(runner, plan)
 
-    ModelRunner.execute = trapped  # type: ignore[method-assign]
+    ModelRunner.execute = trapped
 
 
 def trap_cluster() -> None:

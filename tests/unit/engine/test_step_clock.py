@@ -112,7 +112,6 @@ class Clocked:
         self.learnt = Learnt()
         self.clock = StepClock(self.learnt, lambda: self.now)
 
-    @property
     def began_s(self) -> float | None:
         step = self.clock.current
         return None if step is None else step.began_s
@@ -126,11 +125,11 @@ def test_a_step_begins_when_the_one_before_has_ended() -> None:
     clocked = Clocked()
     clocked.at(1.0).begin(Schedule())
     clocked.at(1.5).begin(Schedule())
-    assert clocked.began_s == 1.0
+    assert clocked.began_s() == 1.0
     clocked.at(3.0).finish()
-    assert clocked.began_s == 1.5
+    assert clocked.began_s() == 1.5
     clocked.at(4.0).finish()
-    assert clocked.began_s is None
+    assert clocked.began_s() is None
     assert clocked.learnt.seconds == [2.0, 1.0]
     assert clocked.clock.finished == 2
 
@@ -141,7 +140,7 @@ def test_steps_that_fail_teach_nothing() -> None:
     clocked.clock.begin(Schedule())
     clocked.at(2.0).withdraw()
     clocked.at(3.0).fail()
-    assert clocked.began_s is None
+    assert clocked.began_s() is None
     assert (clocked.learnt.seconds, clocked.clock.finished) == ([], 2)
 
 
