@@ -47,8 +47,8 @@ from pagewire.shared.model.transformers_model.config import TransformersConfig, 
 logger = logging.getLogger(__name__)
 
 CPU_POOL_BYTES = 256 << 20
-# A step on a CPU may take long: at this length, others' tokens are seldom late, and a step that
-# hangs is soon told from one that computes.
+# Steps on a CPU may be long. With this length, other requests do not wait long for their tokens,
+# and a step that hangs is soon noticed.
 CPU_STEP_S = 1.0
 OtherMemory = Callable[[LayerGroups, int], int]
 

@@ -11,7 +11,7 @@ from pagewire.shared.engine.scheduling.step import (
     StepPlan,
     TableEntries,
 )
-from pagewire.shared.engine.step_costs import StepCosts, StepWork
+from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
 from pagewire.shared.sampling import RequestSpec
 
 SMALL, LARGER = 16, 64

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.step_costs import StepCosts, StepWork
+from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)

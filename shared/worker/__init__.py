@@ -3,8 +3,8 @@
 Entry point: `run_worker` (runtime.py), which both services' `main` calls.
 Read first: `runtime.py` (the order of start and stop; ends a worker whose engine hangs, or that has
 lost too many UCX links), `service.py` (the interface that a role implements), `engine_handle.py`
-(what a service may use of the engine), `engine_watch.py` (detects an engine that hangs), `kv.py`
-(opens the KV endpoint and its carriers).
+(what a service may use of the engine), `engine_watch.py` (detects an engine that hangs),
+`engine_loss.py` (what such a worker reports), `kv.py` (opens the KV endpoint and its carriers).
 
 May import: everything in `shared`, `kernels`.
 """

@@ -19,7 +19,7 @@ from pagewire.shared.worker.processor_waits import ProcessorWaits
 
 MAX_POLL_INTERVAL_S = 1.0
 MIN_IDLE_LIMIT_S = 4.0  # an idle loop sleeps for half a second at a time
-SLOWER = 4.0  # a busy machine may take so many times as long as predicted
+SLOWER = 4.0  # on a busy machine, steps take longer than predicted
 
 
 class Watched(Protocol):

@@ -348,7 +348,7 @@ class WorkerRuntime:
         return 0
 
     async def _report_loss(self) -> None:
-        """Log why the engine is lost, and tell all peers, first of the requests at fault."""
+        """Log why the engine is lost, and notify all peers: first of the requests at fault."""
         step, watch = self.engine.step, self._engine_watch
         if watch.has_ended:
             loss = ended(step, self.engine.error)

@@ -23,7 +23,7 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
     Withdraw,
 )
-from pagewire.shared.engine.step_costs import StepWork
+from pagewire.shared.engine.scheduling.step_costs import StepWork
 from pagewire.shared.kv.block_table import BlockTable
 from pagewire.shared.kv.cache_groups import CacheGroups
 
@@ -75,7 +75,7 @@ class ScheduledTokens:
 
 
 def work_of(rows: int, chunks: list[ScheduledTokens]) -> StepWork:
-    """Return the work of a step with so many decode rows and these chunks."""
+    """Return the work of a step with this number of decode rows and these chunks."""
     work = StepWork(rows)
     for chunk in chunks:
         work = work.with_chunk(chunk.start, chunk.end - chunk.start)

@@ -27,12 +27,12 @@ from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.engine.step_costs import StepCosts
+from pagewire.shared.engine.scheduling.step_costs import StepCosts
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.kv.block_table import BlockTable
 
 # A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of
-# its time, so that a step of fewer may last longer than `step_s`, up to so many times.
+# its time. So a step of fewer may last `LONGER` times `step_s`.
 EFFICIENT_CHUNK = 192
 LONGER = 4
 

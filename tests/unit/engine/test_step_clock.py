@@ -8,8 +8,8 @@ import pytest
 
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
+from pagewire.shared.engine.scheduling.step_costs import SMALLEST_CHUNK, StepCosts, StepWork
 from pagewire.shared.engine.step_clock import RunningStep, StepClock
-from pagewire.shared.engine.step_costs import SMALLEST_CHUNK, StepCosts, StepWork
 from pagewire.tests.support.fake_engine import make_sequence
 
 

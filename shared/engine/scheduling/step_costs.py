@@ -71,7 +71,7 @@ class StepCosts:
     _unsolved: int = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that took so many seconds."""
+        """Learn from a step, and how many seconds it took."""
         expected, terms = self.predict(work), work.terms
         # An outlier counts less than a step that took as long as expected, but is not ignored: the
         # machine may be slower from now on.
