@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.constraints import Constraints
@@ -66,7 +66,8 @@ class EngineCore:
     _in_flight: deque[Launched] = field(default_factory=deque)
     _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
     _other_outputs: list[StepOutput] = field(default_factory=list)
-    _failed_prompts: list[tuple[int, ...]] = field(default_factory=list)  # of steps in a row
+    # Of steps in a row that failed: a hash of the one prompt that may be why, else None.
+    _failed_prompts: list[int | None] = field(default_factory=list)
     _has_news: bool = False  # something has changed since the scheduler's last decision
     # What this iteration has decided and launched, for the hooks.
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
@@ -257,7 +258,7 @@ class EngineCore:
         except Exception as exc:
             logger.exception("a step's sampling failed to launch, and with it its requests")
             self._in_flight.pop()
-            self._fail_step(launched.schedule, exc)
+            self._fail_step(launched.schedule, exc, launched)
             self.steps.withdraw()
         return True
 
@@ -276,7 +277,7 @@ class EngineCore:
             result = launched.pending.wait()
         except Exception as exc:
             logger.exception("a step failed")
-            self._fail_step(launched.schedule, exc, launched.lost, self._in_flight)
+            self._fail_step(launched.schedule, exc, launched)
             self.steps.fail()
             return
         self._failed_prompts.clear()
@@ -400,42 +401,43 @@ class EngineCore:
             launched.lost.add(sequence)
 
     def _fail_step(
-        self,
-        schedule: Schedule,
-        error: Exception,
-        lost: Set[Sequence] = frozenset(),
-        later: Iterable[Launched] = (),
+        self, schedule: Schedule, error: Exception, launched: Launched | None = None
     ) -> None:
         """Fail the requests that may have made a step fail, and have the others computed again.
 
         Args:
             schedule: the step's.
             error: why it failed.
-            lost: sequences that have lost their blocks since, and need nothing of the step.
-            later: steps that were launched after it, which use what it should have left: their
-                requests fail, too.
+            launched: the step, if it was launched. Then requests of later steps fail, too, which
+                use what it should have left; and so do jobs whose blocks may have been sent.
 
         Raises:
             Exception: the error, if too many steps in a row have failed. A lost device fails all
                 steps, and only a new process can use it again.
         """
-        spoilt = {each for launched in later for each in launched.schedule.sequences}
+        lost, held, spoilt = set[Sequence](), set[Sequence](), set[Sequence]()
+        if launched is not None:
+            lost, held = launched.lost, launched.held
+            spoilt = {each for later in self._in_flight for each in later.schedule.sequences}
+            spoilt |= {each for each in schedule.sequences if each.num_exported_blocks}
         suspects = suspects_of(schedule)
         is_certain = len(suspects) == 1
         for sequence in reversed(schedule.sequences):  # each is put in front of the queue
             is_suspect = sequence in suspects
             is_to_blame = is_suspect and (is_certain or sequence.strikes > 0)
-            if sequence in lost or sequence.is_finished:
+            is_elsewhere = sequence in lost or sequence.status is RequestStatus.PREEMPTED
+            if is_elsewhere or sequence.is_finished:
                 continue
             if sequence.status is RequestStatus.RUNNING and not (is_to_blame or sequence in spoilt):
                 sequence.strikes += is_suspect
                 self._run_again(sequence)
             else:
                 self._fail(sequence)
-        for sequence in schedule.sampled:
+        for sequence in set(schedule.sampled) - held:
             sequence.num_late_tokens -= 1  # the token never comes
-        self._failed_prompts.append(tuple(hash(tuple(each.prompt_ids)) for each in suspects))
-        num_failed, num_different = len(self._failed_prompts), len(set(self._failed_prompts))
+        prompt = hash(tuple(suspects[0].prompt_ids)) if is_certain else None
+        self._failed_prompts.append(prompt)
+        num_failed, num_different = len(self._failed_prompts), len({*self._failed_prompts} - {None})
         if num_failed >= MAX_FAILED_STEPS or num_different >= MAX_FAILED_PROMPTS:
             raise error
 

@@ -93,6 +93,7 @@ class Schedule:
         entries: rows whose input token comes from the host: each sequence's first row after its
             admission, or after a step in which it was held.
         last: rows whose next token is their last one because of the length.
+        prepared: sequences that were admitted, with a device slot, and compute nothing yet.
         reserved: sequences whose blocks now wait for another worker's KV.
         preempted: sequences that lost their blocks.
         admitted: sequences that got blocks for the first time.
@@ -105,6 +106,7 @@ class Schedule:
     chunks: list[ScheduledTokens] = field(default_factory=list)
     entries: list[ScheduledTokens] = field(default_factory=list)
     last: list[Sequence] = field(default_factory=list)
+    prepared: list[Sequence] = field(default_factory=list)
     reserved: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
@@ -113,7 +115,8 @@ class Schedule:
     @property
     def sequences(self) -> list[Sequence]:
         """All that the plan computes or prepares."""
-        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks), *self.reserved]
+        chunked = [chunk.sequence for chunk in self.chunks]
+        return [*self.rows.sequences, *chunked, *self.prepared, *self.reserved]
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -256,7 +256,11 @@ class Scheduler(SequenceTable):
             and (admitted := self._admit(decision)) is not None
         ):
             if admitted.status is RequestStatus.RUNNING:
-                budget -= self._add_tokens(admitted, budget, decision)
+                added = self._add_tokens(admitted, budget, decision)
+                if added == 0:
+                    decision.prepared.append(admitted)
+                    break
+                budget -= added
 
     def _admit(self, decision: Schedule) -> Sequence | None:
         """Give the first in the queue its blocks and a device slot, if there are enough of both."""

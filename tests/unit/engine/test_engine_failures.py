@@ -130,7 +130,7 @@ def test_device_that_fails_every_step_ends_the_loop(
             outputs, _ = core.step()
             failed += ends_of(outputs)
     # With overlap one more may have been launched, unless launching is what fails, here.
-    assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_PROMPTS + overlap
+    assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_STEPS + overlap
     assert len(failed) < 20
 
 
@@ -197,6 +197,25 @@ def test_failed_launch_spares_those_that_it_did_not_prepare(
     for seed in range(3):  # one in each device slot
         core.add(make_sequence(f"s{seed}", [0] * 2, seed=seed, max_tokens=2))
     assert ends_of(drain(core)) == dict.fromkeys(("s0", "s1", "s2"), "length")
+    assert_idle(core)
+
+
+@BOTH
+@pytest.mark.parametrize("applied", [False, True], ids=["nothing-applied", "applied"])
+def test_failed_launch_spares_one_that_waits_for_a_step_of_its_own(
+    overlap: bool, applied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has its device slot and its blocks by the plan that fails, and computes nothing yet."""
+    core, _ = make_core(overlap=overlap)
+    suspect = make_sequence("suspect", [2] * 5)
+    suspect.strikes = 1
+    expected = generate(suspect, LIMIT)
+    core.add(make_sequence("fails", [1] * 5))
+    core.add(suspect)
+    core.executor = LosesOne(core.executor, 1, applied)
+    outputs = drain(core)
+    assert ends_of(outputs) == {"fails": "error", "suspect": "length"}
+    assert tokens_of(outputs, "suspect") == expected
     assert_idle(core)
 
 

@@ -75,9 +75,9 @@ def test_a_step_may_take_four_times_as_long_as_predicted_and_the_timeout(predict
     assert seconds == TIMEOUT_S + 4 * predicted_s
 
 
-def test_time_without_a_processor_does_not_count():
+def test_time_without_a_processor_hardly_counts():
     watched = Watched()
-    watched.waited_s = 0.75
+    watched.waited_s = 0.9
     found = [watched.after(1.0) for _ in range(41)]
     assert found == ["well"] * 20 + ["silent"] * 20 + ["hangs"]
 
