@@ -37,6 +37,11 @@ from pagewire.shared.worker.metrics import LocalPrefill
 logger = logging.getLogger(__name__)
 
 
+def request_of(job_name: str) -> str:
+    """Return a job's name without the number of its attempt: it may have been retried since."""
+    return job_name.rpartition(".")[0]
+
+
 class RemoteJobs(JobCallbacks):
     """The prefill jobs of a decode worker's requests.
 
@@ -156,7 +161,8 @@ class RemoteJobs(JobCallbacks):
 
     def on_suspected(self, suspected: Blamed) -> None:
         """Note that jobs may be why their worker ends. Those that are to blame begin no more."""
-        for job in [job for job in self._receiver.jobs if job.name in suspected.request_ids]:
+        names = {request_of(name) for name in suspected.request_ids}
+        for job in [job for job in self._receiver.jobs if request_of(job.name) in names]:
             request = self.find(job.request_id)
             if request is None:
                 continue  # it was cancelled

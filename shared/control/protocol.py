@@ -139,6 +139,7 @@ class Embed(Message, frozen=True, kw_only=True):
         normalize: whether to scale it to the length 1.
         dimensions: how many of its first numbers to return; None: all.
         log_id: names the client's request in logs.
+        strikes: how strongly the request is suspected of making workers hang or die.
     """
 
     request_id: Id
@@ -147,6 +148,7 @@ class Embed(Message, frozen=True, kw_only=True):
     normalize: bool = True
     dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_BYTES // 4)] | None = None
     log_id: LogId | None = None
+    strikes: Strikes = 0
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -138,7 +138,9 @@ class EmbeddingJobs:
         """Queue a job's sequence. Runs in the engine's thread."""
         asked = job.message
         try:
-            core.add(pooled_sequence(job.engine_id, asked.token_ids, asked.pooling))
+            sequence = pooled_sequence(job.engine_id, asked.token_ids, asked.pooling)
+            sequence.strikes = asked.strikes
+            core.add(sequence)
         except InvalidRequestError as exc:
             self._engine.in_loop(self._on_not_added)(job, "invalid", str(exc), "input")
         except OverloadedError as exc:

@@ -19,6 +19,7 @@ from pagewire.shared.worker.processor_waits import ProcessorWaits
 
 MAX_POLL_INTERVAL_S = 1.0
 MIN_IDLE_LIMIT_S = 4.0  # an idle loop sleeps for half a second at a time
+LEAST_SHARE = 0.25  # of the time that counts, however long threads waited for a processor
 SLOWER = 4.0  # on a busy machine, steps take longer than predicted
 
 
@@ -45,11 +46,13 @@ class EngineWatch:
 
     If the whole process is stopped (by a signal, a paused container or a suspended machine), the
     caller does not poll either. So the time since the last poll counts as `interval_s` at most.
-    Poll that often. The time in which a thread of this process waited for a processor does not
-    count either: on a busy machine a step takes longer.
+    Poll that often. The time in which a thread of this process waited for a processor hardly
+    counts: on a busy machine a step takes longer.
 
     Attributes:
+        step: the oldest step that ran at the last poll.
         silence_s: how long the heartbeat has not changed, as of the last poll.
+        limit_s: after this silence the engine counts as hanging, as of the last poll.
         interval_s: the longest time between two polls.
     """
 
@@ -63,16 +66,10 @@ class EngineWatch:
         self._engine, self._timeout_s, self._clock = engine, step_timeout_s, clock
         self._waited = waited or ProcessorWaits().since_last
         self.interval_s = min(MAX_POLL_INTERVAL_S, step_timeout_s / 4)
-        self.silence_s = 0.0
+        self.step: RunningStep | None = None
+        self.silence_s, self.limit_s = 0.0, step_timeout_s
         self._heartbeat: int | None = None
         self._polled_s = clock()
-
-    @property
-    def limit_s(self) -> float:
-        """After this silence the engine counts as hanging."""
-        if (step := self._engine.step) is None:
-            return max(self._timeout_s, MIN_IDLE_LIMIT_S)
-        return self._timeout_s + SLOWER * step.predicted_s
 
     @property
     def has_ended(self) -> bool:
@@ -91,10 +88,15 @@ class EngineWatch:
 
     def poll(self) -> None:
         """Look at the engine."""
+        self.step = self._engine.step  # before the heartbeat: if it ends meanwhile, that changes
+        if self.step is None:
+            self.limit_s = max(self._timeout_s, MIN_IDLE_LIMIT_S)
+        else:
+            self.limit_s = self._timeout_s + SLOWER * self.step.predicted_s
         now, heartbeat = self._clock(), self._engine.heartbeat
         if self.has_ended or heartbeat != self._heartbeat:
             self._heartbeat, self.silence_s = heartbeat, 0.0
         else:
             passed_s = min(now - self._polled_s, self.interval_s)
-            self.silence_s += max(0.0, passed_s - self._waited())
+            self.silence_s += max(LEAST_SHARE * passed_s, passed_s - self._waited())
         self._polled_s = now

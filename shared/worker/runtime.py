@@ -162,8 +162,10 @@ class WorkerRuntime:
             code = await self._serve()
             self.is_draining = True
             logger.info("%s stops: it takes no new requests", self.worker_id)
-            if code == 0 or self._is_worn_out():
+            if not self._is_lost and (code == 0 or self._is_worn_out()):
                 await self._drain()
+            if self._is_lost:
+                await self._report_loss()
         logger.info("%s has stopped", self.worker_id)
         return code
 
@@ -336,9 +338,7 @@ class WorkerRuntime:
         watch = self._engine_watch
         while not self._stop.is_set():
             watch.poll()
-            if watch.hangs or watch.has_ended:
-                self.is_draining = True
-                await self._report_loss()
+            if self._is_lost:
                 return 1
             if self._is_worn_out():
                 logger.error("too many KV links ended in mid-transfer for this process")
@@ -349,7 +349,8 @@ class WorkerRuntime:
 
     async def _report_loss(self) -> None:
         """Log why the engine is lost, and notify all peers: first of the requests at fault."""
-        step, watch = self.engine.step, self._engine_watch
+        watch = self._engine_watch
+        step = self.engine.step if watch.has_ended else watch.step
         if watch.has_ended:
             loss = ended(step, self.engine.error)
             logger.error("%s; suspected requests: %s", loss.text, loss.log_ids)
@@ -375,7 +376,8 @@ class WorkerRuntime:
             if names:
                 message = Blamed(request_ids=names, strikes=loss.strikes, error=error)
                 self.server.post(peer, message)
-            self.server.post(peer, EngineLost(error=error))
+            if step is not None:  # else a request may hang it outside steps, and nobody knows which
+                self.server.post(peer, EngineLost(error=error))
         await asyncio.sleep(FAREWELL_S)
 
     def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
@@ -400,10 +402,13 @@ class WorkerRuntime:
             logger.warning("the drain time is over: %d requests go on elsewhere", count)
 
     def _live_work(self) -> int:
-        watch = self._engine_watch
-        watch.poll()
-        is_lost = watch.hangs or watch.has_ended
-        return 0 if is_lost or self._service is None else self._service.num_active
+        self._engine_watch.poll()
+        return 0 if self._is_lost or self._service is None else self._service.num_active
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether the engine hangs or has ended, as of the last poll."""
+        return self._engine_watch.hangs or self._engine_watch.has_ended
 
     async def _stop_engine(self, stack: contextlib.AsyncExitStack) -> None:
         """Stop the engine. If it does not stop, leave to the system what its thread still uses."""

@@ -143,6 +143,8 @@ class Attempt:
 
     def on_blamed(self, strikes: int, error: str) -> None:
         """Count a suspicion; end the attempt if the request is to blame."""
+        if self._has_ended:
+            return
         self.strikes = min(MAX_STRIKES, self.strikes + strikes)
         logger.warning("a request is suspected, %d of %d: %s", self.strikes, MAX_STRIKES, error)
         if self.strikes == MAX_STRIKES:

@@ -5,7 +5,7 @@
               +--refused, lost-+
 
 A prompt that is refused, or that loses its worker, goes to another one. A prompt that loses two
-workers fails.
+workers without an explanation fails.
 """
 
 from __future__ import annotations
@@ -131,7 +131,10 @@ class EmbeddingSet:
         for link, amount in dispatcher.selector.embedding_workers(len(token_ids), excluded):
             attempt = _Attempt(link, dispatcher.in_flight, strikes)
             asked = msgspec.structs.replace(
-                self._template, request_id=attempt.request_id, token_ids=token_ids
+                self._template,
+                request_id=attempt.request_id,
+                token_ids=token_ids,
+                strikes=strikes,
             )
             try:
                 attempt.start(asked, amount)

@@ -153,8 +153,8 @@ def describe(exc: Exception) -> ApiError:
             return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
         case HarmfulRequestError():
             message = (
-                f"This request made a worker fail, and would do so again: {exc}. Do not send it "
-                "again; its id and the worker's log help to find out why."
+                f"This request made a worker fail: {exc}. Do not send it again. Who runs this "
+                "server finds the cause by the request's id in the worker's log."
             )
             headers = {"x-should-retry": "false"}  # which clients of OpenAI and Anthropic follow
             return ApiError(SERVER_ERROR, message, _SERVER, None, "request_harms_workers", headers)

@@ -142,25 +142,30 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
     run_async(scenario())
 
 
+@pytest.mark.parametrize("is_draining", [False, True], ids=["serving", "draining"])
 def test_a_worker_whose_engine_hangs_ends_to_be_started_again(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, is_draining: bool
 ) -> None:
     go_on = threading.Event()
 
     def hang(runtime: WorkerRuntime) -> None:
+        if is_draining:
+            os.kill(os.getpid(), signal.SIGTERM)
         runtime.engine.submit(lambda _core: go_on.wait(60.0) and None)
 
     async def scenario() -> None:
         runtime = WorkerRuntime(settings_at(redis_server, step_timeout_s=0.5), "prefill")
         try:
-            assert await runtime.run(lambda runtime: BusyService(runtime, hang)) == 1
+            code = await runtime.run(lambda runtime: BusyService(runtime, hang))
         finally:
             go_on.set()
+        assert code == (0 if is_draining else 1)
         assert runtime.left_behind is not None
         runtime.engine.thread.join(10.0)
         await runtime.left_behind.aclose()
 
     run_async(scenario())
+    assert "the engine has not gone on for" in caplog.text
 
 
 def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> None:
