@@ -119,7 +119,7 @@ def build_engine(
     scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
     if limits.step_s != math.inf:
-        calibrate(runner, scheduler.costs)
+        calibrate(runner, scheduler.costs, max_model_len)
     vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
     core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(

@@ -18,7 +18,7 @@ SMALL, LARGER = 16, 64
 FAR = 1024  # tokens before the last chunk, which shows what attention takes
 
 
-def calibrate(runner: ModelRunner, costs: StepCosts) -> None:
+def calibrate(runner: ModelRunner, costs: StepCosts, max_model_len: int) -> None:
     """Learn how long a chunk takes, a larger one, and one far from its sequence's beginning.
 
     The first runs twice, since the first time takes longer. All write only to blocks that are free.
@@ -31,8 +31,9 @@ def calibrate(runner: ModelRunner, costs: StepCosts) -> None:
         blocks.add(0, group * max_blocks, list(range(group * count, (group + 1) * count)))
     slot = NewDeviceSlot(0, RequestSpec(seed=0))
     runner.execute(StepPlan(number=0, new_slots=[slot], blocks=blocks)).wait()
-    length = count * runner.block_size
-    chunks = ((0, SMALL), (0, SMALL), (0, min(LARGER, length)), (length - SMALL, SMALL))
+    length = min(count * runner.block_size, max_model_len)
+    small, larger = min(SMALL, length), min(LARGER, length)
+    chunks = ((0, small), (0, small), (0, larger), (length - small, small))
     for index, (start, size) in enumerate(chunks):
         plan = StepPlan(number=0, chunks=[PrefillChunk(0, start, [0] * size, samples=False)])
         began_s = time.perf_counter()
