@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.http.answers.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
-from pagewire.shared.control.protocol import Refused, Timings, TokenBatch, TokenOutput
+from pagewire.shared.control.protocol import (
+    Blamed,
+    EngineLost,
+    Refused,
+    Timings,
+    TokenBatch,
+    TokenOutput,
+)
 from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
@@ -162,6 +169,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[object] = []
+        self.is_explained = False
 
     def on_output(self, output: TokenOutput, now: float) -> None:
         self.heard.append(output)
@@ -169,8 +177,12 @@ class Listener:
     def on_refused(self, refused: Refused) -> None:
         self.heard.append(refused)
 
-    def on_lost(self, reason: str) -> None:
+    def on_blamed(self, strikes: int, error: str) -> None:
+        self.heard.append((strikes, error))
+
+    def on_lost(self, reason: str, is_explained: bool = False) -> None:
         self.heard.append(reason)
+        self.is_explained = is_explained
 
 
 class Client:
@@ -234,6 +246,19 @@ def test_tokens_that_came_before_a_loss_are_handed_on_before_it():
         link.lose("died")
         await asyncio.sleep(0)
         assert listener.heard == [output(1), "died"]
+
+    run_async(scenario())
+
+
+def test_a_worker_that_ends_itself_blames_some_requests_and_clears_the_others():
+    async def scenario() -> None:
+        listener = Listener()
+        link = link_with(listener)
+        link.on_message(Blamed(request_ids=["r", "unknown"], strikes=1, error="it hung"))
+        link.on_message(EngineLost(error="it hung"))
+        assert listener.heard == [(1, "it hung"), "it hung"]
+        assert listener.is_explained
+        assert link.lost.is_set()
 
     run_async(scenario())
 
