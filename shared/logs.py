@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -41,10 +42,13 @@ def configure_logging(level: str, form: LogForm = "text", service: str = "") -> 
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("pagewire").setLevel(level.upper())
     logging.captureWarnings(True)
-    try:
+    dump_crashes_to_stderr()
+
+
+def dump_crashes_to_stderr() -> None:
+    """Have a crash in native code write Python's stack to stderr, if that is a file."""
+    with contextlib.suppress(UnsupportedOperation, AttributeError):
         faulthandler.enable(sys.stderr)
-    except (UnsupportedOperation, AttributeError):  # stderr is not a file
-        return
 
 
 def about(request_id: str | None) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.metrics import local_prefill_counter
-from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
+from pagewire.shared.worker.process import run_worker
+from pagewire.shared.worker.runtime import WorkerRuntime
 
 
 def run(settings: WorkerSettings) -> int:
@@ -38,8 +39,10 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         heartbeat_s=settings.heartbeat_s,
         lease_s=settings.lease_s,
         timeout_s=settings.transfer_timeout_s,
+        find_crash=runtime.crash_reports.find,
     )
     jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s)
+    jobs.explain = engine.in_loop(links.explain)
     post = runtime.server.post
     return DecodeService(
         runtime.epoch,

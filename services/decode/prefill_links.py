@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
@@ -69,6 +70,7 @@ class PrefillLinks:
         heartbeat_s: interval of checking for missing links, and of pings to control servers.
         lease_s: silence after which a control server counts as lost.
         timeout_s: for each step of opening a link.
+        find_crash: finds out how a run of a worker crashed, if it did.
     """
 
     identity: WorkerIdentity
@@ -80,6 +82,7 @@ class PrefillLinks:
     heartbeat_s: float
     lease_s: float
     timeout_s: float
+    find_crash: Callable[[str, int], Awaitable[CrashReport | None]]
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
     # Carriers that failed their tests, by worker and epoch.
@@ -154,9 +157,9 @@ class PrefillLinks:
             PagewireError: too many links are open, no carrier works, the engine is busy, or the
                 connection is lost.
         """
-        peer = link.record.worker_id
-        without = self._unfit.get((peer, link.record.epoch), ())
-        kv = await link.kv.open(lambda: self.receiver.offer(peer, without), self.timeout_s)
+        run = link.record.worker_id, link.record.epoch
+        without = self._unfit.get(run, ())
+        kv = await link.kv.open(lambda: self.receiver.offer(*run, without), self.timeout_s)
         hello = KvHello(
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
@@ -224,6 +227,19 @@ class PrefillLinks:
         else:
             text = f"no link to {record.worker_id} at {record.endpoint}: {reason}"
             self._complaints.say(record.worker_id, record.epoch, text)
+
+    def explain(self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]) -> None:
+        """Find out how the worker of an ended KV link crashed, if it did.
+
+        Args:
+            kv: the link.
+            then: called with that in the engine's thread, within about a second.
+        """
+        self.tasks.spawn(self._explain(kv, then), f"finding out about {kv.peer}")
+
+    async def _explain(self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]) -> None:
+        crash = await self.find_crash(kv.peer, kv.epoch)
+        self.engine.submit(lambda _core: then(crash), admitted=True)
 
     def close(self) -> None:
         """Close all connections and stop opening others."""

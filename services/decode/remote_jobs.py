@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import Counter
 
 from pagewire.services.decode.requests import DecodeRequest
+from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
@@ -58,6 +60,8 @@ class RemoteJobs(JobCallbacks):
             another worker computes the prompt again, they come again from its start.
         on_arrived: called when all of a request's KV has arrived, and its timings are known.
         on_blamed: called if a request may be why a prefill worker hung or died.
+        explain: finds out how the worker of an ended link crashed, if it did, and calls a function
+            with that, in the engine's thread.
     """
 
     find: Callable[[str], DecodeRequest | None]
@@ -65,6 +69,7 @@ class RemoteJobs(JobCallbacks):
     on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
     on_arrived: Callable[[DecodeRequest], None]
     on_blamed: Callable[[DecodeRequest, Blamed], None]
+    explain: Callable[[ReceiverLink, Callable[[CrashReport | None], None]], None]
 
     def __init__(
         self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
@@ -174,7 +179,13 @@ class RemoteJobs(JobCallbacks):
             self.on_blamed(request, suspected)
 
     def on_link_closed(self, link: ReceiverLink) -> None:
-        """Send the jobs of a lost link to other workers."""
+        """Send the jobs of a lost link to other workers, after a look at why it was lost."""
+        if any(job.link is link for job in self._receiver.jobs):
+            self.explain(link, partial(self._move_jobs, link))
+
+    def _move_jobs(self, link: ReceiverLink, crash: CrashReport | None) -> None:
+        if crash is not None:
+            self.on_suspected(crash.blamed())
         for job in self._receiver.jobs:
             if job.link is link:
                 self._on_failed(job, "the link is lost")

@@ -95,8 +95,12 @@ class DecodeLinks:
             peer.link.close()
 
     def connection_of(self, link: SenderLink) -> str | None:
-        """Return the control connection that offered a link; None if that has ended."""
-        found = (name for name, peer in self._peers.items() if peer.link.value is link)
+        """Return the control connection that offered a link; None if that has ended.
+
+        May be called in any thread.
+        """
+        peers = list(self._peers.items())
+        found = (name for name, peer in peers if peer.link.value is link)
         return next(found, None)
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:

@@ -9,7 +9,8 @@ from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
-from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
+from pagewire.shared.worker.process import run_worker
+from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.shared.worker.service import Service
 
 

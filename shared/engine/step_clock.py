@@ -42,7 +42,8 @@ class RunningStep:
 def suspects_of(schedule: Schedule) -> list[Sequence]:
     """Return who may be why a step hangs or fails: the sequences of its chunks, else its newest."""
     chunks = [chunk.sequence for chunk in schedule.chunks]
-    return chunks or sorted(schedule.rows.sequences, key=lambda each: each.arrival_s)[-1:]
+    rows = schedule.rows.sequences
+    return chunks or ([max(rows, key=lambda each: each.arrival_s)] if rows else [])
 
 
 @dataclass(slots=True)
@@ -53,12 +54,14 @@ class StepClock:
         costs: learns from each step that ends.
         finished: number of steps that have ended, well or not.
         usual_s: a short time that a step often takes; it follows slower steps by and by.
+        on_change: called with the newest step that runs, or None, when that changes.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     clock: Callable[[], float] = time.monotonic
     finished: int = 0
     usual_s: float = 0.01
+    on_change: Callable[[RunningStep | None], None] = lambda _step: None
     _running: deque[RunningStep] = field(default_factory=deque)
     _ended_s: float = 0.0
 
@@ -73,13 +76,16 @@ class StepClock:
     def begin(self, schedule: Schedule) -> None:
         """Note that a step is about to be launched."""
         work = schedule.work
-        self._running.append(RunningStep(schedule, work, self.clock(), self.costs.predict(work)))
+        step = RunningStep(schedule, work, self.clock(), self.costs.predict(work))
+        self._running.append(step)
+        self.on_change(step)
 
     def finish(self) -> None:
         """Note that the oldest step has ended, and learn from it."""
         now, step = self.clock(), self._running.popleft()
         seconds = now - max(step.began_s, self._ended_s)
         self._ended_s, self.finished = now, self.finished + 1
+        self._note_end()
         self.usual_s = min(seconds, self.usual_s * 1.02)
         self.costs.observe(step.work, seconds)
 
@@ -87,9 +93,15 @@ class StepClock:
         """Note that the newest step could not be launched."""
         self._running.pop()
         self.finished += 1
+        self.on_change(self._running[-1] if self._running else None)
 
     def fail(self) -> None:
         """Note that the oldest step has failed."""
         self._ended_s = self.clock()
         self._running.popleft()
         self.finished += 1
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if not self._running:
+            self.on_change(None)

@@ -14,6 +14,7 @@ import torch
 from pagewire.shared.addresses import WILDCARDS
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.protocol import Role
+from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.errors import ConfigError, TransferError
 from pagewire.shared.kv.carriers.base import Carrier
@@ -123,3 +124,11 @@ async def open_endpoint(
     )
     stack.callback(half.close_all)
     return half
+
+
+def capture_moves(mover: BlockMover, role: Role, buffers: list[torch.Tensor]) -> None:
+    """Capture moves between KV pool and staging as CUDA graphs, before the engine runs."""
+    if role == "prefill":
+        mover.capture_packing(buffers)
+    else:
+        mover.capture_unpacking(buffers)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker's KV links."""
+"""What a worker shows of its KV links: Prometheus metrics, and what its record says."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.kv.endpoint.receiver import KvReceiver
 from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.messages import Outcome
 from pagewire.shared.metrics.faults import labelled
+
+
+def links_of(half: KvSender | KvReceiver | None) -> list[LinkInfo]:
+    """Return the KV links of a prefill worker, for its record."""
+    if not isinstance(half, KvSender):
+        return []
+    found = [(link, half.stats.bytes[link.peer, link.carrier]) for link in list(half.links)]
+    return [
+        LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s, bytes=sent)
+        for link, sent in found
+        if link.gb_per_s
+    ]
 
 
 def _speeds(sender: KvSender) -> Metric:

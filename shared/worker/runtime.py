@@ -6,8 +6,9 @@
 
 A service (prefill or decode) adds its handlers. If a step takes far longer than predicted, the
 worker's record says "draining", and later the process ends without waiting for running work, so
-that it is started again. Before that it names the requests that may be at fault to its peers. A
-worker that has lost too many UCX links drains and ends, and is started again, too.
+that it is started again. Before that it names the requests that may be at fault to its peers; if it
+crashes, its crash reporter does. A worker that has lost too many UCX links drains and ends, and is
+started again, too.
 """
 
 from __future__ import annotations
@@ -15,36 +16,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable
+from functools import partial
 
-import prometheus_client
-import torch
 from prometheus_client import CollectorRegistry
 
 from pagewire.shared.addresses import advertised_host, with_host
+from pagewire.shared.cluster.crash_reports import CrashReports
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.cluster.registry import (
-    LinkInfo,
-    RecordPublisher,
-    Registry,
-    WorkerRecord,
-)
+from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerRecord
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
-from pagewire.shared.control.protocol import (
-    PROTOCOL_VERSION,
-    Blamed,
-    ControlMessage,
-    EngineLost,
-    Role,
-    clip_text,
-)
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.execution.builds import BUILDS
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.index.prefix_index import PrefixIndex
@@ -55,21 +43,24 @@ from pagewire.shared.kv.endpoint.sender import KvSender
 from pagewire.shared.kv.endpoint.sockets import KvSockets
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.kv.staging import make_staging
-from pagewire.shared.logs import configure_logging
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
-from pagewire.shared.open_files import raise_open_file_limit
 from pagewire.shared.tracing import Tracing, open_tracing
+from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.engine_loss import ended, hanging, stack_of
+from pagewire.shared.worker.engine_loss import log_loss, notify_peers
 from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
-from pagewire.shared.worker.kv import open_endpoint
-from pagewire.shared.worker.kv_metrics import KvCollector
+from pagewire.shared.worker.kv import capture_moves, open_endpoint
+from pagewire.shared.worker.kv_metrics import KvCollector, links_of
 from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.service import Service
-from pagewire.shared.worker.staging_size import device_memory, slot_share, slot_size
+from pagewire.shared.worker.staging_size import (
+    device_memory,
+    staging_bytes,
+    staging_slot_bytes,
+)
 from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -80,18 +71,16 @@ LEAVE_S = 2.0  # for closing the control server while the engine hangs
 FAREWELL_S = 1.0
 DRAIN_POLL_S = 0.05
 DRAIN_REPORT_S = 5.0
-# The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
-# Python's default interval, the event loop's messages would wait for 5 ms each time.
-SWITCH_INTERVAL_S = 0.0005
 
 
 class WorkerRuntime:
-    """Everything around one worker's service; `run_worker` drives it.
+    """Everything around one worker's service; `run_worker` (process.py) drives it.
 
     Attributes:
         built: the engine and its facts, from `open` on.
         kv: the role's half of the KV endpoint.
         tracing: makes the spans of requests; None if they are not traced.
+        crash_reports: says why peers crashed, from `open` on.
         left_behind: what a hanging engine still uses, so that only the process's end frees it.
     """
 
@@ -99,6 +88,7 @@ class WorkerRuntime:
     engine: EngineThread
     server: ControlServer
     directory: WorkerDirectory
+    crash_reports: CrashReports
 
     def __init__(self, settings: WorkerSettings, role: Role) -> None:
         self.settings = settings
@@ -164,8 +154,11 @@ class WorkerRuntime:
             logger.info("%s stops: it takes no new requests", self.worker_id)
             if not self._is_lost and (code == 0 or self._is_worn_out()):
                 await self._drain()
+            self._crash_watch.disarm()
             if self._is_lost:
-                await self._report_loss()
+                loss = log_loss(self.engine, self._engine_watch, self.settings)
+                notify_peers(loss, self.server, self._owners_of)
+                await asyncio.sleep(FAREWELL_S)
         logger.info("%s has stopped", self.worker_id)
         return code
 
@@ -184,6 +177,7 @@ class WorkerRuntime:
         settings.warn_without_secret()
         secret = settings.cluster_secret.get_secret_value()
         self._registry = Registry(redis, secret, settings.lease_s)
+        self.crash_reports = CrashReports(redis, secret)
         self.epoch = await self._registry.new_epoch(self.worker_id)
         index = IndexPublisher(
             PrefixIndex(redis, cluster_tag(secret)), self.worker_id, self.epoch, self._cached_hashes
@@ -210,6 +204,9 @@ class WorkerRuntime:
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         stack.callback(self._leave_service)
+        self._crash_watch = CrashWatch(settings, self.epoch, self._names_of)
+        stack.push_async_callback(self._crash_watch.close)
+        self.built.core.steps.on_change = self._crash_watch.note_step
         BUILDS.note_ready()
         self.engine.start()
         stack.push_async_callback(self._stop_engine, stack)
@@ -236,22 +233,13 @@ class WorkerRuntime:
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
-            other_memory=self._staging_bytes,
+            other_memory=partial(staging_bytes, self.settings),
         )
-
-    def _staging_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
-        """Return how much of a device's memory this worker's staging takes."""
-        return self.settings.staging_slots * self._staging_slot_bytes(groups, total_bytes)
-
-    def _staging_slot_bytes(self, groups: LayerGroups, total_bytes: int) -> int:
-        settings = self.settings
-        share = slot_share(total_bytes, settings.staging_slots)
-        return slot_size(settings.staging_slot_bytes, groups, share)
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
-        slot_bytes = self._staging_slot_bytes(groups, device_memory(device))
+        slot_bytes = staging_slot_bytes(settings, groups, device_memory(device))
         staging = make_staging(settings.staging_slots, slot_bytes, device)
         self.kv = await open_endpoint(
             stack,
@@ -263,17 +251,10 @@ class WorkerRuntime:
             self._advertised,
         )
         if settings.cuda_graphs:
-            await asyncio.to_thread(self._capture_moves, self.kv.staging.buffers)
+            mover, buffers = self.built.runner.mover, self.kv.staging.buffers
+            await asyncio.to_thread(capture_moves, mover, self.role, buffers)
         self.built.core.hooks.append(self.kv)
         self.metrics_registry.register(KvCollector(self.kv))
-
-    def _capture_moves(self, buffers: list[torch.Tensor]) -> None:
-        """Capture moves between KV pool and staging as CUDA graphs, before the engine runs."""
-        mover = self.built.runner.mover
-        if self.role == "prefill":
-            mover.capture_packing(buffers)
-        else:
-            mover.capture_unpacking(buffers)
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
@@ -296,17 +277,6 @@ class WorkerRuntime:
         )
         self._endpoint = with_host(await self.server.start(), self._advertised)
         stack.push_async_callback(self.server.close)
-
-    def _kv_links(self) -> list[LinkInfo]:
-        """Return the KV links of a prefill worker."""
-        if not isinstance(kv := self.kv, KvSender):
-            return []
-        found = [(link, kv.stats.bytes[link.peer, link.carrier]) for link in list(kv.links)]
-        return [
-            LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s, bytes=sent)
-            for link, sent in found
-            if link.gb_per_s
-        ]
 
     def _leave_service(self) -> None:
         """Let nothing reach it that still comes: it could start tasks that nobody ends."""
@@ -347,41 +317,11 @@ class WorkerRuntime:
                 await asyncio.wait_for(self._stop.wait(), watch.interval_s)
         return 0
 
-    async def _report_loss(self) -> None:
-        """Log why the engine is lost, and notify all peers: first of the requests at fault."""
-        watch = self._engine_watch
-        step = self.engine.step if watch.has_ended else watch.step
-        if watch.has_ended:
-            loss = ended(step, self.engine.error)
-            logger.error("%s; suspected requests: %s", loss.text, loss.log_ids)
-        else:
-            loss = hanging(step, watch.silence_s)
-            logger.error(
-                "%s; the limit is %.1f s, by PAGEWIRE_STEP_TIMEOUT_S=%g and the time predicted for "
-                "the step; suspected requests: %s. If it only computed, raise that setting or "
-                "lower PAGEWIRE_MAX_NUM_BATCHED_TOKENS=%d",
-                loss.text,
-                watch.limit_s,
-                self.settings.step_timeout_s,
-                loss.log_ids,
-                self.settings.max_num_batched_tokens,
-                exc_info=stack_of(self.engine.thread),
-            )
-        blamed: dict[str, list[str]] = {peer: [] for peer in self.server.peers}
-        for sequence in loss.suspects:
-            for peer, name in self._owners_of(sequence.request_id):
-                blamed.setdefault(peer, []).append(name)
-        error = clip_text(loss.text)
-        for peer, names in blamed.items():
-            if names:
-                message = Blamed(request_ids=names, strikes=loss.strikes, error=error)
-                self.server.post(peer, message)
-            if step is not None:  # else a request may hang it outside steps, and nobody knows which
-                self.server.post(peer, EngineLost(error=error))
-        await asyncio.sleep(FAREWELL_S)
-
     def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         return [] if self._service is None else self._service.owners_of(engine_id)
+
+    def _names_of(self, sequence: Sequence) -> list[str]:
+        return [name for _, name in self._owners_of(sequence.request_id)]
 
     def _is_worn_out(self) -> bool:
         """Whether only a new process can open further KV links; this one drains and ends."""
@@ -436,30 +376,5 @@ class WorkerRuntime:
             state="ready" if self.is_healthy() else "draining",
             kv_transports=[] if self.kv is None else list(self.kv.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
-            links=self._kv_links(),
+            links=links_of(self.kv),
         )
-
-
-def run_worker(
-    settings: WorkerSettings, role: Role, make_service: Callable[[WorkerRuntime], Service]
-) -> int:
-    """Run a worker in this process until a signal ends it; returns the exit code.
-
-    Raises:
-        ConfigError: this machine does not have what the settings ask for.
-    """
-    configure_logging(settings.log_level, settings.log_format, settings.worker_id)
-    raise_open_file_limit()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-
-    async def main() -> int:
-        runtime = WorkerRuntime(settings, role)
-        code = await runtime.run(make_service)
-        if runtime.engine.is_running():
-            # The interpreter's end would pull the ground from under the thread, which then crashes.
-            logging.shutdown()
-            os._exit(code)
-        return code
-
-    return asyncio.run(main())

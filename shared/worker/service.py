@@ -10,7 +10,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 
 
 class Service(Protocol):
-    """A worker's part that depends on its role. The event loop makes all calls but `on_outputs`."""
+    """A worker's part that depends on its role. Calls come from the event loop unless noted."""
 
     @property
     def num_active(self) -> int:
@@ -34,7 +34,7 @@ class Service(Protocol):
         ...
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
-        """Return who has a sequence of the engine computed.
+        """Return who has a sequence of the engine computed. May be called in any thread.
 
         Returns:
             Connections, and what each calls its request or job; several if a sequence's prompt is

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from pagewire.shared.config import WorkerSettings
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
 
@@ -23,6 +24,17 @@ def device_memory(device: torch.device) -> int:
     if device.type != "cuda":
         return sys.maxsize
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def staging_bytes(settings: WorkerSettings, groups: LayerGroups, total_bytes: int) -> int:
+    """Return how much of a device's memory, in bytes, a worker's staging takes."""
+    return settings.staging_slots * staging_slot_bytes(settings, groups, total_bytes)
+
+
+def staging_slot_bytes(settings: WorkerSettings, groups: LayerGroups, total_bytes: int) -> int:
+    """Return the size of a worker's staging slots: see `slot_size`."""
+    share = slot_share(total_bytes, settings.staging_slots)
+    return slot_size(settings.staging_slot_bytes, groups, share)
 
 
 def slot_share(total_bytes: int, num_slots: int) -> int:

@@ -62,13 +62,13 @@ async def amid_small_requests(
     return response
 
 
-def check_refusal(response: httpx.Response) -> dict[str, Any]:
+def check_refusal(response: httpx.Response, why: str = "counts as hanging") -> dict[str, Any]:
     """Check that a request is to blame, and must not be sent again; returns the error."""
     assert response.status_code == 500
     assert response.headers["x-should-retry"] == "false"
     error: dict[str, Any] = response.json()["error"]
     assert error["code"] == "request_harms_workers"
-    assert "counts as hanging" in error["message"]
+    assert why in error["message"]
     assert "Do not send it again" in error["message"]
     return error
 
@@ -140,6 +140,23 @@ def test_a_step_that_hangs_among_prompts_costs_none_of_them(small: GreedyPrompts
         wait_for_a_death(cluster)
         cluster.wait_idle(2, timeout=60)
         assert len(deaths(cluster)) <= 2, what_happened(cluster)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(3, 1), (0, 3)], ids=["3P1D", "aggregated"])
+def test_a_request_that_crashes_workers_ends_two_of_them(
+    small: GreedyPrompts, prefill: int, decode: int
+) -> None:
+    """A crash is no proof, so a second worker gets the request, and no third one."""
+    with trapped_cluster("crash", prefill, decode) as cluster:
+        response = run_async(amid_small_requests(cluster, small, POISON), 110)
+        check_refusal(response, "crashed (Segmentation fault) in a step of")
+        run_async(eventually(lambda: len(deaths(cluster)) == 2), 30)
+        assert all("SIGSEGV" in line for line in deaths(cluster)), deaths(cluster)
+        log = cluster.log_of(deaths(cluster)[0].partition(" ")[0])
+        assert "Fatal Python error: Segmentation fault" in log
+        assert "in spring" in log  # the stack of the engine's thread
+        cluster.wait_idle(prefill + decode, timeout=60)
+        assert len(deaths(cluster)) == 2, what_happened(cluster)
 
 
 def test_a_stream_that_hangs_a_step_ends_with_the_same_error() -> None:

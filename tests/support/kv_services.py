@@ -167,8 +167,10 @@ async def decode_worker(
             heartbeat_s=times.heartbeat_s,
             lease_s=times.lease_s,
             timeout_s=times.transfer_s,
+            find_crash=worker.find_crash,
         )
         jobs = RemoteJobs(worker.engine, receiver, worker.prefill_counter, times.prefill_s)
+        jobs.explain = worker.engine.in_loop(worker.links.explain)
         worker.service = DecodeService(
             identity.epoch,
             worker.engine,

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.service import DecodeService
 from pagewire.services.prefill.service import PrefillService
+from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import BlockLayout, ControlMessage
@@ -233,11 +234,17 @@ class DecodeWorker(Worker):
 
     Attributes:
         records: records of the prefill workers that it knows.
+        crashes: how prefill workers crashed, by id and epoch.
     """
 
     receiver: KvReceiver = field(init=False)
     links: PrefillLinks = field(init=False)
     records: list[WorkerRecord] = field(default_factory=list)
+    crashes: dict[tuple[str, int], CrashReport] = field(default_factory=dict)
+
+    async def find_crash(self, worker_id: str, epoch: int) -> CrashReport | None:
+        """Return how a run of a prefill worker crashed, if it did."""
+        return self.crashes.get((worker_id, epoch))
 
     def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
         """Whether there is a usable link to this epoch of a worker."""

@@ -1,14 +1,16 @@
-"""Workers with a trap: a step with a certain token in a prompt hangs or fails.
+"""Workers with a trap: a step with a certain token in a prompt hangs, fails or crashes.
 
 `python -P -m pagewire.tests.support.trapped_workers` is `pagewire` with such workers. The
 environment variable `TRAP` says what the trap does.
 
     hang     the step never ends
     fail     the step raises an error each time
+    crash    the step ends the process by a segmentation fault
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -32,6 +34,8 @@ def spring(trap: str) -> None:
         threading.Event().wait()
     if trap == "fail":
         raise RuntimeError("the trap")
+    if trap == "crash":
+        ctypes.string_at(0)
 
 
 def set_trap(trap: str) -> None:

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from pagewire.services.router.cluster.description import describe_routers, describe_services
 from pagewire.services.router.cluster.startup import Startup
 from pagewire.services.router.cluster.worker_links import OnLoad, WorkerLinks
+from pagewire.shared.cluster.crash_reports import CrashReports
 from pagewire.shared.cluster.registry import Registry, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord, RouterState
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
@@ -45,10 +46,12 @@ class ClusterMembers:
         state: Callable[[], RouterState],
     ) -> None:
         secret = settings.cluster_secret.get_secret_value()
+        find_crash = CrashReports(redis, secret).find
         keys, name = ClusterKeys.derive(secret), f"router-{secrets.token_hex(4)}"
 
         def links(role: Role) -> WorkerLinks:
-            return WorkerLinks(role, keys, name, settings.heartbeat_s, settings.lease_s, on_load)
+            heartbeat_s, lease_s = settings.heartbeat_s, settings.lease_s
+            return WorkerLinks(role, keys, name, heartbeat_s, lease_s, on_load, find_crash)
 
         self.decode_links, self.prefill_links = links("decode"), links("prefill")
         self._on_worker_leave = on_leave

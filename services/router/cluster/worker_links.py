@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
@@ -36,6 +37,8 @@ MAX_RETRY_S = 1.0
 MAX_JOIN_S = 0.02
 
 OnLoad = Callable[[str, LoadReport], None]
+OnLost = Callable[["WorkerLink", str, bool], None]
+FindCrash = Callable[[str, int], Coroutine[Any, Any, CrashReport | None]]
 
 
 class RequestListener(Protocol):
@@ -61,8 +64,9 @@ class WorkerLink:
     request's tokens of several steps are joined to one output.
     """
 
-    def __init__(self, worker_id: str, epoch: int, on_load: OnLoad) -> None:
-        self.worker_id, self.epoch, self._on_load = worker_id, epoch, on_load
+    def __init__(self, worker_id: str, epoch: int, on_load: OnLoad, on_lost: OnLost) -> None:
+        self.worker_id, self.epoch = worker_id, epoch
+        self._on_load, self._on_lost = on_load, on_lost
         self.client: ControlClient
         self.lost = asyncio.Event()
         self._listeners: dict[str, RequestListener] = {}
@@ -76,6 +80,11 @@ class WorkerLink:
             ChannelError: the connection is gone, or its queue is full.
         """
         self.client.post(message)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request listens."""
+        return not self._listeners
 
     def listen(self, request_id: str, listener: RequestListener) -> None:
         """Pass a request's messages to its listener, until `forget`."""
@@ -96,9 +105,7 @@ class WorkerLink:
                 if (listener := self._listeners.get(message.request_id)) is not None:
                     listener.on_refused(message)
             case Blamed():
-                for request_id in message.request_ids:
-                    if (listener := self._listeners.get(request_id)) is not None:
-                        listener.on_blamed(message.strikes, message.error)
+                self.suspect(message)
             case EngineLost():
                 self.lose(message.error, is_explained=True)
             case _:
@@ -124,7 +131,7 @@ class WorkerLink:
                 listener.on_output(output, now)
 
     def lose(self, reason: str, is_explained: bool = False) -> None:
-        """Notify all requests that the worker is lost. Idempotent.
+        """Use the connection no more. Its owner ends the requests. Idempotent.
 
         Args:
             reason: for the log.
@@ -135,6 +142,16 @@ class WorkerLink:
         self.lost.set()
         self.client.close()
         self._deliver()
+        self._on_lost(self, reason, is_explained)
+
+    def suspect(self, message: Blamed) -> None:
+        """Notify the requests that may be why a worker hung or died."""
+        for request_id in message.request_ids:
+            if (listener := self._listeners.get(request_id)) is not None:
+                listener.on_blamed(message.strikes, message.error)
+
+    def end_requests(self, reason: str, is_explained: bool) -> None:
+        """Notify all requests that the worker is lost. Idempotent."""
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
             listener.on_lost(reason, is_explained)
@@ -179,6 +196,7 @@ class WorkerLinks:
         name: this router's name, part of its client id at the workers.
         lease_s: silence after which a worker counts as lost.
         on_load: gets the load reports that come with tokens.
+        find_crash: finds out how a run of a worker crashed, if it did.
     """
 
     def __init__(
@@ -189,14 +207,17 @@ class WorkerLinks:
         heartbeat_s: float,
         lease_s: float,
         on_load: OnLoad,
+        find_crash: FindCrash,
     ) -> None:
-        self._role, self._keys, self._name, self._on_load = role, keys, name, on_load
+        self._role, self._keys, self._name = role, keys, name
+        self._on_load, self._find_crash = on_load, find_crash
         self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
         self._links: dict[str, WorkerLink] = {}
         self._has_linked = False
         self._complaints = Complaints(logger)
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     def __iter__(self) -> Iterator[WorkerLink]:
         """Iterate over the usable links."""
@@ -230,6 +251,7 @@ class WorkerLinks:
 
     async def close(self) -> None:
         """End all links."""
+        self._is_closed = True
         keepers = [*self._keepers.values(), *self._ending]
         self._keepers.clear()
         for keeper in keepers:
@@ -241,6 +263,24 @@ class WorkerLinks:
         link = self._links.pop(worker_id, None)
         if link is not None:
             link.lose(reason)
+
+    def _on_link_lost(self, link: WorkerLink, reason: str, is_explained: bool) -> None:
+        """End the requests of a lost link; if it is not explained why, after a look."""
+        if is_explained or self._is_closed or link.is_idle:
+            link.end_requests(reason, is_explained)
+            return
+        task = start_task(self._explain(link, reason), f"finding out about {link.worker_id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        # However it ends, even before it begins.
+        task.add_done_callback(lambda _: link.end_requests(reason, is_explained=False))
+
+    async def _explain(self, link: WorkerLink, reason: str) -> None:
+        """End the requests of a lost worker, those that may have made it crash as suspects."""
+        crash = await self._find_crash(link.worker_id, link.epoch)
+        if crash is not None:
+            link.suspect(crash.blamed())
+            link.end_requests(reason, is_explained=True)
 
     async def _keep(self, record: WorkerRecord) -> None:
         """Connect to a worker again and again; runs until it is cancelled."""
@@ -264,7 +304,7 @@ class WorkerLinks:
             await asyncio.sleep(delay)
 
     async def _connect(self, record: WorkerRecord) -> WorkerLink:
-        link = WorkerLink(record.worker_id, record.epoch, self._on_load)
+        link = WorkerLink(record.worker_id, record.epoch, self._on_load, self._on_link_lost)
         link.client = ControlClient(
             record.endpoint,
             self._keys,

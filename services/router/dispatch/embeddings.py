@@ -108,7 +108,9 @@ class EmbeddingSet:
                     return vector
                 case WorkerLost(reason, is_explained):
                     logger.warning("an embedding lost its worker: %s", reason)
-                    losses += not is_explained
+                    if is_explained:
+                        continue  # the worker is as good as others once it is started again
+                    losses += 1
                     if losses > MAX_LOSSES:
                         raise NoWorkerError(f"an embedding lost {losses} workers")
                 case Refused() as refused:

@@ -89,11 +89,12 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     # Verbs
 
-    def offer(self, peer: str, without: Collection[str] = ()) -> ReceiverLink:
+    def offer(self, peer: str, epoch: int = 0, without: Collection[str] = ()) -> ReceiverLink:
         """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
 
         Args:
             peer: name of the sender.
+            epoch: number of its run.
             without: carriers that are not offered.
 
         Raises:
@@ -102,7 +103,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         """
         self._end_quarantine()
         self.credits.check_room(len(self.links))
-        link = ReceiverLink(next(self._numbers), peer, secrets.token_bytes(TOKEN_BYTES))
+        link = ReceiverLink(next(self._numbers), peer, epoch, secrets.token_bytes(TOKEN_BYTES))
         problems = []
         for name, carrier in self.carriers.items():
             if name not in without:

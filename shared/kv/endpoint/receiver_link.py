@@ -14,6 +14,7 @@ class ReceiverLink:
     Attributes:
         number: counts up; never used again in this process.
         peer: name of the prefill worker.
+        epoch: number of its run.
         token: identifies the link on the socket.
         offers: what a sender needs to know, by carrier.
         carrier: name of the carrier; empty until the sender has chosen one.
@@ -24,6 +25,7 @@ class ReceiverLink:
 
     number: int
     peer: str
+    epoch: int
     token: bytes
     offers: dict[str, bytes] = field(default_factory=dict)
     carrier: str = ""

@@ -19,8 +19,9 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.worker import runtime as runtime_module
-from pagewire.shared.worker.runtime import WorkerRuntime, run_worker
+from pagewire.shared.worker import process
+from pagewire.shared.worker.process import run_worker
+from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.shared.worker.staging_size import MAX_BLOCKS_PER_SLOT, slot_share, slot_size
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
@@ -271,7 +272,7 @@ def switch_interval() -> Iterator[None]:
 def test_a_worker_lets_its_threads_take_turns_quickly(
     redis_server: RedisServer, switch_interval: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_module, "configure_logging", lambda *_: None)  # pytest has
+    monkeypatch.setattr(process, "configure_logging", lambda *_: None)  # pytest has
     seen: list[float] = []
 
     def terminate(runtime: WorkerRuntime) -> None:
@@ -281,4 +282,4 @@ def test_a_worker_lets_its_threads_take_turns_quickly(
     settings = settings_at(redis_server)
     code = run_worker(settings, "decode", lambda runtime: BusyService(runtime, terminate))
     assert code == 1
-    assert seen == [pytest.approx(runtime_module.SWITCH_INTERVAL_S)]
+    assert seen == [pytest.approx(process.SWITCH_INTERVAL_S)]

@@ -191,7 +191,7 @@ class Client:
 
 
 def link_with(listener: Listener) -> WorkerLink:
-    link = WorkerLink("decode-0", 1, lambda worker_id, load: None)
+    link = WorkerLink("decode-0", 1, lambda worker_id, load: None, WorkerLink.end_requests)
     link.client = Client()
     link.listen("r", listener)
     return link

@@ -1,0 +1,47 @@
+"""A worker's process: its logs, its limits, and the end of a worker whose engine does not stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import prometheus_client
+
+from pagewire.shared.config import WorkerSettings
+from pagewire.shared.control.protocol import Role
+from pagewire.shared.logs import configure_logging
+from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.worker.runtime import WorkerRuntime
+from pagewire.shared.worker.service import Service
+
+# The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
+# Python's default interval, the event loop's messages would wait for 5 ms each time.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def run_worker(
+    settings: WorkerSettings, role: Role, make_service: Callable[[WorkerRuntime], Service]
+) -> int:
+    """Run a worker in this process until a signal ends it; returns the exit code.
+
+    Raises:
+        ConfigError: this machine does not have what the settings ask for.
+    """
+    configure_logging(settings.log_level, settings.log_format, settings.worker_id)
+    raise_open_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+
+    async def main() -> int:
+        runtime = WorkerRuntime(settings, role)
+        code = await runtime.run(make_service)
+        if runtime.engine.is_running():
+            # The interpreter's end would pull the ground from under the thread, which then crashes.
+            logging.shutdown()
+            os._exit(code)
+        return code
+
+    return asyncio.run(main())

@@ -1,0 +1,82 @@
+"""A worker that crashes in native code leaves a report; its peers find it as soon as it is gone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pagewire.shared.cluster.crash_reports import CrashReport, CrashReports
+from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.crashing_worker import EPOCH, PROMPT_TOKENS, SECRET, WORKER_ID
+from pagewire.tests.support.redis_server import RedisServer
+
+PROGRAM = "pagewire.tests.support.crashing_worker"
+TIMEOUT_S = 60
+
+
+def report_after(way: str, redis: RedisServer) -> tuple[CrashReport | None, str]:
+    """Have a worker end, and look for its report at once; returns that and what it wrote."""
+    argv = [sys.executable, "-P", "-m", PROGRAM, way, redis.url]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ended:
+        assert ended.stdout is not None
+        assert ended.stdout.read() == ""  # which ends with the process, as its connections do
+        found = run_async(find(redis), TIMEOUT_S)
+        text = ended.communicate(timeout=TIMEOUT_S)[1]
+    assert "Traceback" not in text, text
+    return found, text
+
+
+async def find(redis: RedisServer) -> CrashReport | None:
+    client = await connect_redis(redis.url)
+    try:
+        return await CrashReports(client, SECRET).find(WORKER_ID, EPOCH)
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.parametrize(("way", "why"), [("segfault", "Segmentation fault"), ("abort", "Aborted")])
+def test_a_crash_is_reported_with_those_in_the_step(
+    redis_server: RedisServer, way: str, why: str
+) -> None:
+    report, text = report_after(way, redis_server)
+    assert report is not None
+    assert why in report.error
+    assert f"{2 * PROMPT_TOKENS} prompt tokens" in report.error
+    assert report.suspects == ["job-a", "job-b"]
+    assert f"Fatal Python error: {why}" in text
+    assert "in main" in text  # the stack
+    assert WORKER_ID in text
+
+
+def test_a_crash_between_two_steps_suspects_nobody(redis_server: RedisServer) -> None:
+    report, _ = report_after("after", redis_server)
+    assert report is not None
+    assert report.suspects == []
+    assert "outside a step" in report.error
+
+
+@pytest.mark.parametrize("way", ["kill", "exit", "disarmed"])
+def test_another_end_is_no_crash(redis_server: RedisServer, way: str) -> None:
+    report, text = report_after(way, redis_server)
+    assert report is None
+    assert ("Fatal Python error: Aborted" in text) == (way == "disarmed")
+
+
+def test_a_report_of_a_stranger_counts_as_none(redis_server: RedisServer) -> None:
+    async def scenario() -> None:
+        client = await connect_redis(redis_server.url)
+        try:
+            reports = CrashReports(client, SECRET)
+            await reports.publish(WORKER_ID, EPOCH, CrashReport("it crashed", ["job-a"]))
+            (name,) = await client.keys("*:crash:*")
+            sealed = await client.get(name)
+            assert isinstance(sealed, bytes)
+            await client.set(name, bytes(32) + sealed[32:])
+            assert await reports.find(WORKER_ID, EPOCH) is None
+        finally:
+            await client.aclose()
+
+    run_async(scenario(), TIMEOUT_S)
