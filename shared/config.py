@@ -190,6 +190,15 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         "gets it.",
     )
 
+    @field_validator("prefill_timeout_s")
+    @classmethod
+    def _hangs_are_noticed_first(cls, value: float, info: ValidationInfo) -> float:
+        """Refuse to pass on a job that hangs a worker before that worker can name it."""
+        step_timeout_s = info.data.get("step_timeout_s")
+        if step_timeout_s is not None and value <= step_timeout_s:
+            raise ValueError(f"longer than step_timeout_s, which is {step_timeout_s:g}")
+        return value
+
 
 class RouterSettings(ClusterSettings):
     """The router."""

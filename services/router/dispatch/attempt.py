@@ -20,6 +20,7 @@ from pagewire.shared.control.protocol import (
     TokenOutput,
 )
 from pagewire.shared.errors import ChannelError, HarmfulRequestError
+from pagewire.shared.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Attempt:
             attempt is not mistaken for one of this attempt.
         prefilled_by: the prefill worker that sampled the first token; None if none did.
         strikes: how strongly the request is suspected of making workers hang or die.
+        log_id: the request's id in logs, from `start` on.
 
     Args:
         on_output: gets each output and the time of its arrival; an exception of it ends the
@@ -65,6 +67,7 @@ class Attempt:
         "_outcome",
         "_prefill_load",
         "link",
+        "log_id",
         "prefilled_by",
         "request_id",
         "strikes",
@@ -78,6 +81,7 @@ class Attempt:
         self._on_output, self._in_flight = on_output, in_flight
         self.prefilled_by: str | None = None
         self.strikes = strikes
+        self.log_id: str | None = None
         self._last_heard = time.monotonic()
         self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
         self._outcome = asyncio.get_running_loop().create_future()
@@ -96,6 +100,7 @@ class Attempt:
         Raises:
             ChannelError: the worker cannot be reached.
         """
+        self.log_id = request.spec.log_id if isinstance(request, Generate) else request.log_id
         self.link.post(request)
         self.link.listen(self.request_id, self)
         self._load = self._in_flight.add(self.link.worker_id, amount)
@@ -104,6 +109,7 @@ class Attempt:
 
     def start_with(self, first: Attempt) -> None:
         """Join another attempt, whose message also starts this one and which counts its load."""
+        self.log_id = first.log_id
         first.link.listen(self.request_id, self)
 
     async def outcome(self, timeout: float) -> Refused | WorkerLost | Exception | None:
@@ -146,7 +152,8 @@ class Attempt:
         if self._has_ended:
             return
         self.strikes = min(MAX_STRIKES, self.strikes + strikes)
-        logger.warning("a request is suspected, %d of %d: %s", self.strikes, MAX_STRIKES, error)
+        text = "the request is suspected, %d of %d: %s"
+        logger.warning(text, self.strikes, MAX_STRIKES, error, extra=about(self.log_id))
         if self.strikes == MAX_STRIKES:
             self._end_with(HarmfulRequestError(error))
 

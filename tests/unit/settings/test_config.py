@@ -147,6 +147,18 @@ def test_a_lease_must_outlast_two_heartbeats(overrides: dict[str, float]) -> Non
     assert "value error" not in str(caught.value).lower()
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [{"prefill_timeout_s": 9.0}, {"step_timeout_s": 30.0}],
+    ids=["prefill", "step"],
+)
+def test_a_worker_that_hangs_is_noticed_before_its_jobs_move_on(
+    overrides: dict[str, float],
+) -> None:
+    with pytest.raises(ConfigError, match=r"prefill_timeout_s .* longer than step_timeout_s"):
+        load_settings(WorkerSettings, overrides)
+
+
 def test_settings_do_not_change_once_read() -> None:
     settings = load_settings(ClusterSettings, {})
     with pytest.raises(ValueError, match="frozen"):
