@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import zmq
 
 from pagewire.services.cli.main import app
-from pagewire.services.cli.up import cluster_plan, supervisor
 from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import Export, StepPlan
@@ -42,6 +41,7 @@ from pagewire.shared.worker import kv, runtime
 from pagewire.shared.worker.kv import open_carrier, open_endpoint
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
 from pagewire.tests.support.memory_carrier import MemoryCarrier, make_mapped_staging
+from pagewire.tests.support.own_workers import use_program
 
 PROGRAM = "pagewire.tests.support.fault_points"
 DIRECTORY = "KV_FAULTS"
@@ -232,24 +232,10 @@ def watch_worker(points: Points, directory: Path) -> None:
         )
 
 
-def watch_cluster() -> None:
-    """Make the cluster of this process consist of such workers, with short restart delays."""
-    service_argv = cluster_plan.service_argv
-
-    def watched_argv(*args: Any) -> tuple[str, ...]:
-        own = "pagewire.services.cli.main"
-        return tuple(PROGRAM if word == own else word for word in service_argv(*args))
-
-    cluster_plan.service_argv = watched_argv
-    supervisor.RestartPolicy = partial(
-        supervisor.RestartPolicy, first_delay_s=RESTART_DELAY_S, max_delay_s=RESTART_DELAY_S
-    )
-
-
 def main() -> None:
     command = sys.argv[1]
     if command == "up":
-        watch_cluster()
+        use_program(PROGRAM, RESTART_DELAY_S)
     elif command in ("prefill", "decode"):
         worker = sys.argv[sys.argv.index("--worker-id") + 1]
         directory = Path(os.environ[DIRECTORY])

@@ -14,13 +14,12 @@ import ctypes
 import os
 import sys
 import threading
-from functools import partial
 from typing import Any
 
 from pagewire.services.cli.main import app
-from pagewire.services.cli.up import cluster_plan, supervisor
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.tests.support.own_workers import use_program
 
 PROGRAM = "pagewire.tests.support.trapped_workers"
 TRAP = "TRAP"
@@ -50,23 +49,9 @@ def set_trap(trap: str) -> None:
     ModelRunner.execute = trapped
 
 
-def trap_cluster() -> None:
-    """Make the cluster of this process consist of such workers, with short restart delays."""
-    service_argv = cluster_plan.service_argv
-
-    def trapped_argv(*args: Any) -> tuple[str, ...]:
-        own = "pagewire.services.cli.main"
-        return tuple(PROGRAM if word == own else word for word in service_argv(*args))
-
-    cluster_plan.service_argv = trapped_argv
-    supervisor.RestartPolicy = partial(
-        supervisor.RestartPolicy, first_delay_s=RESTART_DELAY_S, max_delay_s=RESTART_DELAY_S
-    )
-
-
 def main() -> None:
     if sys.argv[1] == "up":
-        trap_cluster()
+        use_program(PROGRAM, RESTART_DELAY_S)
     elif sys.argv[1] in ("prefill", "decode"):
         set_trap(os.environ[TRAP])
     app()
