@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import mmap
+import os
 import socket
 import subprocess
 import sys
@@ -48,7 +49,7 @@ class CrashWatch:
         self._names_of = names_of
         self._noted: DecodeRows | None = None
         self._length = _NONE
-        with tempfile.TemporaryFile() as file:
+        with os.fdopen(_open_memory(), "wb") as file:
             file.truncate(MEMORY_BYTES)
             self._memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
             self._socket, theirs = socket.socketpair()
@@ -105,3 +106,15 @@ class CrashWatch:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait, STOP_S)
+
+
+def _open_memory() -> int:
+    """Return the descriptor of a file in memory.
+
+    On a disk that is full, a write to mapped memory would end the process; and there may be no
+    directory that can be written to. Outside Linux, only the disk has such files.
+    """
+    if sys.platform != "linux":
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+    return os.memfd_create("pagewire-step")

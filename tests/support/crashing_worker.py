@@ -2,7 +2,7 @@
 
     python -P -m pagewire.tests.support.crashing_worker WAY REDIS_URL
 
-Its standard output ends when it does.
+Its standard output ends when it does. It has no disk to write to.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import time
 
 from pagewire.shared.config import WorkerSettings, load_settings
@@ -25,6 +26,7 @@ PROMPT_TOKENS = 24
 
 def main() -> None:
     way, redis_url = sys.argv[1:]
+    tempfile.tempdir = "/nonexistent"
     fields = {"worker_id": WORKER_ID, "redis_url": redis_url, "cluster_secret": SECRET}
     settings = load_settings(WorkerSettings, fields)
     watch = CrashWatch(settings, EPOCH, lambda sequence: [f"job-{sequence.request_id}"])
