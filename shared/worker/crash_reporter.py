@@ -25,10 +25,12 @@ from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
 from pagewire.shared.logs import STDERR, LogForm, configure_logging
 
-logger = logging.getLogger(__name__)
+PROGRAM = "pagewire.shared.worker.crash_reporter"
+logger = logging.getLogger(PROGRAM)  # `__name__` is "__main__" here
 
 MEMORY_BYTES = 1 << 16
 LENGTH_BYTES = 4
+REDIS_TIMEOUT_S = 1.0  # the crashed process waits
 _CHUNK_BYTES = 4096
 
 
@@ -56,11 +58,14 @@ class StepNote(msgspec.Struct, frozen=True):
 
 
 def read_note(memory: mmap.mmap) -> StepNote | None:
-    """Return the step that is under way; None if there is none."""
+    """Return the step that is under way; None if there is none, or if it begins just now."""
     length = int.from_bytes(memory[:LENGTH_BYTES], "little")
     if not length:
         return None
-    return msgspec.msgpack.decode(memory[LENGTH_BYTES : LENGTH_BYTES + length], type=StepNote)
+    try:
+        return msgspec.msgpack.decode(memory[LENGTH_BYTES : LENGTH_BYTES + length], type=StepNote)
+    except ValueError:  # another thread has crashed, and the engine's goes on
+        return None
 
 
 def report_of(headline: str, note: StepNote | None) -> CrashReport:
@@ -77,27 +82,36 @@ def report_of(headline: str, note: StepNote | None) -> CrashReport:
 
 
 async def watch(worker: socket.socket, memory: mmap.mmap) -> None:
-    """Wait until the worker's end of the socket is closed; report a crash before that.
+    """Wait until the worker's end of the socket is closed; report a crash before that."""
+    if not (line := await _read_line(worker)):
+        return
+    setup = msgspec.json.decode(line, type=Setup)
+    configure_logging(setup.log_level, setup.log_format, setup.worker_id)
+    if not (headline := await _read_line(worker)):
+        return
+    report = report_of(headline.decode("ascii", "replace"), read_note(memory))
+    try:
+        await _publish(setup, report)
+    except (RedisSetupError, RedisUnavailableError) as exc:
+        logger.warning("the crash of %s cannot be reported: %s", setup.worker_id, exc)
+    suspects = ", ".join(report.suspects) or "none"
+    logger.error("%s: %s; suspected requests: %s", setup.worker_id, report.error, suspects)
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # else the lines would come amid those of the text
+    await _pass_on(headline, worker)
+
+
+async def _publish(setup: Setup, report: CrashReport) -> None:
+    """Write a report to Redis.
 
     Raises:
         RedisSetupError: Redis refuses or does not answer.
+        RedisUnavailableError: likewise, after its first answer.
     """
-    setup = msgspec.json.decode(await _read_line(worker), type=Setup)
-    configure_logging(setup.log_level, setup.log_format, setup.worker_id)
-    redis = await connect_redis(setup.redis_url)
+    redis = await connect_redis(setup.redis_url, REDIS_TIMEOUT_S)
     try:
-        if not (headline := await _read_line(worker)):
-            return
-        report = report_of(headline.decode("ascii", "replace"), read_note(memory))
-        try:
-            await CrashReports(redis, setup.cluster_secret).publish(
-                setup.worker_id, setup.epoch, report
-            )
-        except RedisUnavailableError as exc:
-            logger.warning("the crash of %s cannot be reported: %s", setup.worker_id, exc)
-        suspects = ", ".join(report.suspects) or "none"
-        logger.error("%s: %s; suspected requests: %s", setup.worker_id, report.error, suspects)
-        await _pass_on(headline, worker)
+        reports = CrashReports(redis, setup.cluster_secret)
+        await reports.publish(setup.worker_id, setup.epoch, report)
     finally:
         await redis.aclose()
 
@@ -119,21 +133,16 @@ async def _read_line(worker: socket.socket) -> bytes:
     return line
 
 
-def main() -> int:
-    """Run until the worker has ended; returns the exit code.
+def main() -> None:
+    """Run until the worker has ended.
 
     The arguments are the file descriptors of the socket and of the shared memory.
     """
     worker = socket.socket(fileno=int(sys.argv[1]))
     worker.setblocking(False)
     memory = mmap.mmap(int(sys.argv[2]), MEMORY_BYTES, access=mmap.ACCESS_READ)
-    try:
-        asyncio.run(watch(worker, memory))
-    except RedisSetupError as exc:
-        logger.warning("crashes of this worker are not reported: %s", exc)
-        return 1
-    return 0
+    asyncio.run(watch(worker, memory))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

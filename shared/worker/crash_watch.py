@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import logging
 import mmap
 import os
 import socket
@@ -23,9 +24,16 @@ from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.logs import dump_crashes_to_stderr
-from pagewire.shared.worker.crash_reporter import LENGTH_BYTES, MEMORY_BYTES, Setup, StepNote
+from pagewire.shared.worker.crash_reporter import (
+    LENGTH_BYTES,
+    MEMORY_BYTES,
+    PROGRAM,
+    Setup,
+    StepNote,
+)
 
-PROGRAM = "pagewire.shared.worker.crash_reporter"
+logger = logging.getLogger(__name__)
+
 STOP_S = 5.0
 _MAX_NAMES = 1024
 _NONE = bytes(LENGTH_BYTES)
@@ -33,6 +41,12 @@ _NONE = bytes(LENGTH_BYTES)
 
 class CrashWatch:
     """Until it is disarmed, another process reports if this one crashes in native code.
+
+    If that process ends first, crashes are written to stderr as without it. Make it in the event
+    loop, which notices that.
+
+    Attributes:
+        reporter: that process.
 
     Args:
         settings: of this worker.
@@ -55,7 +69,7 @@ class CrashWatch:
             self._socket, theirs = socket.socketpair()
             with theirs:
                 fds = theirs.fileno(), file.fileno()
-                self._process = subprocess.Popen(
+                self.reporter = subprocess.Popen(
                     [sys.executable, "-P", "-m", PROGRAM, *map(str, fds)],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -75,6 +89,8 @@ class CrashWatch:
         # Disabled first: libraries that were loaded meanwhile may have set their own handlers.
         faulthandler.disable()
         faulthandler.enable(self._socket)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._on_reporter_lost)
 
     def note_step(self, step: RunningStep | None) -> None:
         """Note which step runs; None if none does. Called in the engine's thread."""
@@ -94,18 +110,27 @@ class CrashWatch:
     def disarm(self) -> None:
         """Report nothing from now on: this worker ends, and says itself why. Idempotent."""
         if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
             faulthandler.disable()
             dump_crashes_to_stderr()
             self._socket.close()
+
+    def _on_reporter_lost(self) -> None:
+        """Have crashes written to stderr: nobody is left to read the socket."""
+        self.disarm()
+        logger.error(
+            "the crash reporter has ended: until this worker is started again, nothing counts "
+            "against a request that crashes it"
+        )
 
     async def close(self) -> None:
         """Disarm, and wait until the reporter has ended."""
         self.disarm()
         try:
-            await asyncio.to_thread(self._process.wait, STOP_S)
+            await asyncio.to_thread(self.reporter.wait, STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait, STOP_S)
+            self.reporter.kill()
+            await asyncio.to_thread(self.reporter.wait, STOP_S)
 
 
 def _open_memory() -> int:

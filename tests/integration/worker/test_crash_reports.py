@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import mmap
 import subprocess
 import sys
 
@@ -9,10 +11,12 @@ import pytest
 
 from pagewire.shared.cluster.crash_reports import CrashReport, CrashReports
 from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.worker.crash_reporter import MEMORY_BYTES, read_note
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.crashing_worker import EPOCH, PROMPT_TOKENS, SECRET, WORKER_ID
 from pagewire.tests.support.redis_server import RedisServer
 
+REPORTER = "pagewire.shared.worker.crash_reporter"
 PROGRAM = "pagewire.tests.support.crashing_worker"
 TIMEOUT_S = 60
 
@@ -48,7 +52,9 @@ def test_a_crash_is_reported_with_those_in_the_step(
     assert report.suspects == ["job-a", "job-b"]
     assert f"Fatal Python error: {why}" in text
     assert "in main" in text  # the stack
-    assert WORKER_ID in text
+    line = json.loads(text.splitlines()[0])  # whole, before the text that is no JSON
+    assert (line["level"], line["service"], line["logger"]) == ("error", WORKER_ID, REPORTER)
+    assert "suspected requests: job-a, job-b" in line["message"]
 
 
 def test_a_crash_between_two_steps_suspects_nobody(redis_server: RedisServer) -> None:
@@ -63,6 +69,30 @@ def test_another_end_is_no_crash(redis_server: RedisServer, way: str) -> None:
     report, text = report_after(way, redis_server)
     assert report is None
     assert ("Fatal Python error: Aborted" in text) == (way == "disarmed")
+
+
+@pytest.mark.parametrize("way", ["segfault", "unreported"])
+def test_a_crash_that_cannot_be_reported_still_writes_the_stack(
+    redis_server: RedisServer, way: str
+) -> None:
+    """Redis is away while the worker starts and crashes, or its reporter was killed."""
+    redis_server.kill()
+    argv = [sys.executable, "-P", "-m", PROGRAM, way, redis_server.url]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert ended.returncode < 0
+    assert "Fatal Python error" in ended.stderr
+    assert "in main" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    why = "cannot be reported" if way == "segfault" else "the crash reporter has ended"
+    assert why in ended.stderr
+
+
+def test_half_a_note_counts_as_none() -> None:
+    """Another thread may have crashed while the engine's thread writes the next note."""
+    with mmap.mmap(-1, MEMORY_BYTES) as memory:
+        for half in (b"\x82\xa4work", b"\x82\xa4work\xa1\xff", b"\x80"):
+            memory[: 4 + len(half)] = len(half).to_bytes(4, "little") + half
+            assert read_note(memory) is None
 
 
 def test_a_report_of_a_stranger_counts_as_none(redis_server: RedisServer) -> None:
