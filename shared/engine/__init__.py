@@ -1,15 +1,15 @@
 """The engine: decides steps, runs them on a device, and hands out tokens.
 
-    scheduling/     decides what the next step runs; pure, without torch
-    execution/      executors: they run a step on a device
-    core.py         the loop: launches steps, accepts their tokens, ends sequences (stop token,
-                    length)
-    build.py        chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
-    warm_up.py      its first steps, of every kind, which compile kernels
-    calibration.py  times small steps on a CPU
-    step_clock.py   which step runs, and how long steps take
-    thread.py       the thread in which a worker's engine runs
-    offline/        `LLM`: an engine without a network
+    scheduling/        decides what the next step runs; pure, without torch
+    execution/         executors: they run a step on a device
+    core.py            the loop: launches steps, accepts their tokens
+    live_sequences.py  the sequences by name; how they end
+    build.py           chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
+    warm_up.py         its first steps, of every kind, which compile kernels
+    calibration.py     times small steps on a CPU
+    step_clock.py      which step runs, and how long steps take
+    thread.py          the thread in which a worker's engine runs
+    offline/           `LLM`: an engine without a network
 
 Entry points: `build_engine`, `EngineThread`, `LLM`. Read first: `scheduling/step.py` (`StepPlan`
 in, `StepResult` out), `scheduling/scheduler.py`, `core.py`. `Sequence` objects stay in `scheduling`

@@ -1,4 +1,4 @@
-"""The engine's step loop: schedules and runs steps, accepts tokens, decides when sequences end.
+"""The engine's step loop: schedules and runs steps, and accepts their tokens.
 
 One iteration of a worker's engine (`EngineThread._iterate`) calls `advance`, passes the outputs on,
 and calls `run_hooks`. Only one thread calls this class.
@@ -15,22 +15,18 @@ if the accounting is wrong, or if one step after another fails on the device.
 from __future__ import annotations
 
 import logging
-import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.launched import EngineStats, Launched
+from pagewire.shared.engine.live_sequences import LiveSequences, end_of
 from pagewire.shared.engine.scheduling.schedule import Schedule
-from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 from pagewire.shared.engine.step_clock import StepClock, suspects_of
-from pagewire.shared.engine.step_output import StepOutput, StepOutputs, scored_prompts, token_output
-from pagewire.shared.errors import InvalidRequestError, SchedulingError
+from pagewire.shared.engine.step_output import StepOutputs, scored_prompts, token_output
+from pagewire.shared.errors import SchedulingError
 from pagewire.shared.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
@@ -42,68 +38,30 @@ MAX_FAILED_STEPS = 10
 
 
 @dataclass(slots=True)
-class EngineCore:
+class EngineCore(LiveSequences):
     """Runs what the scheduler decides on an executor, and gives the tokens to their sequences.
 
     Attributes:
         overlap: launch a step before the tokens of the previous step are read.
         hooks: called before and after each launch; in a worker, the KV endpoint.
         hooks_busy: a hook asks to be called again soon.
-        constraints: the grammars of sequences, and the masks of steps.
         steps: which step runs, and how long steps take.
     """
 
-    scheduler: Scheduler
     executor: Executor
     overlap: bool
     hooks: list[StepHook] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
-    clock: Callable[[], float] = time.monotonic
     hooks_busy: bool = False
-    constraints: Constraints = field(default_factory=Constraints)
     steps: StepClock = field(init=False)
-    _sequences: dict[str, Sequence] = field(default_factory=dict)
-    _in_flight: deque[Launched] = field(default_factory=deque)
     _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
-    _other_outputs: list[StepOutput] = field(default_factory=list)
     # Of steps in a row that failed: a hash of the one prompt that may be why, else None.
     _failed_prompts: list[int | None] = field(default_factory=list)
-    _has_news: bool = False  # something has changed since the scheduler's last decision
     # What this iteration has decided and launched, for the hooks.
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
 
     def __post_init__(self) -> None:
         self.steps = StepClock(self.scheduler.costs, self.clock)
-
-    def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
-        """Queue a sequence; see `SequenceTable.add` for its children.
-
-        Raises:
-            InvalidRequestError: a name is in use, or see `SequenceTable.add`.
-            OverloadedError: see `SequenceTable.add`.
-        """
-        named = {each.request_id: each for each in (sequence, *children)}
-        for name in named:
-            if name in self._sequences or name in self.scheduler.awaiting_send:
-                raise InvalidRequestError(f"another request has the id {name}", "request_id")
-        self.constraints.check(sequence)
-        self.scheduler.add(sequence, children)
-        for each in named.values():
-            each.arrival_s = self.clock()
-            self.constraints.open(each)
-        self._sequences |= named
-        self._has_news = True  # if a hook has called this, the scheduler has already decided
-
-    def get(self, request_id: str) -> Sequence | None:
-        """Return a live sequence."""
-        return self._sequences.get(request_id)
-
-    def abort(self, request_id: str) -> None:
-        """End a sequence in any state and free all its resources; ignore unknown ids."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._end(sequence, RequestStatus.FINISHED_ABORTED)
-        self.scheduler.forget(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -262,16 +220,6 @@ class EngineCore:
             self.steps.withdraw()
         return True
 
-    def _contain(self, touched: list[Sequence]) -> None:
-        """Fail the sequences that an error may have left in an inconsistent state.
-
-        Raises:
-            IntegrityError: the block accounting is still wrong afterwards.
-        """
-        for sequence in touched:
-            self._fail(sequence)
-        self.scheduler.check_integrity()
-
     def _postprocess(self, launched: Launched) -> None:
         try:
             result = launched.pending.wait()
@@ -335,70 +283,11 @@ class EngineCore:
         sequence.token_ids.append(token)
         first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
         is_first = len(sequence.token_ids) == first
-        status = self._end_of(sequence, token)
+        status = end_of(sequence, token)
         if status is not None:
             self._end(sequence, status)
         now_s = self.clock() if is_first else None
         self._other_outputs.append(token_output(sequence, token, status, logprobs, now_s))
-
-    def _end_of(self, sequence: Sequence, token: int) -> RequestStatus | None:
-        if sequence.prefill_only:
-            return RequestStatus.FINISHED_LENGTH
-        if token in sequence.stop_token_ids:
-            return RequestStatus.FINISHED_STOPPED
-        if len(sequence.token_ids) > sequence.run_until:
-            return RequestStatus.FINISHED_LENGTH
-        return None
-
-    def activate(self, sequence: Sequence, first_token: int) -> None:
-        """Let a reserved sequence, whose KV has arrived, continue after its first token.
-
-        The prefill worker has already delivered that token, so it is not an output here. If it is
-        also the last one, only the end is reported.
-        """
-        self.scheduler.activate(sequence, first_token)
-        sequence.scored_until = sequence.num_prompt_tokens  # delivered before the first token
-        self.scheduler.fork_children(sequence)
-        self._has_news = True
-        self._end_silently(sequence, first_token)
-
-    def unpin(self, blocks: list[int]) -> None:
-        """Release blocks that nothing writes to any more; those of ended sequences become free."""
-        pool = self.scheduler.pool
-        used = pool.counts().used
-        self.scheduler.unpin(blocks)
-        self._has_news |= pool.counts().used < used
-
-    def recompute_locally(self, sequence: Sequence, first_token: int | None) -> None:
-        """Compute a reserved sequence's prompt on this worker after all.
-
-        Args:
-            sequence: a reserved sequence whose KV will not arrive.
-            first_token: the token that a prefill worker has sampled and delivered, if there is one:
-                generation continues after it.
-        """
-        self.scheduler.recompute_locally(sequence)
-        if first_token is None:
-            return
-        sequence.token_ids.append(first_token)
-        sequence.scored_until = sequence.num_prompt_tokens  # delivered before the first token
-        sequence.num_replayed_tokens += 1
-        self._end_silently(sequence, first_token)
-
-    def _end_silently(self, sequence: Sequence, token: int) -> None:
-        """End a sequence if this token, which a prefill worker has delivered, is its last."""
-        status = self._end_of(sequence, token)
-        if status is not None:
-            self._end(sequence, status)
-            self._other_outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
-
-    def _end(self, sequence: Sequence, status: RequestStatus) -> None:
-        if not sequence.is_finished:  # it is, if an error interrupted an earlier call
-            self.scheduler.finish(sequence, status)
-        del self._sequences[sequence.request_id]
-        self.constraints.close(sequence)
-        for launched in self._in_flight:
-            launched.lost.add(sequence)
 
     def _fail_step(
         self, schedule: Schedule, error: Exception, launched: Launched | None = None
@@ -440,22 +329,3 @@ class EngineCore:
         num_failed, num_different = len(self._failed_prompts), len({*self._failed_prompts} - {None})
         if num_failed >= MAX_FAILED_STEPS or num_different >= MAX_FAILED_PROMPTS:
             raise error
-
-    def _run_again(self, sequence: Sequence) -> None:
-        self.scheduler.preempt(sequence)
-        for launched in self._in_flight:
-            launched.lost.add(sequence)
-
-    def _fail(
-        self,
-        sequence: Sequence,
-        error: str = "the model step failed",
-        param: str | None = None,
-        is_busy: bool = False,
-    ) -> None:
-        """End a sequence with an error, unless it has ended."""
-        if self._sequences.get(name := sequence.request_id) is sequence:
-            self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._other_outputs.append(
-                StepOutput(name, [], "error", error=error, param=param, is_busy=is_busy)
-            )
