@@ -4,6 +4,7 @@
     execution/         executors: they run a step on a device
     core.py            the loop: launches steps, accepts their tokens
     live_sequences.py  the sequences by name; how they end
+    failed_steps.py    who fails when a step fails, and who is computed again
     build.py           chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
     warm_up.py         its first steps, of every kind, which compile kernels
     calibration.py     times small steps on a CPU

@@ -7,9 +7,9 @@ With overlap, step n + 1 is launched before the tokens of step n are read, so th
 while the device does. Stop conditions are then noticed one step late; the extra token is dropped.
 
 If a step fails, its only prompt does, or if it has none its newest row; the others are computed
-again. Prompts that fail together are computed again one by one. Another error in an iteration fails
-the sequences that the iteration touched. Then the block accounting is checked. The loop ends only
-if the accounting is wrong, or if one step after another fails on the device.
+again (failed_steps.py). Another error in an iteration fails the sequences that the iteration
+touched. Then the block accounting is checked. The loop ends only if the accounting is wrong, or if
+one step after another fails on the device.
 """
 
 from __future__ import annotations
@@ -18,23 +18,18 @@ import logging
 from dataclasses import dataclass, field
 
 from pagewire.shared.engine.execution.executor import Executor, StepHook
+from pagewire.shared.engine.failed_steps import FailedSteps
 from pagewire.shared.engine.launched import EngineStats, Launched
 from pagewire.shared.engine.live_sequences import LiveSequences, end_of
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
-from pagewire.shared.engine.step_clock import StepClock, suspects_of
+from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.engine.step_output import StepOutputs, scored_prompts, token_output
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
-
-# Steps that fail in a row because of different prompts, and in all. The same prompt may fail again
-# and again, since its client tries again, while the device is as good as before.
-MAX_FAILED_PROMPTS = 3
-MAX_FAILED_STEPS = 10
 
 
 @dataclass(slots=True)
@@ -46,6 +41,7 @@ class EngineCore(LiveSequences):
         hooks: called before and after each launch; in a worker, the KV endpoint.
         hooks_busy: a hook asks to be called again soon.
         steps: which step runs, and how long steps take.
+        failures: decides about steps that fail.
     """
 
     executor: Executor
@@ -54,9 +50,8 @@ class EngineCore(LiveSequences):
     stats: EngineStats = field(default_factory=EngineStats)
     hooks_busy: bool = False
     steps: StepClock = field(init=False)
+    failures: FailedSteps = field(default_factory=FailedSteps)
     _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
-    # Of steps in a row that failed: a hash of the one prompt that may be why, else None.
-    _failed_prompts: list[int | None] = field(default_factory=list)
     # What this iteration has decided and launched, for the hooks.
     _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
 
@@ -214,7 +209,7 @@ class EngineCore(LiveSequences):
         try:
             self.executor.supply(Supply(launched.number, masked.masks, list(masked.held)))
         except Exception as exc:
-            logger.exception("a step's sampling failed to launch, and with it its requests")
+            logger.exception("a step's sampling failed to launch")
             self._in_flight.pop()
             self._fail_step(launched.schedule, exc, launched)
             self.steps.withdraw()
@@ -228,7 +223,10 @@ class EngineCore(LiveSequences):
             self._fail_step(launched.schedule, exc, launched)
             self.steps.fail()
             return
-        self._failed_prompts.clear()
+        if launched.schedule.is_spoilt:
+            self.steps.fail()
+            return
+        self.failures.clear()
         self.steps.finish()
         try:
             self._accept(launched, result)
@@ -297,35 +295,28 @@ class EngineCore(LiveSequences):
         Args:
             schedule: the step's.
             error: why it failed.
-            launched: the step, if it was launched. Then requests of later steps fail, too, which
-                use what it should have left; and so do jobs whose blocks may have been sent.
+            launched: the step, if it was launched. If it is spoilt, nothing happens; otherwise the
+                steps that were launched after it are spoilt now.
 
         Raises:
-            Exception: the error, if too many steps in a row have failed. A lost device fails all
-                steps, and only a new process can use it again.
+            Exception: the error, if too many steps in a row have failed.
         """
-        lost, held, spoilt = set[Sequence](), set[Sequence](), set[Sequence]()
-        if launched is not None:
-            lost, held = launched.lost, launched.held
-            spoilt = {each for later in self._in_flight for each in later.schedule.sequences}
-            spoilt |= {each for each in schedule.sequences if each.num_exported_blocks}
-        suspects = suspects_of(schedule)
-        is_certain = len(suspects) == 1
-        for sequence in reversed(schedule.sequences):  # each is put in front of the queue
-            is_suspect = sequence in suspects
-            is_to_blame = is_suspect and (is_certain or sequence.strikes > 0)
-            is_elsewhere = sequence in lost or sequence.status is RequestStatus.PREEMPTED
-            if is_elsewhere or sequence.is_finished:
-                continue
-            if sequence.status is RequestStatus.RUNNING and not (is_to_blame or sequence in spoilt):
-                sequence.strikes += is_suspect
-                self._run_again(sequence)
-            else:
-                self._fail(sequence)
-        for sequence in set(schedule.sampled) - held:
-            sequence.num_late_tokens -= 1  # the token never comes
-        prompt = hash(tuple(suspects[0].prompt_ids)) if is_certain else None
-        self._failed_prompts.append(prompt)
-        num_failed, num_different = len(self._failed_prompts), len({*self._failed_prompts} - {None})
-        if num_failed >= MAX_FAILED_STEPS or num_different >= MAX_FAILED_PROMPTS:
+        if launched is None:
+            later, verdict = [], self.failures.judge_launch(schedule)
+        elif schedule.is_spoilt:
+            return
+        else:
+            later = list(self._in_flight)
+            verdict = self.failures.judge_result(launched, later)
+        for sequence in verdict.failed:
+            self._fail(sequence)
+        for sequence in verdict.suspected:
+            sequence.strikes += 1
+        for sequence in reversed(verdict.again):  # each is put in front of the queue
+            self._run_again(sequence)
+        for sequence in verdict.tokenless:
+            sequence.num_late_tokens -= 1
+        for step in later:
+            step.schedule.is_spoilt = True
+        if self.failures.are_too_many():
             raise error

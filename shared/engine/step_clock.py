@@ -35,12 +35,17 @@ class RunningStep:
 
     @property
     def suspects(self) -> list[Sequence]:
-        """See `suspects_of`."""
+        """The sequences that may be why, if it hangs or fails."""
         return suspects_of(self.schedule)
 
 
 def suspects_of(schedule: Schedule) -> list[Sequence]:
-    """Return who may be why a step hangs or fails: the sequences of its chunks, else its newest."""
+    """Return who may be why a step hangs or fails: the sequences of its chunks, else its newest.
+
+    Nobody is, if the step is spoilt: the step before it may be why.
+    """
+    if schedule.is_spoilt:
+        return []
     chunks = [chunk.sequence for chunk in schedule.chunks]
     rows = schedule.rows.sequences
     return chunks or ([max(rows, key=lambda each: each.arrival_s)] if rows else [])
@@ -96,7 +101,7 @@ class StepClock:
         self.on_change(self._running[-1] if self._running else None)
 
     def fail(self) -> None:
-        """Note that the oldest step has failed."""
+        """Note that the oldest step has failed, or has ended after one that failed."""
         self._ended_s = self.clock()
         self._running.popleft()
         self.finished += 1

@@ -15,6 +15,7 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 Outcome = Literal["arrives", "is recomputed", "is recomputed after its first token"]
+Failure = Literal["launch", "result", "two results"]
 OUTCOMES: tuple[Outcome, ...] = ("arrives", "is recomputed", "is recomputed after its first token")
 
 
@@ -59,7 +60,7 @@ class World:
     caching: bool
     overlap: bool
     iterations_a_step: int  # how long the device takes for a step
-    failure: tuple[int, Literal["launch", "result"]] | None  # of a step
+    failure: tuple[int, Failure] | None  # iteration and kind of what fails
     arrivals: list[Arrival]
 
 
@@ -71,7 +72,9 @@ WINDOWS: list[tuple[int | None, ...]] = [
     (None, 5, 5, 5),
     (None, None, 3, 9),
 ]
-FAILURES = st.none() | st.tuples(st.integers(0, 40), st.sampled_from(["launch", "result"]))
+FAILURES = st.none() | st.tuples(
+    st.integers(0, 40), st.sampled_from(["launch", "result", "two results"])
+)
 
 
 @st.composite
@@ -177,8 +180,7 @@ class Simulation:
         for life in list(self.lives.values()):
             self.tend(life)
         self.device.has_run = self.now % self.world.iterations_a_step == 0
-        if self.world.failure == (self.now, "result"):
-            self.device.fail("fail_wait", "device on fire")
+        self.let_fail()
         outputs, _worked = self.core.step(wait=False)
         for output in outputs:
             life = self.lives[output.request_id]
@@ -191,6 +193,13 @@ class Simulation:
         for sequence in self.core.scheduler.awaiting_send.values():
             assert self.device.content(sequence) == sequence.token_ids[:-1]
         self.now += 1
+
+    def let_fail(self) -> None:
+        """Let the result of the next step fail, if it is time for that."""
+        at, kind = self.world.failure or (-1, "launch")
+        num_failures = {"launch": 0, "result": 1, "two results": 2}[kind]
+        if at <= self.now < at + num_failures:
+            self.device.fail("fail_wait", "device on fire")
 
     def let_arrive(self) -> None:
         while self.to_come and self.to_come[0][1].at <= self.now:
@@ -328,8 +337,19 @@ class Simulation:
         num_slots = min(self.world.max_num_seqs, self.world.budget)
         assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
 
+    def check_errors(self) -> None:
+        """Check that one sequence fails with a step, of those whose blocks nobody else has."""
+        failed = [life for life in self.lives.values() if life.finish_reason == "error"]
+        kind = self.world.failure[1] if self.world.failure else None
+        if kind == "launch":
+            failed = [life for life in failed if life.arrival.kind != "remote"]
+        else:
+            failed = [life for life in failed if life.arrival.kind != "prefill only"]
+        assert len(failed) <= {None: 0, "launch": 1, "result": 1, "two results": 2}[kind]
+
     def check_ends(self) -> None:
         """Check that every sequence got the right tokens, and that the engine is empty."""
+        self.check_errors()
         for life in self.lives.values():
             if life.finish_reason in ("abort", "error"):
                 assert life.got == life.expected[: len(life.got)]

@@ -99,6 +99,8 @@ class Schedule:
         admitted: sequences that got blocks for the first time.
         touched: sequences whose blocks or device slots this decision has changed. They fail if the
             decision fails.
+        is_spoilt: the step was launched before the failure of an earlier one was known. Its result
+            does not count: what it computes has ended, or is computed again.
     """
 
     plan: StepPlan | None = None
@@ -111,12 +113,23 @@ class Schedule:
     preempted: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     touched: list[Sequence] = field(default_factory=list)
+    is_spoilt: bool = False
+
+    @property
+    def computed(self) -> list[Sequence]:
+        """The sequences of the plan's rows and chunks."""
+        return [*self.rows.sequences, *(chunk.sequence for chunk in self.chunks)]
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All that the plan computes or prepares."""
-        chunked = [chunk.sequence for chunk in self.chunks]
-        return [*self.rows.sequences, *chunked, *self.prepared, *self.reserved]
+        """All that the plan computes, prepares or reserves."""
+        return [*self.computed, *self.prepared, *self.reserved]
+
+    @property
+    def exporting(self) -> set[str]:
+        """The names of the prefill jobs whose blocks may be sent once the plan has run."""
+        work = [] if self.plan is None else self.plan.kv
+        return {each.request_id for each in work if isinstance(each, Export)}
 
     @property
     def sampled(self) -> list[Sequence]:

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.engine.core import MAX_FAILED_STEPS, EngineCore
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.failed_steps import MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread

@@ -355,7 +355,25 @@ def test_a_failure_of_another_workers_job_counts_for_nothing() -> None:
     run_async(scenario())
 
 
-def test_a_request_whose_step_fails_ends_its_job_at_the_prefill_worker() -> None:
+def test_a_request_whose_step_fails_to_launch_ends_its_job_at_the_prefill_worker() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            p.device.has_run = False
+            with d.stuck():
+                router.generate("local", workers=())
+                router.generate("remote", prompt_of(9))
+                await eventually(lambda: d.service.num_active == 2)
+                d.device.fail_execute = RuntimeError("a step fails")
+            await eventually(lambda: router.outputs["remote"])
+            assert router.outputs["remote"][0].finish_reason == "error"
+            await eventually(lambda: p.taken(CancelPrefill))
+            p.device.has_run = True
+
+    run_async(scenario())
+
+
+def test_a_job_goes_on_if_the_result_fails_of_the_step_that_reserved_its_blocks() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
@@ -365,9 +383,11 @@ def test_a_request_whose_step_fails_ends_its_job_at_the_prefill_worker() -> None
                 router.generate("remote", prompt_of(9))
                 await eventually(lambda: d.service.num_active == 2)
                 d.device.fail_wait = RuntimeError("a step fails")
-            await eventually(lambda: router.outputs["remote"])
-            assert router.outputs["remote"][0].finish_reason == "error"
-            await eventually(lambda: p.taken(CancelPrefill))
+            await eventually(lambda: router.outputs["local"])
+            assert router.outputs["local"][0].finish_reason == "error"
             p.device.has_run = True
+            await router.answer("remote")
+            assert router.prefilled_by("remote") == "prefill-0"
+            assert not p.taken(CancelPrefill)
 
     run_async(scenario())

@@ -22,8 +22,15 @@ from pagewire.shared.grammar.masks import MAX_WAIT_S, MaskFiller
 from pagewire.shared.grammar.structures import regex_grammar
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.tests.support.engine_iterations import LIMIT, assert_idle, drain
+from pagewire.tests.support.engine_iterations import (
+    LIMIT,
+    assert_idle,
+    drain,
+    ends_of,
+    tokens_of,
+)
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
+from pagewire.tests.support.wrong_results import Failing, Results, Wrong
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
@@ -136,6 +143,34 @@ def test_aborted_while_its_step_runs(seed: int, overlap: bool) -> None:
     core.abort("gone")
     drain(core)
     assert kept.token_ids[kept.num_prompt_tokens :] == expected
+    assert_idle(core)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_same_tokens_after_a_result_that_fails(
+    seed: int, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, _masks = make_late(seed, overlap=overlap)
+    results = Results(core, {})
+    sequences = [
+        make_sequence(f"s{index}", [index] * 5, seed=index, max_tokens=9) for index in range(4)
+    ]
+    expected = {each.request_id: generate(each, LIMIT) for each in sequences}
+    for index, sequence in enumerate(sequences):
+        core.add(constrained(sequence) if index % 2 == seed % 2 else sequence)
+    outputs = []
+    for _ in range(4 + seed):
+        outputs += core.step(wait=False)[0]
+    results.break_next(Wrong if overlap else Failing)
+    outputs += drain(core)
+    failed = [name for name, end in ends_of(outputs).items() if end == "error"]
+    assert len(failed) <= (1 if overlap else 2)  # none in a step of several prompts
+    for name in expected.keys() - set(failed):
+        assert tokens_of(outputs, name) == expected[name]
+    assert all(each.num_in_flight_tokens == 0 for each in sequences)
+    assert core.stats.tokens_generated == sum(len(output.token_ids) for output in outputs)
+    assert "device on fire" in caplog.text
     assert_idle(core)
 
 

@@ -163,6 +163,10 @@ def test_the_prompts_of_a_step_are_suspected(lengths: tuple[int, ...]) -> None:
     assert suspected(schedule) == [f"c{number}" for number in range(len(lengths))]
 
 
+def test_nobody_is_suspected_in_a_step_after_one_that_failed() -> None:
+    assert suspected(Schedule(chunks=chunks(5), is_spoilt=True)) == []
+
+
 def test_without_prompts_the_newest_row_is_suspected() -> None:
     rows = [make_sequence(name, [1]) for name in "abc"]
     for sequence, arrival_s in zip(rows, (1.0, 3.0, 2.0), strict=True):

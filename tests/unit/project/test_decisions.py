@@ -99,7 +99,7 @@ def test_each_question_is_asked_once() -> None:
     [
         ("`shared/gone.py`: `anything`", ["shared/gone.py"]),
         ("`shared/engine/scheduling/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
-        ("`shared/engine/core.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
+        ("`shared/engine/failed_steps.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
         ("`shared/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
         ("`Makefile`: `test-gpu`, `test-cpu`", ["test-cpu"]),
     ],
