@@ -319,4 +319,5 @@ class EngineCore(LiveSequences):
         for step in later:
             step.schedule.is_spoilt = True
         if self.failures.are_too_many():
+            self.steps.end_with(schedule)
             raise error

@@ -69,12 +69,13 @@ class StepClock:
     on_change: Callable[[RunningStep | None], None] = lambda _step: None
     _running: deque[RunningStep] = field(default_factory=deque)
     _ended_s: float = 0.0
+    _last: RunningStep | None = None
 
     @property
     def current(self) -> RunningStep | None:
-        """The oldest step that runs."""
+        """The oldest step that runs; if a step's failure has ended the engine, that step."""
         try:
-            return self._running[0]
+            return self._last or self._running[0]
         except IndexError:  # another thread may end it at any moment
             return None
 
@@ -106,6 +107,10 @@ class StepClock:
         self._running.popleft()
         self.finished += 1
         self._note_end()
+
+    def end_with(self, schedule: Schedule) -> None:
+        """Note that the failure of a step ends the engine; others may be on the device."""
+        self._last = next(step for step in self._running if step.schedule is schedule)
 
     def _note_end(self) -> None:
         if not self._running:

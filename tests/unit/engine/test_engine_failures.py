@@ -12,6 +12,7 @@ from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.failed_steps import MAX_FAILED_PROMPTS, MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.worker.engine_loss import ended
 from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,
@@ -131,6 +132,25 @@ def test_device_that_fails_every_step_ends_the_loop(
     # With overlap one more may have been launched, unless launching is what fails, here.
     assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_STEPS + overlap
     assert len(failed) < 20
+
+
+def test_step_whose_launch_ends_the_loop_is_blamed_not_the_one_on_the_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core, _ = make_core(overlap=True)
+    core.executor = Poisoned(core.executor, 3)
+    for number in range(MAX_FAILED_PROMPTS - 1):
+        core.add(make_sequence(f"poison{number}", [3, number]))
+        core.step()
+    core.add(make_sequence("good", [1] * 5))
+    core.step()
+    assert core.awaits_step
+    core.add(make_sequence("last poison", [3, 6]))
+    with pytest.raises(RuntimeError, match="poison") as caught:
+        core.step()
+    loss = ended(core.steps.current, caught.value)
+    assert [suspect.request_id for suspect in loss.suspects] == ["last poison"]
+    assert "RuntimeError in a step of" in loss.text
 
 
 def test_prompt_that_is_sent_again_may_fail_more_often_than_different_ones(

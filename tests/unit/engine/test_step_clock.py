@@ -144,6 +144,15 @@ def test_steps_that_fail_teach_nothing() -> None:
     assert (clocked.learnt.seconds, clocked.clock.finished) == ([], 2)
 
 
+def test_step_that_ends_the_engine_stays_the_current_one() -> None:
+    clocked, last = Clocked(), Schedule()
+    clocked.at(1.0).begin(Schedule())
+    clocked.at(2.0).begin(last)
+    assert clocked.began_s() == 1.0
+    clocked.clock.end_with(last)
+    assert clocked.began_s() == 2.0
+
+
 def chunks(*lengths: int) -> list[ScheduledTokens]:
     return [
         ScheduledTokens(make_sequence(f"c{number}", [1]), 0, length, samples=False)
