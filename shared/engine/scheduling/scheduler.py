@@ -12,6 +12,10 @@ One decision goes in this order: decode rows get the blocks that they lack; sequ
 to compute become decode rows; running prompts get their next chunks; waiting sequences are admitted
 with what is left of the token budget.
 
+A suspect is a sequence with `strikes`. Its chunks run in steps without others, so that it is known
+whether it is to blame if such a step fails. After each of these steps it is the others' turn, so
+that no prompt waits for all chunks of a suspect, nor for many suspects.
+
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
 waits, first in the queue, to be computed again.
 
@@ -48,6 +52,7 @@ class Scheduler(SequenceTable):
     costs: StepCosts = field(default_factory=StepCosts)
     num_preemptions: int = 0
     _num_plans: int = 0
+    _suspects_wait: bool = False  # the last step with chunks had a suspect's
 
     # One step
 
@@ -66,7 +71,10 @@ class Scheduler(SequenceTable):
         return decision
 
     def take_back(self, decision: Schedule) -> None:
-        """Take over into the next plan what a plan that failed to launch had to report."""
+        """Take over into the next plan what a plan that failed to launch had to report.
+
+        Call it before the plan's sequences end, or are preempted.
+        """
         if decision.plan is not None:
             self._draft.take_back(decision.plan)
 
@@ -83,15 +91,13 @@ class Scheduler(SequenceTable):
         attended = self._attend_rows(decision)
         prefilling = self._enter_rows(decision)
         budget = self.limits.max_num_batched_tokens - len(self._decoding)
-        for sequence in prefilling:
-            if budget == 0:
-                break
-            if sequence.status is RequestStatus.RUNNING:
-                budget -= self._add_tokens(sequence, budget, decision)
+        budget = self._add_chunks(prefilling, budget, decision)
+        if not decision.preempted:
+            budget = self._admit_waiting(budget, decision)
+        if self._suspects_wait and not decision.chunks:
+            self._run_suspect(budget, decision)  # nobody else can use the step
         if decision.preempted:
             decision.drop_preempted()
-        else:
-            self._admit_waiting(budget, decision)
         decision.rows = self._decoding.rows
         self._account_for(decision, attended)
         decision.plan = self._draft.plan(self._num_plans + 1, decision)
@@ -167,6 +173,23 @@ class Scheduler(SequenceTable):
             sequence.decodes_from_device = True
             self._decoding.join(sequence)
 
+    def _add_chunks(self, sequences: list[Sequence], budget: int, decision: Schedule) -> int:
+        """Schedule the next chunks of running sequences; returns what is left of the budget."""
+        for sequence in sequences:
+            if budget == 0:
+                break
+            if sequence.status is RequestStatus.RUNNING:
+                budget -= self._add_tokens(sequence, budget, decision)
+        return budget
+
+    def _run_suspect(self, budget: int, decision: Schedule) -> None:
+        """Schedule a suspect's chunk although it is the others' turn."""
+        self._suspects_wait = False
+        suspects = [s for s in self.running if s.strikes and not s.decodes_from_device]
+        self._add_chunks(suspects, budget, decision)
+        chunked = [chunk.sequence for chunk in decision.chunks]
+        decision.prepared = [s for s in decision.prepared if s not in chunked]
+
     def _add_tokens(self, sequence: Sequence, budget: int, decision: Schedule) -> int:
         """Schedule what a sequence has to compute, up to the budget; returns how many tokens."""
         missing = sequence.num_uncomputed_tokens
@@ -190,8 +213,10 @@ class Scheduler(SequenceTable):
             start: position of the chunk's first token.
         """
         chunks = decision.chunks
-        if chunks and (chunks[0].sequence.strikes or (sequence is not None and sequence.strikes)):
-            return 0  # a suspect runs alone, so that it is known whether it is to blame
+        if chunks and chunks[0].sequence.strikes:
+            return 0
+        if sequence is not None and sequence.strikes and (chunks or self._suspects_wait):
+            return 0
         most = self.limits.max_num_batched_tokens
         if self.limits.step_s == math.inf:
             return most
@@ -236,6 +261,7 @@ class Scheduler(SequenceTable):
         for chunk in decision.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
             chunk.sequence.num_chunks += 1
+            self._suspects_wait = chunk.sequence.strikes > 0
             if chunk.samples:
                 chunk.sequence.decodes_from_device = True
                 if chunk.end < chunk.sequence.run_until:
@@ -248,8 +274,8 @@ class Scheduler(SequenceTable):
 
     # Admission and preemption
 
-    def _admit_waiting(self, budget: int, decision: Schedule) -> None:
-        """Admit from the queue while there is room."""
+    def _admit_waiting(self, budget: int, decision: Schedule) -> int:
+        """Admit from the queue while there is room; returns what is left of the budget."""
         while (
             budget > 0
             and self._room(decision, None, 0) > 0
@@ -259,8 +285,10 @@ class Scheduler(SequenceTable):
                 added = self._add_tokens(admitted, budget, decision)
                 if added == 0:
                     decision.prepared.append(admitted)
-                    break
+                    if not (admitted.strikes and self._suspects_wait):
+                        break
                 budget -= added
+        return budget
 
     def _admit(self, decision: Schedule) -> Sequence | None:
         """Give the first in the queue its blocks and a device slot, if there are enough of both."""
