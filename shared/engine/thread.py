@@ -153,7 +153,7 @@ class EngineThread:
 
     @property
     def step(self) -> RunningStep | None:
-        """The oldest step that runs; from any thread."""
+        """The step that `StepClock.current` says; from any thread."""
         return self.core.steps.current
 
     @property

@@ -40,9 +40,8 @@ class Executor(Protocol):
         slots and blocks are applied even if its rows fail later, which `PendingStep.wait` reports.
 
         Raises:
-            Exception: the plan failed to launch. Its changes may not have been applied, so the
-                next plan frees its device slots again. The sequences that it computes or prepares
-                fail.
+            Exception: the plan failed to launch. Its changes may not have been applied, so later
+                plans free its device slots again. Its sequences end, or are admitted again.
         """
         ...
 
@@ -108,7 +107,8 @@ class StepHook(Protocol):
         """Read a plan before it is launched. Must be quick, because the device waits.
 
         Args:
-            plan: the plan that is launched next; if the launch fails, its sequences end.
+            plan: the plan that is launched next. If the launch fails, its sequences end or are
+                admitted again, and the next plan withdraws the blocks that this one expects.
         """
         ...
 

@@ -249,7 +249,7 @@ class PlanDraft:
         """Repeat in the next plan the ends that a plan which failed to launch had to report.
 
         Call it before anything else is noted. Only freed device slots and withdrawn blocks are
-        repeated: the sequences that the plan would have computed or prepared fail with it.
+        repeated: all sequences of the plan end, or lose what it gave them and are admitted again.
         """
         self.freed = plan.freed
         self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
