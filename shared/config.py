@@ -187,16 +187,16 @@ class WorkerSettings(ClusterSettings, EngineSettings):
     prefill_timeout_s: Seconds = described(
         30.0,
         "Seconds without a segment or a first token of a prefill job, after which another worker "
-        "gets it.",
+        "gets it; at least twice step_timeout_s.",
     )
 
     @field_validator("prefill_timeout_s")
     @classmethod
-    def _hangs_are_noticed_first(cls, value: float, info: ValidationInfo) -> float:
-        """Refuse to pass on a job that hangs a worker before that worker can name it."""
+    def _outlasts_a_hang(cls, value: float, info: ValidationInfo) -> float:
+        """Leave a worker that hangs time to name the job before another worker gets it."""
         step_timeout_s = info.data.get("step_timeout_s")
-        if step_timeout_s is not None and value <= step_timeout_s:
-            raise ValueError(f"longer than step_timeout_s, which is {step_timeout_s:g}")
+        if step_timeout_s is not None and value < 2 * step_timeout_s:
+            raise ValueError(f"at least twice step_timeout_s, which is {step_timeout_s:g}")
         return value
 
 

@@ -307,7 +307,7 @@ class Receiving(JobCallbacks):
             BenchError: the test does not arrive in time, or the link is lost.
         """
         started_ns = time.monotonic_ns()
-        link = self._engine.call(lambda: self._receiver.offer(name))
+        link = self._engine.call(lambda: self._receiver.offer(name, 1))
         hello = KvHello(
             worker_id="receiver",
             epoch=1,

@@ -41,8 +41,8 @@ def make_service(runtime: WorkerRuntime) -> DecodeService:
         timeout_s=settings.transfer_timeout_s,
         find_crash=runtime.crash_reports.find,
     )
-    jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s)
-    jobs.explain = engine.in_loop(links.explain)
+    look_up_crash = engine.in_loop(links.look_up_crash)
+    jobs = RemoteJobs(engine, receiver, local_prefills, settings.prefill_timeout_s, look_up_crash)
     post = runtime.server.post
     return DecodeService(
         runtime.epoch,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pagewire.shared.cluster.crash_reports import CrashReport
+from pagewire.shared.cluster.crash_reports import CrashReport, FindCrash
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
@@ -70,7 +70,7 @@ class PrefillLinks:
         heartbeat_s: interval of checking for missing links, and of pings to control servers.
         lease_s: silence after which a control server counts as lost.
         timeout_s: for each step of opening a link.
-        find_crash: finds out how a run of a worker crashed, if it did.
+        find_crash: returns the crash report of a worker's run; None if it did not crash.
     """
 
     identity: WorkerIdentity
@@ -82,9 +82,10 @@ class PrefillLinks:
     heartbeat_s: float
     lease_s: float
     timeout_s: float
-    find_crash: Callable[[str, int], Awaitable[CrashReport | None]]
+    find_crash: FindCrash
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
+    _is_closed: bool = False
     # Carriers that failed their tests, by worker and epoch.
     _unfit: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
@@ -228,21 +229,26 @@ class PrefillLinks:
             text = f"no link to {record.worker_id} at {record.endpoint}: {reason}"
             self._complaints.say(record.worker_id, record.epoch, text)
 
-    def explain(self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]) -> None:
-        """Find out how the worker of an ended KV link crashed, if it did.
+    def look_up_crash(self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]) -> None:
+        """Find out whether the worker of an ended KV link crashed.
 
         Args:
             kv: the link.
-            then: called with that in the engine's thread, within about a second.
+            then: called with the report in the engine's thread, within about a second; not called
+                if this worker ends: then routers move the requests.
         """
-        self.tasks.spawn(self._explain(kv, then), f"finding out about {kv.peer}")
+        if not self._is_closed:
+            self.tasks.spawn(self._look_up_crash(kv, then), f"finding out about {kv.peer}")
 
-    async def _explain(self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]) -> None:
+    async def _look_up_crash(
+        self, kv: ReceiverLink, then: Callable[[CrashReport | None], None]
+    ) -> None:
         crash = await self.find_crash(kv.peer, kv.epoch)
         self.engine.submit(lambda _core: then(crash), admitted=True)
 
     def close(self) -> None:
         """Close all connections and stop opening others."""
+        self._is_closed = True
         if self._keeping is not None:
             self._keeping.cancel()
         for link in self._links.values():

@@ -52,6 +52,8 @@ class RemoteJobs(JobCallbacks):
         receiver: receives the jobs' blocks.
         local_prefills: counts the prompts that this worker computes instead, by reason.
         timeout_s: a job without a message or segment for this long goes to the next worker.
+        look_up_crash: finds out whether the worker of an ended link crashed, and calls a function
+            with the report, in the engine's thread.
 
     Attributes, which the service sets:
         find: returns a live request by its name in the engine.
@@ -60,8 +62,6 @@ class RemoteJobs(JobCallbacks):
             another worker computes the prompt again, they come again from its start.
         on_arrived: called when all of a request's KV has arrived, and its timings are known.
         on_blamed: called if a request may be why a prefill worker hung or died.
-        explain: finds out how the worker of an ended link crashed, if it did, and calls a function
-            with that, in the engine's thread.
     """
 
     find: Callable[[str], DecodeRequest | None]
@@ -69,11 +69,16 @@ class RemoteJobs(JobCallbacks):
     on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
     on_arrived: Callable[[DecodeRequest], None]
     on_blamed: Callable[[DecodeRequest, Blamed], None]
-    explain: Callable[[ReceiverLink, Callable[[CrashReport | None], None]], None]
 
     def __init__(
-        self, engine: EngineHandle, receiver: KvReceiver, local_prefills: Counter, timeout_s: float
+        self,
+        engine: EngineHandle,
+        receiver: KvReceiver,
+        local_prefills: Counter,
+        timeout_s: float,
+        look_up_crash: Callable[[ReceiverLink, Callable[[CrashReport | None], None]], None],
     ) -> None:
+        self._look_up_crash = look_up_crash
         self._engine, self._receiver = engine, receiver
         self._local_prefills, self._timeout_s = local_prefills, timeout_s
         receiver.callbacks = self
@@ -179,9 +184,9 @@ class RemoteJobs(JobCallbacks):
             self.on_blamed(request, suspected)
 
     def on_link_closed(self, link: ReceiverLink) -> None:
-        """Send the jobs of a lost link to other workers, after a look at why it was lost."""
+        """Look up whether the worker crashed, then give the link's jobs to other workers."""
         if any(job.link is link for job in self._receiver.jobs):
-            self.explain(link, partial(self._move_jobs, link))
+            self._look_up_crash(link, partial(self._move_jobs, link))
 
     def _move_jobs(self, link: ReceiverLink, crash: CrashReport | None) -> None:
         if crash is not None:

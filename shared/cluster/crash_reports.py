@@ -2,13 +2,15 @@
 
     pagewire:<tag>:crash:<worker id>:<epoch>    the report, msgpack with a seal; it expires
 
-A report is there before the connections of its worker end, so a peer asks once. If there is none,
-the worker did not crash: it was killed or cut off, or it has said itself why it ends.
+A report is written before its worker's connections end, unless Redis does not answer within a
+second; so peers look once. If there is none, the worker did not crash: it was killed or cut off, or
+it has said itself why it ends.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from pagewire.shared.errors import RedisUnavailableError, SealError
 
 logger = logging.getLogger(__name__)
 
-KEPT_S = 300
+EXPIRY_S = 300  # longer than any peer takes to notice the loss
 MAX_BYTES = 1 << 17
 
 
@@ -31,14 +33,20 @@ class CrashReport(msgspec.Struct, frozen=True):
     Attributes:
         error: what happened.
         suspects: what peers call the requests or jobs that may be why.
+        in_step: whether a step was running; if not, any request may be to blame.
     """
 
     error: str
     suspects: list[str]
+    in_step: bool
 
     def blamed(self) -> Blamed:
         """Return the message about the suspects: each crash counts once."""
         return Blamed(request_ids=self.suspects, strikes=1, error=clip_text(self.error))
+
+
+# Returns the crash report of a worker's run, by its id and epoch; None if it did not crash.
+FindCrash = Callable[[str, int], Awaitable["CrashReport | None"]]
 
 
 class CrashReports:
@@ -47,7 +55,7 @@ class CrashReports:
     Args:
         redis: shared with others; not closed here.
         cluster_secret: separates the cluster's keys from those of others, and seals the reports.
-        timeout_s: for each call.
+        timeout_s: the time limit of each call to Redis.
     """
 
     def __init__(self, redis: Redis, cluster_secret: str, timeout_s: float = 1.0) -> None:
@@ -63,7 +71,7 @@ class CrashReports:
         """
         name = f"{self._prefix}{worker_id}:{epoch}"
         sealed = self._seal.seal(name, msgspec.msgpack.encode(report))
-        await redis_call(self._redis.set(name, sealed, ex=KEPT_S), self._timeout_s)
+        await redis_call(self._redis.set(name, sealed, ex=EXPIRY_S), self._timeout_s)
 
     async def find(self, worker_id: str, epoch: int) -> CrashReport | None:
         """Return the report of a run of a worker, if it crashed and Redis answers."""
@@ -75,7 +83,7 @@ class CrashReports:
                 return None
             return msgspec.msgpack.decode(self._seal.open(name, stored), type=CrashReport)
         except RedisUnavailableError as exc:
-            logger.warning("whether %s crashed cannot be looked up: %s", worker_id, exc)
+            logger.warning("cannot look up whether %s crashed: %s", worker_id, exc)
         except (SealError, msgspec.DecodeError) as exc:
-            logger.warning("the crash report of %s is not valid: %s", worker_id, exc)
+            logger.warning("ignoring the crash report of %s: %s", worker_id, exc)
         return None

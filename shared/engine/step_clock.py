@@ -38,17 +38,32 @@ class RunningStep:
         """The sequences that may be why, if it hangs or fails."""
         return suspects_of(self.schedule)
 
+    @property
+    def crash_suspects(self) -> list[Sequence]:
+        """The sequences that may be why, if it crashes.
+
+        A crash costs nobody an error unless it happens twice. So without chunks and suspects all
+        rows are suspected, and run one at a time in the next worker.
+        """
+        suspects = self.suspects
+        if self.schedule.chunks or not suspects or suspects[0].strikes:
+            return suspects
+        return self.schedule.rows.sequences
+
 
 def suspects_of(schedule: Schedule) -> list[Sequence]:
-    """Return who may be why a step hangs or fails: the sequences of its chunks, else its newest.
+    """Return who may be why a step hangs or fails.
 
-    Nobody is, if the step is spoilt: the step before it may be why.
+    A sequence that is suspected already comes first; the scheduler runs one at a time. Otherwise it
+    is the sequences of the step's chunks, else its newest row. Nobody is suspected if the step is
+    spoilt: the step before it may be why.
     """
     if schedule.is_spoilt:
         return []
-    chunks = [chunk.sequence for chunk in schedule.chunks]
-    rows = schedule.rows.sequences
-    return chunks or ([max(rows, key=lambda each: each.arrival_s)] if rows else [])
+    if suspected := [sequence for sequence in schedule.computed if sequence.strikes]:
+        return suspected
+    chunks, rows = [chunk.sequence for chunk in schedule.chunks], schedule.rows.sequences
+    return chunks or ([max(rows, key=lambda sequence: sequence.arrival_s)] if rows else [])
 
 
 @dataclass(slots=True)
@@ -59,7 +74,8 @@ class StepClock:
         costs: learns from each step that ends.
         finished: number of steps that have ended, well or not.
         usual_s: a short time that a step often takes; it follows slower steps by and by.
-        on_change: called with the newest step that runs, or None, when that changes.
+        on_change: called with the newest step that runs, or None, when that changes. A crash in
+            native code happens in the newest: what fails on the device is an error when it is read.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
@@ -91,7 +107,7 @@ class StepClock:
         now, step = self.clock(), self._running.popleft()
         seconds = now - max(step.began_s, self._ended_s)
         self._ended_s, self.finished = now, self.finished + 1
-        self._note_end()
+        self._report_end()
         self.usual_s = min(seconds, self.usual_s * 1.02)
         self.costs.observe(step.work, seconds)
 
@@ -106,12 +122,12 @@ class StepClock:
         self._ended_s = self.clock()
         self._running.popleft()
         self.finished += 1
-        self._note_end()
+        self._report_end()
 
     def end_with(self, schedule: Schedule) -> None:
         """Note that the failure of a step ends the engine; others may be on the device."""
         self._last = next(step for step in self._running if step.schedule is schedule)
 
-    def _note_end(self) -> None:
+    def _report_end(self) -> None:
         if not self._running:
             self.on_change(None)

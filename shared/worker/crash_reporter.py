@@ -3,9 +3,9 @@
     worker's faulthandler --text--> socket --> report in Redis, then the text goes to stderr
     step under way --> shared memory --/
 
-The worker's end of the socket has the smallest buffer there is. So the crashed process, which
-writes its stack there, waits until the report is written and this process reads on; its
-connections end after that. Without any text, the worker did not crash.
+faulthandler writes the stack in many small pieces, of which the socket holds about six. So the
+crashed process waits until its report is written and this process reads on, and its connections end
+after that. Without any text, the worker did not crash.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import logging
 import mmap
 import os
+import select
 import socket
 import sys
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(PROGRAM)  # `__name__` is "__main__" here
 MEMORY_BYTES = 1 << 16
 LENGTH_BYTES = 4
 REDIS_TIMEOUT_S = 1.0  # the crashed process waits
+STDERR_TIMEOUT_S = 1.0  # likewise
 _CHUNK_BYTES = 4096
 
 
@@ -45,43 +47,46 @@ class Setup(msgspec.Struct):
     log_format: LogForm
 
 
-class StepNote(msgspec.Struct, frozen=True):
+class StepSummary(msgspec.Struct, frozen=True):
     """The step under way, as the shared memory has it after its length.
 
     Attributes:
         work: the step's work, in words.
         suspects: what peers call the requests that are suspected if it crashes.
+        log_names: what logs call the first of them.
     """
 
     work: str
     suspects: list[str]
+    log_names: list[str]
 
 
-def read_note(memory: mmap.mmap) -> StepNote | None:
+def read_summary(memory: mmap.mmap) -> StepSummary | None:
     """Return the step that is under way; None if there is none, or if it begins just now."""
-    length = int.from_bytes(memory[:LENGTH_BYTES], "little")
+    raw = memory[:]
+    length = int.from_bytes(raw[:LENGTH_BYTES], "little")
     if not length:
         return None
     try:
-        return msgspec.msgpack.decode(memory[LENGTH_BYTES : LENGTH_BYTES + length], type=StepNote)
+        return msgspec.msgpack.decode(raw[LENGTH_BYTES : LENGTH_BYTES + length], type=StepSummary)
     except ValueError:  # another thread has crashed, and the engine's goes on
         return None
 
 
-def report_of(headline: str, note: StepNote | None) -> CrashReport:
+def report_of(headline: str, step: StepSummary | None) -> CrashReport:
     """Make a report.
 
     Args:
         headline: the first line of the text, "Fatal Python error: " and a reason.
-        note: the step under way.
+        step: the one under way.
     """
     error = f"the worker's process crashed ({headline.rpartition(': ')[2]})"
-    if note is None:
-        return CrashReport(f"{error} outside a step", [])
-    return CrashReport(f"{error} in a step of {note.work}", note.suspects)
+    if step is None:
+        return CrashReport(f"{error} outside a step", [], in_step=False)
+    return CrashReport(f"{error} in a step of {step.work}", step.suspects, in_step=True)
 
 
-async def watch(worker: socket.socket, memory: mmap.mmap) -> None:
+async def report_crash(worker: socket.socket, memory: mmap.mmap) -> None:
     """Wait until the worker's end of the socket is closed; report a crash before that."""
     if not (line := await _read_line(worker)):
         return
@@ -89,13 +94,14 @@ async def watch(worker: socket.socket, memory: mmap.mmap) -> None:
     configure_logging(setup.log_level, setup.log_format, setup.worker_id)
     if not (headline := await _read_line(worker)):
         return
-    report = report_of(headline.decode("ascii", "replace"), read_note(memory))
+    step = read_summary(memory)
+    report = report_of(headline.decode("ascii", "replace"), step)
     try:
         await _publish(setup, report)
     except (RedisSetupError, RedisUnavailableError) as exc:
         logger.warning("the crash of %s cannot be reported: %s", setup.worker_id, exc)
-    suspects = ", ".join(report.suspects) or "none"
-    logger.error("%s: %s; suspected requests: %s", setup.worker_id, report.error, suspects)
+    names = "" if step is None else ", ".join(step.log_names)
+    logger.error("%s: %s; suspected requests: %s", setup.worker_id, report.error, names or "none")
     for handler in logging.getLogger().handlers:
         handler.flush()  # else the lines would come amid those of the text
     await _pass_on(headline, worker)
@@ -117,11 +123,13 @@ async def _publish(setup: Setup, report: CrashReport) -> None:
 
 
 async def _pass_on(headline: bytes, worker: socket.socket) -> None:
-    """Write the text to stderr, as far as somebody reads it, so that the worker can end."""
-    loop, chunk = asyncio.get_running_loop(), headline + b"\n"
+    """Write the stack to stderr; once nobody reads that in time, drop it: the worker must end."""
+    loop, chunk, is_read = asyncio.get_running_loop(), headline + b"\n", True
     while chunk:
-        with contextlib.suppress(OSError):
-            os.write(STDERR, chunk)
+        is_read = is_read and bool(select.select([], [STDERR], [], STDERR_TIMEOUT_S)[1])
+        if is_read:
+            with contextlib.suppress(OSError):
+                os.write(STDERR, chunk)
         chunk = await loop.sock_recv(worker, _CHUNK_BYTES)
 
 
@@ -141,7 +149,7 @@ def main() -> None:
     worker = socket.socket(fileno=int(sys.argv[1]))
     worker.setblocking(False)
     memory = mmap.mmap(int(sys.argv[2]), MEMORY_BYTES, access=mmap.ACCESS_READ)
-    asyncio.run(watch(worker, memory))
+    asyncio.run(report_crash(worker, memory))
 
 
 if __name__ == "__main__":

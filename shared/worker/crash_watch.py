@@ -1,7 +1,7 @@
-"""A worker's side of its crash reporter: starts it, and notes the step under way for it.
+"""A worker's side of its crash reporter: starts it, and records the step under way for it.
 
-Notes cost the engine's thread microseconds, and most steps none: the rows of a step without chunks
-are mostly those of the step before.
+A record costs the engine's thread microseconds, and most steps none: the rows of a step without
+chunks are mostly those of the step before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -22,21 +21,23 @@ import msgspec
 from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.step_clock import RunningStep
+from pagewire.shared.engine.step_clock import RunningStep, StepClock
+from pagewire.shared.errors import ConfigError
 from pagewire.shared.logs import dump_crashes_to_stderr
 from pagewire.shared.worker.crash_reporter import (
     LENGTH_BYTES,
     MEMORY_BYTES,
     PROGRAM,
     Setup,
-    StepNote,
+    StepSummary,
 )
 
 logger = logging.getLogger(__name__)
 
-STOP_S = 5.0
-_MAX_NAMES = 1024
-_NONE = bytes(LENGTH_BYTES)
+STOP_S = 5.0  # for the reporter to see the socket's end; then it is killed
+MAX_NAMES = 1024  # of about 32 bytes each
+MAX_LOG_NAMES = 16
+_NO_STEP = bytes(LENGTH_BYTES)
 
 
 class CrashWatch:
@@ -49,33 +50,29 @@ class CrashWatch:
         reporter: that process.
 
     Args:
-        settings: of this worker.
+        settings: the worker's settings.
         epoch: number of this run of the worker.
+        steps: tells which step runs.
         names_of: returns what peers call the requests of a sequence; called in the engine's thread.
 
     Raises:
-        OSError: the process cannot be started.
+        ConfigError: this machine cannot start the process.
     """
 
     def __init__(
-        self, settings: WorkerSettings, epoch: int, names_of: Callable[[Sequence], Iterable[str]]
+        self,
+        settings: WorkerSettings,
+        epoch: int,
+        steps: StepClock,
+        names_of: Callable[[Sequence], Iterable[str]],
     ) -> None:
         self._names_of = names_of
-        self._noted: DecodeRows | None = None
-        self._length = _NONE
-        with os.fdopen(_open_memory(), "wb") as file:
-            file.truncate(MEMORY_BYTES)
-            self._memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
-            self._socket, theirs = socket.socketpair()
-            with theirs:
-                fds = theirs.fileno(), file.fileno()
-                self.reporter = subprocess.Popen(
-                    [sys.executable, "-P", "-m", PROGRAM, *map(str, fds)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=fds,
-                    start_new_session=True,  # a terminal's Ctrl-C must not end it first
-                )
+        self._recorded: DecodeRows | None = None
+        self._length = _NO_STEP
+        try:
+            self.reporter, self._socket, self._memory = _start_reporter()
+        except OSError as exc:
+            raise ConfigError(f"the crash reporter cannot be started: {exc}") from exc
         setup = Setup(
             worker_id=settings.worker_id,
             epoch=epoch,
@@ -91,24 +88,34 @@ class CrashWatch:
         faulthandler.enable(self._socket)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket, self._on_reporter_lost)
+        steps.on_change = self._record_step
 
-    def note_step(self, step: RunningStep | None) -> None:
-        """Note which step runs; None if none does. Called in the engine's thread."""
+    def _record_step(self, step: RunningStep | None) -> None:
+        """Record which step runs; None if none does. Called in the engine's thread."""
         if step is None:
-            self._memory[:LENGTH_BYTES] = _NONE
+            self._memory[:LENGTH_BYTES] = _NO_STEP
             return
         rows, has_chunks = step.schedule.rows, bool(step.schedule.chunks)
-        if has_chunks or rows is not self._noted:
-            names = [name for each in step.suspects for name in self._names_of(each)]
-            note = msgspec.msgpack.encode(StepNote(step.work.text, names[:_MAX_NAMES]))
-            length, self._noted = len(note), None if has_chunks else rows
-            self._memory[:LENGTH_BYTES] = _NONE  # a crash in another thread finds no half note
-            self._memory[LENGTH_BYTES : LENGTH_BYTES + length] = note
-            self._length = length.to_bytes(LENGTH_BYTES, "little")
+        if has_chunks or rows is not self._recorded:
+            self._write_summary(step)
+            self._recorded = None if has_chunks else rows
         self._memory[:LENGTH_BYTES] = self._length
 
+    def _write_summary(self, step: RunningStep) -> None:
+        suspects = step.crash_suspects
+        names = [name for sequence in suspects for name in self._names_of(sequence)]
+        log_names = [sequence.log_name for sequence in suspects[:MAX_LOG_NAMES]]
+        summary = StepSummary(step.work.text, names[:MAX_NAMES], log_names)
+        encoded = msgspec.msgpack.encode(summary)
+        if len(encoded) > MEMORY_BYTES - LENGTH_BYTES:
+            encoded = msgspec.msgpack.encode(StepSummary(step.work.text, [], []))
+        length = len(encoded)
+        self._memory[:LENGTH_BYTES] = _NO_STEP  # a crash in another thread finds no half summary
+        self._memory[LENGTH_BYTES : LENGTH_BYTES + length] = encoded
+        self._length = length.to_bytes(LENGTH_BYTES, "little")
+
     def disarm(self) -> None:
-        """Report nothing from now on: this worker ends, and says itself why. Idempotent."""
+        """Report no crash from now on: the worker ends, and gives the reason itself. Idempotent."""
         if self._socket.fileno() >= 0:
             self._loop.remove_reader(self._socket)
             faulthandler.disable()
@@ -124,8 +131,9 @@ class CrashWatch:
         )
 
     async def close(self) -> None:
-        """Disarm, and wait until the reporter has ended."""
+        """Disarm, and wait until the reporter has ended. The engine has ended before."""
         self.disarm()
+        self._memory.close()
         try:
             await asyncio.to_thread(self.reporter.wait, STOP_S)
         except subprocess.TimeoutExpired:
@@ -133,13 +141,28 @@ class CrashWatch:
             await asyncio.to_thread(self.reporter.wait, STOP_S)
 
 
-def _open_memory() -> int:
-    """Return the descriptor of a file in memory.
+def _start_reporter() -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap]:
+    """Start a reporter; returns it, this process's end of the socket, and the shared memory.
 
-    On a disk that is full, a write to mapped memory would end the process; and there may be no
-    directory that can be written to. Outside Linux, only the disk has such files.
+    The memory is no file on a disk: on one that is full, a write would end the process.
+
+    Raises:
+        OSError: there are too few processes, descriptors or bytes.
     """
-    if sys.platform != "linux":
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
-    return os.memfd_create("pagewire-step")
+    ours, theirs = socket.socketpair()
+    with theirs, os.fdopen(os.memfd_create("pagewire-step"), "wb") as file:
+        try:
+            file.truncate(MEMORY_BYTES)
+            memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
+            fds = theirs.fileno(), file.fileno()
+            reporter = subprocess.Popen(
+                [sys.executable, "-P", "-m", PROGRAM, *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=fds,
+                start_new_session=True,  # a terminal's Ctrl-C must not end it first
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return reporter, ours, memory

@@ -33,7 +33,7 @@ class EngineLoss:
         text: what happened, for the log and for the suspects' clients.
         suspects: the sequences that may be to blame.
         strikes: how strongly each is suspected.
-        in_step: it happened in a step, so that nobody but the suspects can be to blame.
+        in_step: whether a step was running; if not, any request may be to blame.
     """
 
     text: str
@@ -92,12 +92,12 @@ def stack_of(thread: threading.Thread) -> TimeoutError:
 
 
 def log_loss(engine: EngineThread, watch: EngineWatch, settings: WorkerSettings) -> EngineLoss:
-    """Log why an engine is lost, and return it.
+    """Log why an engine is lost, and return the description.
 
     Args:
         engine: it hangs, or has ended.
         watch: has noticed that.
-        settings: of this worker.
+        settings: the worker's settings.
     """
     if watch.has_ended:
         loss = ended(engine.step, engine.error)

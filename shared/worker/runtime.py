@@ -204,12 +204,7 @@ class WorkerRuntime:
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
         stack.callback(self._leave_service)
-        self._crash_watch = CrashWatch(settings, self.epoch, self._names_of)
-        stack.push_async_callback(self._crash_watch.close)
-        self.built.core.steps.on_change = self._crash_watch.note_step
-        BUILDS.note_ready()
-        self.engine.start()
-        stack.push_async_callback(self._stop_engine, stack)
+        self._start_engine(stack)
         index.start()
         stack.push_async_callback(index.close)
         service.start()
@@ -221,6 +216,14 @@ class WorkerRuntime:
         self.metrics_registry.register(
             WorkerFaults(self.server, self._registry, self._publisher, index)
         )
+
+    def _start_engine(self, stack: contextlib.AsyncExitStack) -> None:
+        steps = self.built.core.steps
+        self._crash_watch = CrashWatch(self.settings, self.epoch, steps, self._names_of)
+        stack.push_async_callback(self._crash_watch.close)
+        BUILDS.note_ready()
+        self.engine.start()
+        stack.push_async_callback(self._stop_engine, stack)
 
     def _cached_hashes(self) -> list[BlockHash]:
         # One call into C under the interpreter's lock: safe alongside the engine's thread.
@@ -318,7 +321,8 @@ class WorkerRuntime:
         return 0
 
     def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
-        return [] if self._service is None else self._service.owners_of(engine_id)
+        service = self._service  # read once: the engine's thread calls this, too
+        return [] if service is None else service.owners_of(engine_id)
 
     def _names_of(self, sequence: Sequence) -> list[str]:
         return [name for _, name in self._owners_of(sequence.request_id)]

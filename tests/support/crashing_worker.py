@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.logs import configure_logging
@@ -32,19 +33,22 @@ async def main() -> None:
     fields = {"worker_id": WORKER_ID, "redis_url": redis_url, "cluster_secret": SECRET}
     fields["log_format"] = "json"
     settings = load_settings(WorkerSettings, fields)
-    watch = CrashWatch(settings, EPOCH, lambda sequence: [f"job-{sequence.request_id}"])
-    steps = StepClock(on_change=watch.note_step)
-    prompts = [
-        ScheduledTokens(make_sequence(name, [7] * 30), 0, PROMPT_TOKENS, False) for name in "ab"
-    ]
-    for number in range(3):  # the first two end, or with `after` all of them
-        steps.begin(Schedule(chunks=prompts[: number % 2 + 1]))
-        if number < 2 or way == "after":
+    steps = StepClock()
+    watch = CrashWatch(settings, EPOCH, steps, lambda sequence: [f"job-{sequence.request_id}"])
+    a, b, c = (make_sequence(name, [7] * 30) for name in "abc")
+    prompts = [ScheduledTokens(each, 0, PROMPT_TOKENS, False) for each in (a, b)]
+    steps.begin(Schedule(chunks=prompts[:1]))
+    if way == "rows":
+        older = DecodeRows([a, b])
+        for rows in (older, older, DecodeRows([b, c])):
+            steps.begin(Schedule(rows=rows))
             steps.finish()
-    steps.begin(Schedule(chunks=prompts))
-    if way == "after":
-        steps.withdraw()
-    if way in ("segfault", "after"):
+    else:
+        steps.begin(Schedule(chunks=prompts))
+        steps.finish()
+        if way == "after":
+            steps.finish()
+    if way in ("segfault", "after", "rows"):
         ctypes.string_at(0)
     if way == "disarmed":
         watch.disarm()

@@ -140,7 +140,7 @@ class KvPair:
 
     def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
         """Open a link without waiting for its test."""
-        received = decode.receiver.offer(prefill.name)
+        received = decode.receiver.offer(prefill.name, 1)
         try:
             sent = prefill.sender.connect(hello_of(decode, received))
         except TransferError:

@@ -11,6 +11,7 @@ import numpy as np
 
 from pagewire.shared.control.channel import ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
+    Blamed,
     Cancel,
     ControlMessage,
     Embed,
@@ -50,6 +51,7 @@ class Router:
         self.outputs: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         self.loads: list[LoadReport | None] = []
         self.refused: list[Refused] = []
+        self.blamed: list[Blamed] = []
         self.lost: list[str] = []
         self._prompts: dict[str, tuple[list[int], int, int]] = {}
         self.client: ControlClient
@@ -62,6 +64,8 @@ class Router:
                 self.outputs[output.request_id].append(output)
         elif isinstance(message, Refused):
             self.refused.append(message)
+        elif isinstance(message, Blamed):
+            self.blamed.append(message)
 
     def generate(
         self,

@@ -169,8 +169,13 @@ async def decode_worker(
             timeout_s=times.transfer_s,
             find_crash=worker.find_crash,
         )
-        jobs = RemoteJobs(worker.engine, receiver, worker.prefill_counter, times.prefill_s)
-        jobs.explain = worker.engine.in_loop(worker.links.explain)
+        jobs = RemoteJobs(
+            worker.engine,
+            receiver,
+            worker.prefill_counter,
+            times.prefill_s,
+            worker.engine.in_loop(worker.links.look_up_crash),
+        )
         worker.service = DecodeService(
             identity.epoch,
             worker.engine,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.cluster.crash_reports import CrashReport
+from pagewire.shared.cluster.crash_reports import FindCrash
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
@@ -38,7 +38,6 @@ MAX_JOIN_S = 0.02
 
 OnLoad = Callable[[str, LoadReport], None]
 OnLost = Callable[["WorkerLink", str, bool], None]
-FindCrash = Callable[[str, int], Coroutine[Any, Any, CrashReport | None]]
 
 
 class RequestListener(Protocol):
@@ -131,7 +130,7 @@ class WorkerLink:
                 listener.on_output(output, now)
 
     def lose(self, reason: str, is_explained: bool = False) -> None:
-        """Use the connection no more. Its owner ends the requests. Idempotent.
+        """Close the connection and notify the owner, which ends the requests. Idempotent.
 
         Args:
             reason: for the log.
@@ -196,7 +195,7 @@ class WorkerLinks:
         name: this router's name, part of its client id at the workers.
         lease_s: silence after which a worker counts as lost.
         on_load: gets the load reports that come with tokens.
-        find_crash: finds out how a run of a worker crashed, if it did.
+        find_crash: returns the crash report of a worker's run; None if it did not crash.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class WorkerLinks:
             link.lose(reason)
 
     def _on_link_lost(self, link: WorkerLink, reason: str, is_explained: bool) -> None:
-        """End the requests of a lost link; if it is not explained why, after a look."""
+        """End a lost link's requests; if the worker did not say why, look for a crash before."""
         if is_explained or self._is_closed or link.is_idle:
             link.end_requests(reason, is_explained)
             return
@@ -276,11 +275,11 @@ class WorkerLinks:
         task.add_done_callback(lambda _: link.end_requests(reason, is_explained=False))
 
     async def _explain(self, link: WorkerLink, reason: str) -> None:
-        """End the requests of a lost worker, those that may have made it crash as suspects."""
+        """Suspect the requests that a crash report names, then end all requests of the link."""
         crash = await self._find_crash(link.worker_id, link.epoch)
         if crash is not None:
             link.suspect(crash.blamed())
-            link.end_requests(reason, is_explained=True)
+            link.end_requests(reason, is_explained=crash.in_step)
 
     async def _keep(self, record: WorkerRecord) -> None:
         """Connect to a worker again and again; runs until it is cancelled."""

@@ -24,6 +24,10 @@ from pagewire.shared.logs import about
 
 logger = logging.getLogger(__name__)
 
+# With more tokens than this a request has come further than with the worker that it may have made
+# crash; it is not suspected any more.
+CLEARING_TOKENS = 8
+
 OnOutput = Callable[[TokenOutput, float], None]
 
 
@@ -66,6 +70,7 @@ class Attempt:
         "_on_output",
         "_outcome",
         "_prefill_load",
+        "_tokens_to_clear",
         "link",
         "log_id",
         "prefilled_by",
@@ -82,6 +87,7 @@ class Attempt:
         self.prefilled_by: str | None = None
         self.strikes = strikes
         self.log_id: str | None = None
+        self._tokens_to_clear = CLEARING_TOKENS
         self._last_heard = time.monotonic()
         self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
         self._outcome = asyncio.get_running_loop().create_future()
@@ -130,6 +136,10 @@ class Attempt:
         if self._has_ended:
             return
         self._last_heard = now
+        if self.strikes and output.token_ids:
+            self._tokens_to_clear -= len(output.token_ids)
+            if self._tokens_to_clear < 0:
+                self.strikes = 0
         if output.finish_reason is not None:
             self._unload()
         elif self._prefill_load is not None and output.token_ids:
@@ -152,7 +162,7 @@ class Attempt:
         if self._has_ended:
             return
         self.strikes = min(MAX_STRIKES, self.strikes + strikes)
-        text = "the request is suspected, %d of %d: %s"
+        text = "request suspected of harming workers, strike %d of %d: %s"
         logger.warning(text, self.strikes, MAX_STRIKES, error, extra=about(self.log_id))
         if self.strikes == MAX_STRIKES:
             self._end_with(HarmfulRequestError(error))

@@ -109,7 +109,7 @@ class EmbeddingSet:
                 case WorkerLost(reason, is_explained):
                     logger.warning("an embedding lost its worker: %s", reason)
                     if is_explained:
-                        continue  # the worker is as good as others once it is started again
+                        continue  # not excluded: the crash or hang is counted as strikes
                     losses += 1
                     if losses > MAX_LOSSES:
                         raise NoWorkerError(f"an embedding lost {losses} workers")

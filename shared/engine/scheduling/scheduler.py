@@ -12,9 +12,7 @@ One decision goes in this order: decode rows get the blocks that they lack; sequ
 to compute become decode rows; running prompts get their next chunks; waiting sequences are admitted
 with what is left of the token budget.
 
-A suspect is a sequence with `strikes`. Its chunks run in steps without others, so that it is known
-whether it is to blame if such a step fails. After each of these steps it is the others' turn, so
-that no prompt waits for all chunks of a suspect, nor for many suspects.
+Suspected sequences run one at a time: see `suspects.py`.
 
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
 waits, first in the queue, to be computed again.
@@ -32,6 +30,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step_costs import StepCosts
+from pagewire.shared.engine.scheduling.suspects import Suspects
 from pagewire.shared.errors import SchedulingError
 from pagewire.shared.kv.block_table import BlockTable
 
@@ -52,7 +51,7 @@ class Scheduler(SequenceTable):
     costs: StepCosts = field(default_factory=StepCosts)
     num_preemptions: int = 0
     _num_plans: int = 0
-    _suspects_wait: bool = False  # the last step with chunks had a suspect's
+    _suspects: Suspects = field(default_factory=Suspects)
 
     # One step
 
@@ -88,13 +87,14 @@ class Scheduler(SequenceTable):
         sequence.decodes_from_device = False
 
     def _decide(self, decision: Schedule) -> None:
+        self._suspects.update()
         attended = self._attend_rows(decision)
         prefilling = self._enter_rows(decision)
         budget = self.limits.max_num_batched_tokens - len(self._decoding)
         budget = self._add_chunks(prefilling, budget, decision)
         if not decision.preempted:
             budget = self._admit_waiting(budget, decision)
-        if self._suspects_wait and not decision.chunks:
+        if self._suspects.must_wait and not decision.chunks:
             self._run_suspect(budget, decision)  # nobody else can use the step
         if decision.preempted:
             decision.drop_preempted()
@@ -184,7 +184,7 @@ class Scheduler(SequenceTable):
 
     def _run_suspect(self, budget: int, decision: Schedule) -> None:
         """Schedule a suspect's chunk although it is the others' turn."""
-        self._suspects_wait = False
+        self._suspects.must_wait = False
         suspects = [s for s in self.running if s.strikes and not s.decodes_from_device]
         self._add_chunks(suspects, budget, decision)
         chunked = [chunk.sequence for chunk in decision.chunks]
@@ -215,7 +215,7 @@ class Scheduler(SequenceTable):
         chunks = decision.chunks
         if chunks and chunks[0].sequence.strikes:
             return 0
-        if sequence is not None and sequence.strikes and (chunks or self._suspects_wait):
+        if sequence is not None and sequence.strikes and (chunks or self._suspects.must_wait):
             return 0
         most = self.limits.max_num_batched_tokens
         if self.limits.step_s == math.inf:
@@ -261,7 +261,7 @@ class Scheduler(SequenceTable):
         for chunk in decision.chunks:
             chunk.sequence.num_computed_tokens = chunk.end
             chunk.sequence.num_chunks += 1
-            self._suspects_wait = chunk.sequence.strikes > 0
+            self._suspects.must_wait = chunk.sequence.strikes > 0
             if chunk.samples:
                 chunk.sequence.decodes_from_device = True
                 if chunk.end < chunk.sequence.run_until:
@@ -285,16 +285,18 @@ class Scheduler(SequenceTable):
                 added = self._add_tokens(admitted, budget, decision)
                 if added == 0:
                     decision.prepared.append(admitted)
-                    if not (admitted.strikes and self._suspects_wait):
+                    if not (admitted.strikes and self._suspects.must_wait):
                         break
                 budget -= added
         return budget
 
     def _admit(self, decision: Schedule) -> Sequence | None:
         """Give the first in the queue its blocks and a device slot, if there are enough of both."""
-        if not self.waiting or not self._free_device_slots:
+        if (
+            not self._free_device_slots
+            or (sequence := self._suspects.first_of(self.waiting)) is None
+        ):
             return None
-        sequence = self.waiting[0]
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
         if sequence.remote_prefill and self._draft.copies:
@@ -314,7 +316,8 @@ class Scheduler(SequenceTable):
         sequence.tables = tables  # before anything can fail, so that they are released in any case
         for table, count in zip(tables, missing, strict=True):
             table.block_ids += self.pool.allocate(count)
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
+        self._suspects.admit(sequence)
         sequence.remote_prefill = is_remote
         sequence.num_computed_tokens = num_cached * self.block_size
         if sequence.num_cached_tokens is None:

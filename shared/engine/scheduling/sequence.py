@@ -36,8 +36,8 @@ class Sequence:
         spec: the request's settings; it has a seed.
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
-        strikes: how strongly it is suspected of making its worker hang or die, or a step fail; if
-            at all, its chunks run in steps without others.
+        strikes: how strongly it is suspected of making its worker hang or die, or a step fail; see
+            `Suspects`.
         prefill_only: a prefill job: ends with its first token, and keeps its blocks until `forget`.
         pooling: its embedding is wanted. Its prompt is computed without the prefix cache, and
             leaves nothing there.

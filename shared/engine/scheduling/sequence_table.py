@@ -204,6 +204,7 @@ class SequenceTable:
         child.block_hashes = parent.block_hashes[:num_shared]
         child.num_computed_tokens = child.num_cached_tokens = known
         child.remote_prefill = False  # if it is preempted, it is computed again here
+        child.strikes = 0  # its parent has the same prompt, and stays suspected
         child.device_slot = self._free_device_slots.pop()
         self._draft.add_device_slot(child)
         child.transition(RequestStatus.RUNNING)

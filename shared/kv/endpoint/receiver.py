@@ -89,7 +89,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     # Verbs
 
-    def offer(self, peer: str, epoch: int = 0, without: Collection[str] = ()) -> ReceiverLink:
+    def offer(self, peer: str, epoch: int, without: Collection[str] = ()) -> ReceiverLink:
         """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
 
         Args:

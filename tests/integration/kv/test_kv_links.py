@@ -95,9 +95,9 @@ def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
         pair.decode.carriers["zmq"].fails = "offer"
         with pytest.raises(TransferError, match=r"no carrier for p0 \(zmq: the wire is cut\)"):
-            pair.decode.receiver.offer("p0", without={"loopback"})
+            pair.decode.receiver.offer("p0", 1, without={"loopback"})
         with pytest.raises(TransferError, match=r"no carrier for p0 \(none\)"):
-            pair.decode.receiver.offer("p0", without={"loopback", "zmq"})
+            pair.decode.receiver.offer("p0", 1, without={"loopback", "zmq"})
         assert len(pair.decode.receiver.links) == 0
 
 
@@ -118,7 +118,7 @@ def test_only_what_was_offered_is_accepted() -> None:
 @pytest.mark.parametrize("endpoint", ["", "somewhere", "udp://127.0.0.1:1", "tcp://127.0.0.1"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with kv_pair("zmq", linked=False) as pair:
-        link = pair.decode.receiver.offer("p0")
+        link = pair.decode.receiver.offer("p0", 1)
         hello = msgspec.structs.replace(hello_of(pair.decode, link), endpoint=endpoint)
         with pytest.raises(TransferError, match="cannot connect to"):
             pair.prefill.sender.connect(hello)

@@ -8,6 +8,9 @@ from signal import SIGCONT, SIGKILL, SIGSTOP, Signals
 
 import pytest
 
+from pagewire.shared.cluster.crash_reports import CrashReport
+from pagewire.shared.control.protocol import MAX_STRIKES
+from pagewire.shared.kv.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_prefill_process import PrefillProcess, prefill_process
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
@@ -63,6 +66,39 @@ def test_its_requests_are_answered_and_it_may_come_back(phase: str, number: Sign
             assert router.prefilled_by("again") == "prefill-0"
             await eventually(lambda: len(d.receiver.links) == 2)
             assert not d.local_prefills("failed")
+
+    with contextlib.ExitStack() as stack:
+        run_async(scenario(stack))
+
+
+@pytest.mark.parametrize(("strikes", "moves"), [(0, True), (MAX_STRIKES - 1, False)])
+def test_one_that_crashed_is_a_strike_for_the_job_in_its_step(strikes: int, moves: bool) -> None:
+    async def scenario(stack: contextlib.ExitStack) -> None:
+        remote = stack.enter_context(prefill_process())
+        async with (
+            prefill_worker("prefill-1") as other,
+            decode_worker(times=TIMES) as d,
+            router_of(d) as router,
+        ):
+            d.records = [remote.record(), other.record()]
+            await eventually(lambda: d.is_linked() and d.is_linked("prefill-1"))
+            remote.hold(has_run=False)
+            router.generate(prompt=LONG, strikes=strikes)
+            await eventually(lambda: any(job.link for job in d.receiver.jobs))
+            (job,) = d.receiver.jobs
+            d.crashes["prefill-0", remote.epoch] = CrashReport("it crashed", [job.name], True)
+            remote.signal(SIGKILL)
+            await eventually(lambda: router.blamed)
+            (blamed,) = router.blamed
+            assert (blamed.request_ids, blamed.strikes) == (["r"], 1)
+            if moves:
+                await router.answer()
+                assert router.prefilled_by("r") == "prefill-1"
+            else:
+                await eventually(lambda: not d.is_linked())
+                router.cancel("r")
+                await eventually(lambda: not d.service.num_active)
+                assert not any(isinstance(message, Prefill) for _, message in other.received)
 
     with contextlib.ExitStack() as stack:
         run_async(scenario(stack))

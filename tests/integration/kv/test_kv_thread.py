@@ -88,7 +88,7 @@ class Workers(JobCallbacks):
 
     def open(self) -> None:
         def offer(_core: EngineCore) -> None:
-            received = self.decode.receiver.offer("p0")
+            received = self.decode.receiver.offer("p0", 1)
 
             def connect(_core: EngineCore) -> None:
                 self.link = self.prefill.sender.connect(hello_of(self.decode, received))

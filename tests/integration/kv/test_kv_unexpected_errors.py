@@ -64,7 +64,7 @@ def test_a_carrier_that_cannot_be_opened_ends_its_link_alone(kind: str) -> None:
 def test_a_carrier_that_cannot_make_an_offer_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
         pair.decode.carriers["loopback"].offer = fail
-        link = pair.decode.receiver.offer("prefill-0")
+        link = pair.decode.receiver.offer("prefill-0", 1)
         assert list(link.offers) == ["zmq"]
         assert "loopback cannot be offered to prefill-0" in caplog.text
         assert "Too many open files" in caplog.text

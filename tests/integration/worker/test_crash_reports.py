@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.shared.cluster.crash_reports import CrashReport, CrashReports
 from pagewire.shared.cluster.redis_client import connect_redis
-from pagewire.shared.worker.crash_reporter import MEMORY_BYTES, read_note
+from pagewire.shared.worker.crash_reporter import MEMORY_BYTES, read_summary
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.crashing_worker import EPOCH, PROMPT_TOKENS, SECRET, WORKER_ID
 from pagewire.tests.support.redis_server import RedisServer
@@ -54,14 +54,21 @@ def test_a_crash_is_reported_with_those_in_the_step(
     assert "in main" in text  # the stack
     line = json.loads(text.splitlines()[0])  # whole, before the text that is no JSON
     assert (line["level"], line["service"], line["logger"]) == ("error", WORKER_ID, REPORTER)
-    assert "suspected requests: job-a, job-b" in line["message"]
+    assert "suspected requests: a, b" in line["message"]
 
 
 def test_a_crash_between_two_steps_suspects_nobody(redis_server: RedisServer) -> None:
     report, _ = report_after("after", redis_server)
     assert report is not None
     assert report.suspects == []
+    assert not report.in_step
     assert "outside a step" in report.error
+
+
+def test_all_rows_of_a_step_without_prompts_are_suspected(redis_server: RedisServer) -> None:
+    report, _ = report_after("rows", redis_server)
+    assert report is not None
+    assert report.suspects == ["job-b", "job-c"]
 
 
 @pytest.mark.parametrize("way", ["kill", "exit", "disarmed"])
@@ -87,12 +94,12 @@ def test_a_crash_that_cannot_be_reported_still_writes_the_stack(
     assert why in ended.stderr
 
 
-def test_half_a_note_counts_as_none() -> None:
-    """Another thread may have crashed while the engine's thread writes the next note."""
+def test_half_a_summary_counts_as_none() -> None:
+    """Another thread may have crashed while the engine's thread writes the next one."""
     with mmap.mmap(-1, MEMORY_BYTES) as memory:
         for half in (b"\x82\xa4work", b"\x82\xa4work\xa1\xff", b"\x80"):
             memory[: 4 + len(half)] = len(half).to_bytes(4, "little") + half
-            assert read_note(memory) is None
+            assert read_summary(memory) is None
 
 
 def test_a_report_of_a_stranger_counts_as_none(redis_server: RedisServer) -> None:
@@ -100,7 +107,9 @@ def test_a_report_of_a_stranger_counts_as_none(redis_server: RedisServer) -> Non
         client = await connect_redis(redis_server.url)
         try:
             reports = CrashReports(client, SECRET)
-            await reports.publish(WORKER_ID, EPOCH, CrashReport("it crashed", ["job-a"]))
+            await reports.publish(
+                WORKER_ID, EPOCH, CrashReport("it crashed", ["job-a"], in_step=True)
+            )
             (name,) = await client.keys("*:crash:*")
             sealed = await client.get(name)
             assert isinstance(sealed, bytes)

@@ -129,8 +129,8 @@ def test_device_that_fails_every_step_ends_the_loop(
             device.fail(where, "device lost")
             outputs, _ = core.step()
             failed += ends_of(outputs)
-    # With overlap one more may have been launched, unless launching is what fails, here.
-    assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_STEPS + overlap
+    # With overlap, a step that does not count may have been launched after each that fails.
+    assert MAX_FAILED_PROMPTS <= len(device.batches) <= MAX_FAILED_STEPS * (1 + overlap)
     assert len(failed) < 20
 
 

@@ -92,12 +92,7 @@ def test_suspect_of_earlier_steps_fails_and_the_others_get_another_chance() -> N
     (known,) = names("p")
     known.strikes = 1
     verdict = FailedSteps().judge_result(names.launched("", "p q"), [])
-    assert shown(verdict) == {
-        "failed": "p",
-        "again": "q",
-        "suspected": "q",
-        "tokenless": "p q",
-    }
+    assert shown(verdict) == {"failed": "p", "again": "q", "tokenless": "p q"}
 
 
 def test_what_a_step_prepares_or_reserves_is_part_of_its_launch_alone() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.status import RequestStatus
+from pagewire.shared.engine.scheduling.suspects import CLEARING_TOKENS
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 
 
@@ -42,8 +44,28 @@ def test_others_do_not_wait_for_all_suspects_that_came_before_them() -> None:
         add(scheduler, f"s{number}", 4, strikes=1)
     for name in "abcde":
         add(scheduler, name, 8)
-    steps = [chunks(scheduler) for _ in range(7)]
-    assert steps == ["s0", "a b", "s1", "c d", "s2", "d e", "e"]
+    steps = [chunks(scheduler) for _ in range(2 * CLEARING_TOKENS + 3)]
+    assert steps[:5] == ["s0", "a b", "c d", "d e", ""]
+    suspects = {step: number for number, step in enumerate(steps) if step.startswith("s")}
+    assert suspects == {"s0": 0, "s1": CLEARING_TOKENS + 1, "s2": 2 * CLEARING_TOKENS + 2}
+
+
+def test_suspect_that_ends_makes_room_for_the_next_one() -> None:
+    scheduler = make_scheduler()
+    suspects = [add(scheduler, name, 4, strikes=1) for name in ("s0", "s1")]
+    assert chunks(scheduler) == "s0"
+    scheduler.finish(suspects[0], RequestStatus.FINISHED_ABORTED)
+    assert chunks(scheduler) == "s1"
+    assert [suspect.strikes for suspect in suspects] == [1, 1]
+
+
+def test_suspect_that_is_preempted_is_admitted_again() -> None:
+    scheduler = make_scheduler()
+    suspect = add(scheduler, "s", 4, strikes=1)
+    assert chunks(scheduler) == "s"
+    scheduler.preempt(suspect)
+    suspect.num_late_tokens = 0
+    assert chunks(scheduler) == "s"
 
 
 def test_rows_go_on_in_the_steps_of_suspects() -> None:
@@ -68,9 +90,10 @@ def test_suspect_that_no_other_prompt_waits_with_runs_in_every_step() -> None:
 
 def test_suspect_is_scheduled_once_in_a_step_that_admits_it() -> None:
     scheduler = make_scheduler()
-    add(scheduler, "s0", 4, strikes=1)
+    first = add(scheduler, "s0", 4, strikes=1)
     add(scheduler, "s1", 4, strikes=1)
     assert chunks(scheduler) == "s0"
+    scheduler.finish(first, RequestStatus.FINISHED_ABORTED)
     decision = scheduler.schedule()
     computed = [each for each in decision.sequences if each.request_id == "s1"]
     assert len(computed) == 1 and decision.prepared == []
