@@ -18,7 +18,7 @@ import pagewire
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_prompts
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
-from pagewire.tests.support.trapped_workers import PROGRAM, TRAP, TRAP_TOKEN
+from pagewire.tests.support.trapped_workers import POISON, PROGRAM, TRAP
 
 DEMO = Path(pagewire.__file__).parent / "shared" / "model" / "demo"
 LONG_CONTEXT = 262_144
@@ -29,7 +29,6 @@ OPTIONS = ("--device", "cpu", "--dtype", "float32", "--num-blocks", "4096")
 # The default is 10 s. The longer one is for clusters that must lose exactly one worker.
 SHORT, LONGER = ({"PAGEWIRE_STEP_TIMEOUT_S": seconds} for seconds in ("0.5", "2"))
 ANSWER = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
-POISON = [TRAP_TOKEN, *[9] * 200]
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +155,25 @@ def test_a_request_that_crashes_workers_ends_two_of_them(
         assert "Fatal Python error: Segmentation fault" in log
         assert "in spring" in log  # the stack of the engine's thread
         cluster.wait_idle(prefill + decode, timeout=60)
+        assert len(deaths(cluster)) == 2, what_happened(cluster)
+
+
+def test_a_crash_in_a_decode_step_is_blamed_on_its_request_alone() -> None:
+    """It is the oldest row, and all rows are suspected once."""
+
+    async def scenario(cluster: LocalCluster) -> httpx.Response:
+        prompts = [[5 + number] * 40 for number in range(4)]
+        calm = [await post(cluster, prompt, **ANSWER) for prompt in prompts]
+        poisoned = asyncio.create_task(post(cluster, POISON, **ANSWER))
+        await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*(post(cluster, prompt, **ANSWER) for prompt in prompts))
+        texts = [response.json()["choices"][0]["text"] for response in calm]
+        assert [response.json()["choices"][0]["text"] for response in answers] == texts
+        return await poisoned
+
+    with trapped_cluster("later", 0, 2) as cluster:
+        check_refusal(run_async(scenario(cluster), 110), "crashed (Segmentation fault) in a step")
+        cluster.wait_idle(2, timeout=60)
         assert len(deaths(cluster)) == 2, what_happened(cluster)
 
 

@@ -6,6 +6,7 @@ environment variable `TRAP` says what the trap does.
     hang     the step never ends
     fail     the step raises an error each time
     crash    the step ends the process by a segmentation fault
+    later    likewise, not with the prompt, but with the answer's token `LATER`
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pagewire.tests.support.own_workers import use_program
 PROGRAM = "pagewire.tests.support.trapped_workers"
 TRAP = "TRAP"
 TRAP_TOKEN = 2043  # which no other prompt of the tests has
+POISON = [TRAP_TOKEN, *[9] * 200]
+LATER = 120
 RESTART_DELAY_S = 0.25
 
 
@@ -33,16 +36,24 @@ def spring(trap: str) -> None:
         threading.Event().wait()
     if trap == "fail":
         raise RuntimeError("the trap")
-    if trap == "crash":
+    if trap in ("crash", "later"):
         ctypes.string_at(0)
 
 
 def set_trap(trap: str) -> None:
     """Make the worker in this process run into the trap."""
     execute = ModelRunner.execute
+    positions: dict[int, int] = {}  # by device slot, of an answer's tokens
 
     def trapped(runner: ModelRunner, plan: StepPlan) -> Any:
-        if any(TRAP_TOKEN in chunk.token_ids for chunk in plan.chunks):
+        for new in plan.new_slots:
+            positions.pop(new.slot, None)
+        for slot in positions.keys() & set(plan.decodes):
+            positions[slot] += 1
+        poisoned = [chunk for chunk in plan.chunks if TRAP_TOKEN in chunk.token_ids]
+        if trap == "later":
+            positions.update((chunk.slot, chunk.end - len(POISON)) for chunk in poisoned)
+        if max(positions.values(), default=0) >= LATER or (poisoned and trap != "later"):
             spring(trap)
         return execute(runner, plan)
 
