@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagewire.shared.engine.offline.beam_search import BeamSearchParams
     from pagewire.shared.engine.offline.llm import LLM
-    from pagewire.shared.sampling import SamplingParams
-    from pagewire.shared.structured_outputs import StructuredOutputs
+    from pagewire.shared.request.sampling import SamplingParams
+    from pagewire.shared.request.structured_outputs import StructuredOutputs
 
 __all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
@@ -29,11 +29,11 @@ def __getattr__(name: str) -> Any:
 
         return BeamSearchParams
     if name == "SamplingParams":
-        from pagewire.shared.sampling import SamplingParams
+        from pagewire.shared.request.sampling import SamplingParams
 
         return SamplingParams
     if name == "StructuredOutputs":
-        from pagewire.shared.structured_outputs import StructuredOutputs
+        from pagewire.shared.request.structured_outputs import StructuredOutputs
 
         return StructuredOutputs
     raise AttributeError(f"module 'pagewire' has no attribute {name!r}")

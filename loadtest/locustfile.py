@@ -37,7 +37,7 @@ from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
 from pagewire.loadtest.slo import Slo
 from pagewire.services.cli.client.endpoint_url import usual_operator_url
-from pagewire.shared.errors import ProtocolError
+from pagewire.shared.base.errors import ProtocolError
 
 USER_RATE = 0.25  # requests a second of one user; many slow users are close to an open loop
 SPAWN_RATE = 1000  # users a second: a stage begins at its full rate

@@ -20,19 +20,19 @@ import tokenize
 from pathlib import Path
 from typing import get_args
 
-from pagewire.shared.kv.job_messages import JobReport, JobRequest
-from pagewire.shared.kv.messages import ToReceiver, ToSender
+from pagewire.shared.transfer.job_messages import JobReport, JobRequest
+from pagewire.shared.transfer.messages import ToReceiver, ToSender
 from pagewire.tests.support.kv_trace import trace_segment
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
-    "shared/kv/carriers/*.py",
-    "shared/kv/endpoint/*.py",
-    "shared/kv/device_memory.py",
-    "shared/kv/job_messages.py",
-    "shared/kv/messages.py",
-    "shared/kv/peer_process.py",
-    "shared/kv/staging.py",
+    "shared/transfer/carriers/*.py",
+    "shared/transfer/endpoint/*.py",
+    "shared/transfer/device_memory.py",
+    "shared/transfer/job_messages.py",
+    "shared/transfer/messages.py",
+    "shared/transfer/peer_process.py",
+    "shared/transfer/staging.py",
     "shared/worker/kv*.py",
     "services/prefill/jobs.py",
     "services/prefill/decode_links.py",

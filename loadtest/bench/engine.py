@@ -34,7 +34,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 
 CONTEXT = 1024  # tokens of a sequence before its decode steps
 PROMPTS = (128, 1024, 4096, 8192, 16000)

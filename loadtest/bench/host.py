@@ -37,7 +37,7 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 BLOCK_SIZE = 16
 PROMPT = 1000  # tokens of the first sequence; each next one has one more, so blocks fill up in turn

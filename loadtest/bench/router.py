@@ -32,7 +32,7 @@ from pagewire.loadtest.bench.router_run import CONNECTIONS, Bench, Case
 from pagewire.loadtest.bench.router_start import CYCLE
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.base.open_files import raise_open_file_limit
 
 STREAMS = (64, 512, 2048)
 TOKENS_PER_EVENT = (1, 4)

@@ -31,7 +31,7 @@ from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.grammar.json_schemas import json_grammar
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 CONTEXT = 1024
 MAX_TOKENS = 2048

@@ -38,7 +38,7 @@ from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
-from pagewire.shared.setting_types import KvTransport
+from pagewire.shared.settings.types import KvTransport
 
 TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
 PHASES = ("handover", "unloaded", "isolation", "idle")

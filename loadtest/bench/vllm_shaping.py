@@ -25,7 +25,7 @@ from pagewire.loadtest.bench.shaping import (
     write_model,
 )
 from pagewire.loadtest.bench.vllm_offline import set_environment
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 STEPS = 64
 

@@ -37,13 +37,13 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import make_staging
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.kv import open_carrier
 
 LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB

@@ -7,8 +7,8 @@ from typing import Literal
 import httpx
 import msgspec
 
+from pagewire.shared.base.errors import UNDECODABLE
 from pagewire.shared.cluster.worker_record import WorkerLoad
-from pagewire.shared.errors import UNDECODABLE
 
 PROBE_TIMEOUT_S = 3.0
 

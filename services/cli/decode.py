@@ -6,7 +6,7 @@ import typer
 
 from pagewire.services.cli import options
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
-from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.settings.config import WorkerSettings, load_settings
 
 
 def decode(

@@ -6,8 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from pagewire.shared.errors import ConfigError, PagewireError
-from pagewire.shared.installing import install_command
+from pagewire.shared.base.errors import ConfigError, PagewireError
+from pagewire.shared.base.installing import install_command
 
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2

@@ -13,12 +13,12 @@ from rich.table import Table
 from pagewire.services.cli import options
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
 from pagewire.services.cli.terminal import print_whole
-from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.config import has_dtype, load_config
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
+from pagewire.shared.settings.config import WorkerSettings, load_settings
 
 if TYPE_CHECKING:
     from pagewire.shared.worker.estimate import Estimate

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 from pydantic_settings import BaseSettings
 
-from pagewire.shared import setting_types
-from pagewire.shared.base_settings import ClusterSettings
-from pagewire.shared.config import EngineSettings, RouterSettings, WorkerSettings
-from pagewire.shared.setting_texts import default_text, description
+from pagewire.shared.settings import types as setting_types
+from pagewire.shared.settings.base import ClusterSettings
+from pagewire.shared.settings.config import EngineSettings, RouterSettings, WorkerSettings
+from pagewire.shared.settings.texts import default_text, description
 
 ENGINE = "Engine"
 NETWORK = "Network"

@@ -6,7 +6,7 @@ import typer
 
 from pagewire.services.cli import options
 from pagewire.services.cli.errors import one_line_errors
-from pagewire.shared.config import RouterSettings, load_settings
+from pagewire.shared.settings.config import RouterSettings, load_settings
 
 
 def router(

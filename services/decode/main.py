@@ -5,9 +5,9 @@ from __future__ import annotations
 from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.process import run_worker

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import PagewireError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.crash_reports import CrashReport, FindCrash
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
@@ -18,10 +20,8 @@ from pagewire.shared.control.protocol import (
     KvRefusal,
 )
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.errors import PagewireError
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.logs import Complaints
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.tasks import TaskSet

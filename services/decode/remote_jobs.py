@@ -22,17 +22,17 @@ from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.job_messages import (
+from pagewire.shared.request.logprobs import PromptLogprobs
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.job_messages import (
     CancelPrefill,
     JobReport,
     PrefillDone,
     PrefillFailed,
     PromptScored,
 )
-from pagewire.shared.logprobs import PromptLogprobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import LocalPrefill
 

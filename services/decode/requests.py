@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from pagewire.shared.base.logs import about
+from pagewire.shared.base.tracing import Attributes, TracedSpan
 from pagewire.shared.control.protocol import Generate, Timings
-from pagewire.shared.kv.endpoint.receiver_jobs import ReceiverJob
-from pagewire.shared.kv.job_messages import Prefill
-from pagewire.shared.logs import about
-from pagewire.shared.tracing import Attributes, TracedSpan
+from pagewire.shared.transfer.endpoint.receiver_jobs import ReceiverJob
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.shared.worker.metrics import LocalPrefill
 
 

@@ -24,6 +24,8 @@ from prometheus_client import Counter
 from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.requests import DecodeRequest
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.tracing import Tracing, start_span
 from pagewire.shared.control.protocol import (
     Blamed,
     Cancel,
@@ -40,10 +42,8 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.kv.job_messages import PrefillDone
-from pagewire.shared.logprobs import PromptLogprobs
-from pagewire.shared.tracing import Tracing, start_span
+from pagewire.shared.request.logprobs import PromptLogprobs
+from pagewire.shared.transfer.job_messages import PrefillDone
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 

@@ -2,7 +2,7 @@
 
 Entry point: `run` (main.py).
 Read first: `jobs.py` (takes, refuses and reports jobs), `decode_links.py` (KV links to decode
-workers). `shared/kv/endpoint/sender.py` sends the blocks.
+workers). `shared/transfer/endpoint/sender.py` sends the blocks.
 
 May import: `shared`.
 """

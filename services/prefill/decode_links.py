@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagewire.shared.addresses import numeric_endpoint
+from pagewire.shared.base.addresses import numeric_endpoint
+from pagewire.shared.base.errors import LayoutMismatchError, PagewireError, TransferError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal, clip_text
-from pagewire.shared.errors import LayoutMismatchError, PagewireError, TransferError
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.logs import Complaints
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
 from pagewire.shared.worker.tasks import TaskSet
 

@@ -14,13 +14,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError, TransferError
+from pagewire.shared.base.logs import about
+from pagewire.shared.base.tracing import Attributes, TracedSpan, Tracing, start_span
 from pagewire.shared.control.protocol import LoadReport, clip_text
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import InvalidRequestError, OverloadedError, TransferError
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.job_messages import (
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.job_messages import (
     CancelPrefill,
     JobRequest,
     Prefill,
@@ -28,8 +30,6 @@ from pagewire.shared.kv.job_messages import (
     PrefillFailed,
     PromptScored,
 )
-from pagewire.shared.logs import about
-from pagewire.shared.tracing import Attributes, TracedSpan, Tracing, start_span
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)

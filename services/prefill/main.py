@@ -5,9 +5,9 @@ from __future__ import annotations
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.endpoint.sender import KvSender
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime

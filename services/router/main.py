@@ -13,18 +13,18 @@ import prometheus_client
 import uvicorn
 import uvloop
 
-from pagewire.services.router.http.requests.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
 from pagewire.services.router.http.server.acceptor import Acceptor
 from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import KEEP_ALIVE_S, RouterService
-from pagewire.shared.addresses import is_loopback
-from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.config import RouterSettings
+from pagewire.shared.base.addresses import is_loopback
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.listener import bound_socket, inherited_socket
+from pagewire.shared.base.logs import configure_logging
+from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.http.server import HttpServer
-from pagewire.shared.listener import bound_socket, inherited_socket
-from pagewire.shared.logs import configure_logging
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.settings.config import RouterSettings
 
 logger = logging.getLogger(__name__)
 

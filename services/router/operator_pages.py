@@ -19,10 +19,10 @@ from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.targets import describe_targets
 from pagewire.services.router.operator_server import OperatorServer
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.addresses import advertised_host, with_host
-from pagewire.shared.config import RouterSettings
+from pagewire.shared.base.addresses import advertised_host, with_host
 from pagewire.shared.metrics.live import LivePage
 from pagewire.shared.metrics.server import MetricsServer
+from pagewire.shared.settings.config import RouterSettings
 
 
 class OperatorPages:

@@ -16,10 +16,10 @@ from starlette.routing import Route
 
 from pagewire.services.router.dashboard.cluster_data import ClusterData
 from pagewire.services.router.dashboard.pages import dashboard_routes
-from pagewire.shared.addresses import with_host
-from pagewire.shared.config import RouterSettings
+from pagewire.shared.base.addresses import with_host
+from pagewire.shared.base.listener import inherited_socket
 from pagewire.shared.http.side_server import SideServer, listening_socket
-from pagewire.shared.listener import inherited_socket
+from pagewire.shared.settings.config import RouterSettings
 
 OPERATOR_FD = "--operator-fd"
 OPERATOR_PORT = "--operator-port"

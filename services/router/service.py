@@ -12,10 +12,10 @@ from redis.asyncio import Redis
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.dashboard.recent import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
-from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
-from pagewire.services.router.http.bodies.reader import BodyReader
-from pagewire.services.router.http.requests.http_io import BodyMemory
-from pagewire.services.router.http.responses.store import ResponseStore
+from pagewire.services.router.http.api.responses.store import ResponseStore
+from pagewire.services.router.http.body_processes.grammar_checker import GrammarChecker
+from pagewire.services.router.http.body_processes.reader import BodyReader
+from pagewire.services.router.http.connection.http_io import BodyMemory
 from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.state import StateCollector, WorkersCollector
@@ -24,17 +24,17 @@ from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import NoWorkerError
+from pagewire.shared.base.open_files import connection_bound
+from pagewire.shared.base.tracing import Tracing, open_tracing
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.routers import RouterState
-from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
-from pagewire.shared.errors import NoWorkerError
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
-from pagewire.shared.open_files import connection_bound
-from pagewire.shared.tracing import Tracing, open_tracing
+from pagewire.shared.settings.config import RouterSettings
 
 KEEP_ALIVE_S = 75
 

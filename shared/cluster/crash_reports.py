@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 from redis.asyncio import Redis
 
+from pagewire.shared.base.errors import RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 from pagewire.shared.control.protocol import Blamed, clip_text
-from pagewire.shared.errors import RedisUnavailableError, SealError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from pagewire.shared.errors import SealError
+from pagewire.shared.base.errors import SealError
 
 _SEAL_BYTES = 32
 

@@ -13,7 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
+from pagewire.shared.base.errors import RedisSetupError, RedisUnavailableError
 
 T = TypeVar("T")
 

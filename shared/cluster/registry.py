@@ -20,7 +20,8 @@ import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import ProtocolError, RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 from pagewire.shared.cluster.worker_record import (
@@ -33,7 +34,6 @@ from pagewire.shared.cluster.worker_record import (
     decode_record,
 )
 from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
-from pagewire.shared.errors import ProtocolError, RedisUnavailableError, SealError
 
 __all__ = [
     "RecordPublisher",

@@ -21,11 +21,11 @@ import msgspec
 from msgspec import Meta
 from redis.asyncio import Redis
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 from pagewire.shared.control.protocol import Epoch, Id
-from pagewire.shared.errors import UNDECODABLE, RedisUnavailableError, SealError
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.registry import Registry
 from pagewire.shared.cluster.worker_record import OtherVersion, WorkerRecord
 from pagewire.shared.control.protocol import Role
-from pagewire.shared.errors import RedisUnavailableError
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
-from pagewire.shared.errors import UNDECODABLE, ProtocolError
 
 MAX_RECORD_BYTES = 1 << 20
 # How long the KV links of ready workers are waited for: a decode worker without one computes

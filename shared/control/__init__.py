@@ -7,5 +7,5 @@ Entry points: a worker has a `ControlServer` (server.py); whoever sends it reque
 Read first: `protocol.py` (every message), `channel.py` (what a connection guarantees; `client.py`
 and `server.py` implement it), `auth.py` (the cluster's keys).
 
-May import: the small modules of `shared`. Never torch: routers import it.
+May import: `base`, `settings`, `request`. Never torch: routers import it.
 """

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import zmq
 
-from pagewire.shared.addresses import numeric_endpoint
+from pagewire.shared.base.addresses import numeric_endpoint
+from pagewire.shared.base.errors import ChannelError, ProtocolError, VersionMismatchError
 from pagewire.shared.control.auth import (
     HANDSHAKE_FAILURES,
     ClusterKeys,
@@ -28,7 +29,6 @@ from pagewire.shared.control.protocol import (
     decode,
     encode,
 )
-from pagewire.shared.errors import ChannelError, ProtocolError, VersionMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ A frame is one byte of protocol version and a msgpack map with the message's tag
 the version in every release; a server answers a client of another version with a `Pong` of its own,
 so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
 are `ProtocolError`s. A request id names a request between a router and a worker. Decode and prefill
-workers exchange messages about prompts over their KV link (shared/kv/job_messages.py).
+workers exchange messages about prompts over their KV link (shared/transfer/job_messages.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import UNDECODABLE, ProtocolError, VersionMismatchError
-from pagewire.shared.logprobs import Logprobs, PromptLogprobs
-from pagewire.shared.sampling import RequestSpec
-from pagewire.shared.sampling_types import LogId
+from pagewire.shared.base.errors import UNDECODABLE, ProtocolError, VersionMismatchError
+from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.request.sampling_types import LogId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PROTOCOL_VERSION = 20

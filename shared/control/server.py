@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
+from pagewire.shared.base.errors import ConfigError, ProtocolError, VersionMismatchError
 from pagewire.shared.control.auth import ClusterKeys, ZapHandler
 from pagewire.shared.control.client import CLIENT_ID
 from pagewire.shared.control.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
@@ -23,7 +24,6 @@ from pagewire.shared.control.protocol import (
     decode,
     encode,
 )
-from pagewire.shared.errors import ConfigError, ProtocolError, VersionMismatchError
 
 logger = logging.getLogger(__name__)
 

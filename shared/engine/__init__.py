@@ -18,5 +18,5 @@ and core; executors know only device slots and blocks. Stop strings are not foun
 `shared/text/answer_text.py`.
 
 May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
-`shared.tools`, `shared.grammar`, `shared.control.protocol`, small modules.
+`shared.tool_calls`, `shared.grammar`, `shared.control.protocol`, `base`, `settings`, `request`.
 """

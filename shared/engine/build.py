@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.config import EngineSettings
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.core import EngineCore
@@ -29,7 +29,6 @@ from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.warm_up import Progress, prepare, warm_up
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
@@ -43,6 +42,7 @@ from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.model.transformers_model.config import TransformersConfig, require_transformers
+from pagewire.shared.settings.config import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
 )
 from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 SMALL, LARGER = 16, 64
 FAR = 1024  # tokens before the last chunk, which shows what attention takes

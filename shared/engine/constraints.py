@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.limits import NOTHING_LEFT, is_permitted, may_run_out
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler
 from pagewire.shared.grammar.masks import Follower, MaskFiller, Row
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import SchedulingError
 from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.failed_steps import FailedSteps
 from pagewire.shared.engine.launched import EngineStats, Launched
@@ -26,8 +27,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.engine.step_output import StepOutputs, scored_prompts, token_output
-from pagewire.shared.errors import SchedulingError
-from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.request.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 

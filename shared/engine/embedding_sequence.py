@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 
 def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) -> Sequence:

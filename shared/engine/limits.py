@@ -8,7 +8,7 @@ device then samples a banned token, which shows that no other was left.
 from __future__ import annotations
 
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 NOTHING_LEFT = (
     "after these tokens, bad_words and min_tokens forbid all of allowed_token_ids: allow more "

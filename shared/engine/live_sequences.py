@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import InvalidRequestError
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepScores
-from pagewire.shared.logprobs import Logprobs, PromptLogprobs
+from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
 
 
 class StepOutput(msgspec.Struct, frozen=True, gc=False):

@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.shared.base.errors import IntegrityError, OverloadedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.waker import Waker
-from pagewire.shared.errors import IntegrityError, OverloadedError
 from pagewire.shared.kv.block_pool import BlockCounts
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import torch
 
 from pagewire.kernels.expert_sizes import steps_of_each_kind
 from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, MOST_KINDS, forced
-from pagewire.shared.config import EngineSettings
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -31,10 +31,10 @@ from pagewire.shared.engine.scheduling.step import (
     Supply,
     TableEntries,
 )
-from pagewire.shared.errors import IntegrityError
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.settings.config import EngineSettings
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from threading import Event, Lock
 
 from llguidance import LLMatcher, LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.grammar.reasons import plain_reason
 from pagewire.shared.grammar.threads import (

@@ -7,8 +7,8 @@ from typing import Any, cast
 import msgspec
 from llguidance import LLMatcher
 
-from pagewire.shared.schema_fit import changed, fitted
-from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
+from pagewire.shared.grammar.schema_fit import changed, fitted
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
 
 # White space between the parts of JSON: one space, one new line, or nothing. If more is allowed, a
 # model may write white space without end.

@@ -7,8 +7,8 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pagewire.shared.schema_fit import fitted
-from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.grammar.schema_fit import fitted
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 
 # A Lark grammar has a rule `start` or `?start`; GBNF's rules have `::=`. Each line is read once.
 _LARK = re.compile(r"^[^\S\n]*(%llguidance\b|[?!]*start[^\s:]*[^\S\n]*:(?!:=))", re.MULTILINE)

@@ -4,7 +4,7 @@ llguidance counts work in its own units (fuel, items, states), not in time: a gr
 process accepts is accepted by any other, on any machine. It does not count its depth of recursion
 and some work on regular expressions. So the router first tries a new grammar in a separate process,
 with a smaller stack than workers have and with bounds on time and memory, before a worker gets it
-(services/router/http/bodies/grammar_process.py).
+(services/router/http/body_processes/grammar_process.py).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from llguidance import LLExecutor, LLMatcher
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import GrammarCompiler, Vocabulary
 from pagewire.shared.grammar.matcher import Matcher, fill_masks
 from pagewire.shared.grammar.threads import (

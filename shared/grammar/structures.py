@@ -13,12 +13,12 @@ from typing import Any, cast
 import msgspec
 from llguidance import LLMatcher
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.reasons import plain_reason
 from pagewire.shared.grammar.tag_grammar import tag_grammar
-from pagewire.shared.structured_outputs import (
+from pagewire.shared.request.structured_outputs import (
     MAX_GRAMMAR_CHARS,
     JsonText,
     StructuralTag,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pagewire.shared.lark_rules import LarkRules, check_size
+from pagewire.shared.grammar.lark_rules import LarkRules, check_size
 
 ANY_TEXT = "/(?s:.*)/"
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.structured_outputs import MAX_TAGS, NonEmpty
+from pagewire.shared.request.structured_outputs import MAX_TAGS, NonEmpty
 
 MAX_REPEATS = 1024
 MAX_TEXT_CHARS = 1 << 16

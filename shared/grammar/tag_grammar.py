@@ -30,7 +30,7 @@ from pagewire.shared.grammar.tag_elements import (
     is_open,
 )
 from pagewire.shared.grammar.tag_formats import Format, TagFormat, TokenFormat
-from pagewire.shared.structured_outputs import StructuralTag
+from pagewire.shared.request.structured_outputs import StructuralTag
 from pagewire.shared.text.markers import Markers
 
 MAX_DEPTH = 32

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # an escape in JSON or in a regular expression
 

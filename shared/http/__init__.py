@@ -8,5 +8,5 @@ Read first: `protocol.py` (what is added to uvicorn's protocol), `phases.py` (wh
 room for a new one), `proxy_header.py` (the client's address as a gateway reports it),
 `api_keys.py` (which keys are valid), `request_id.py` (how a request is named in logs).
 
-May import: small modules. Never torch: routers import it.
+May import: `base`, `settings`, `request`. Never torch: routers import it.
 """

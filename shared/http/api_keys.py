@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.setting_types import API_KEY, API_KEY_RULE, HASHED
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import RouterSettings
+from pagewire.shared.settings.types import API_KEY, API_KEY_RULE, HASHED
 
 logger = logging.getLogger(__name__)
 

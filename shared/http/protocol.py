@@ -12,7 +12,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from pagewire.shared.errors import ProtocolError
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.http import proxy_header
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.phases import Phase

@@ -9,7 +9,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from pagewire.shared.errors import ProtocolError
+from pagewire.shared.base.errors import ProtocolError
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"  # no HTTP request begins with a NUL in its third line
 MOST_BYTES = 4096  # of addresses and TLVs, which are certificates at the most

@@ -10,8 +10,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.http.server import HttpServer

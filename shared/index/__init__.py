@@ -9,5 +9,6 @@ Read first: `prefix_index.py`, `scripts.py` (Redis scripts: which entries count 
 epoch and expiry, and which are deleted), `optimistic.py` (entries that a router writes before the
 worker has the blocks).
 
-May import: `shared.cluster.redis_client`, `shared.kv.block_hash`, small modules. Never torch.
+May import: `shared.cluster.redis_client`, `shared.kv.block_hash`, `base`, `settings`, `request`.
+Never torch.
 """

@@ -19,9 +19,9 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.redis_client import redis_call
-from pagewire.shared.errors import RedisUnavailableError
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.index.scripts import ASSUME, LOOKUP, PUBLISH
 from pagewire.shared.kv.block_hash import BlockHash

@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 
-from pagewire.shared.aio import end_task, start_task
-from pagewire.shared.errors import RedisUnavailableError
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.index.prefix_index import ENTRY_TTL_S, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pagewire.shared.errors import IntegrityError
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_table import NO_BLOCK, BlockTable
 from pagewire.shared.kv.cache_groups import CacheGroups

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.model.model_config import CachedToken, ModelConfig

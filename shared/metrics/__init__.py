@@ -4,5 +4,6 @@ Entry points: `MetricsServer` (server.py), `describe_process` (process.py), `loa
 (load.py), `labelled` (faults.py), `PlainHistogram` (numbers.py); `pages.py` reads pages of others.
 Each service has its own as well: `services/router/metrics`, `shared/worker/metrics.py`.
 
-May import: `shared.cluster`, `shared.control`, `shared.http`, small modules. Never torch.
+May import: `shared.cluster`, `shared.control`, `shared.http`, `base`, `settings`, `request`. Never
+torch.
 """

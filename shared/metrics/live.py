@@ -12,8 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.control.protocol import Epoch, Id
-from pagewire.shared.errors import UNDECODABLE, ProtocolError
 
 MAX_LIVE_BYTES = 1 << 20
 MAX_REQUESTS = 100

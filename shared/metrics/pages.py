@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from pagewire.shared.errors import UNDECODABLE, ProtocolError
+from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 
 MAX_PAGE_BYTES = 8 << 20
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from pagewire.shared.addresses import with_host
+from pagewire.shared.base.addresses import with_host
 from pagewire.shared.http.connections import ConnectionCollector
 from pagewire.shared.http.side_server import SideServer, listening_socket
 from pagewire.shared.metrics.process import LoopLag, describe_process

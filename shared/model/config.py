@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
@@ -18,7 +18,7 @@ from pagewire.shared.model.transformers_model.config import (
     parse_config,
     why_refused,
 )
-from pagewire.shared.setting_types import ModelImpl
+from pagewire.shared.settings.types import ModelImpl
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from pagewire.shared.errors import ModelLoadError
-from pagewire.shared.sampling_types import MAX_EOS_TOKEN_IDS
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 
 # Bounds above what any model has. With them, products of sizes do not overflow, and reading a file
 # and estimating its model takes little memory.

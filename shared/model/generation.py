@@ -12,11 +12,11 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.model.config import GENERATION_FILE, read_json
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.sampling import RequestSpec, SamplingDefaults
-from pagewire.shared.setting_types import GenerationConfig
+from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults
+from pagewire.shared.settings.types import GenerationConfig
 
 logger = logging.getLogger(__name__)
 

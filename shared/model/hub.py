@@ -15,7 +15,7 @@ from huggingface_hub.errors import (
 # The error of its HTTP client, which is httpx in one release and httpx2 in the next.
 from huggingface_hub.errors import HTTPError as HubClientError  # type: ignore[attr-defined]
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 
 _TEXT_PATTERNS = ["*.json", "*.jinja", "*.model", "merges.txt", "tokenizer*"]
 _WEIGHT_PATTERNS = ["*.safetensors"]

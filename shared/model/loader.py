@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.control.protocol import PoolingMode
-from pagewire.shared.errors import ConfigError
 
 _CONFIG, _MODULES, _TEXTS = "config.json", "modules.json", "sentence_bert_config.json"
 _MODE = "pooling_mode"

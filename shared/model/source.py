@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 
 DEMO = "demo"

@@ -12,7 +12,7 @@ import dataclasses
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
 
 PART_BYTES = 8 << 20

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")

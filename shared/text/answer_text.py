@@ -11,8 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from pagewire.shared.logprobs import Logprobs, join
-from pagewire.shared.sampling import SamplingFields
+from pagewire.shared.request.logprobs import Logprobs, join
+from pagewire.shared.request.sampling import SamplingFields
 from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.stop_strings import StopMatcher
 from pagewire.shared.text.tokenizer import Tokenizer

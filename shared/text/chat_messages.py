@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.text.tool_arguments import decode_arguments
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]

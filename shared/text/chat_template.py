@@ -22,7 +22,7 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
-from pagewire.shared.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 
 MAX_RENDERED_CHARS = 8_000_000
 MAX_TEMPLATE_VARIABLES = 64

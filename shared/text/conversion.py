@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from pagewire.shared.errors import ConfigError, ModelLoadError, PagewireError
-from pagewire.shared.installing import install_command
+from pagewire.shared.base.errors import ConfigError, ModelLoadError, PagewireError
+from pagewire.shared.base.installing import install_command
 from pagewire.shared.text.sentencepiece_file import read_sentencepiece
 from pagewire.shared.text.sentencepiece_tokenizer import SPACE, sentencepiece_tokenizer
 from pagewire.shared.text.tokenizer_files import (

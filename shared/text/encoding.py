@@ -15,7 +15,7 @@ from typing import Any
 
 import tokenizers
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 
 PART_CHARS = 1 << 15
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.encoding import Encoder
 
 # What a template is given by the sender: texts in lists and mappings.

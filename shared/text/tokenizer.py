@@ -14,8 +14,8 @@ from typing import Any
 
 import tokenizers
 
-from pagewire.shared.errors import InvalidRequestError, ModelLoadError
-from pagewire.shared.setting_types import SpecialTokens
+from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.settings.types import SpecialTokens
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit
 from pagewire.shared.text.encoding import Encoder
 from pagewire.shared.text.literals import Literals

@@ -21,10 +21,10 @@ import sys
 
 import msgspec
 
+from pagewire.shared.base.errors import RedisSetupError, RedisUnavailableError
+from pagewire.shared.base.logs import STDERR, LogForm, configure_logging
 from pagewire.shared.cluster.crash_reports import CrashReport, CrashReports
 from pagewire.shared.cluster.redis_client import connect_redis
-from pagewire.shared.errors import RedisSetupError, RedisUnavailableError
-from pagewire.shared.logs import STDERR, LogForm, configure_logging
 
 PROGRAM = "pagewire.shared.worker.crash_reporter"
 logger = logging.getLogger(PROGRAM)  # `__name__` is "__main__" here

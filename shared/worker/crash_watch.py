@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from pagewire.shared.config import WorkerSettings
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.logs import dump_crashes_to_stderr
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_clock import RunningStep, StepClock
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.logs import dump_crashes_to_stderr
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.crash_reporter import (
     LENGTH_BYTES,
     MEMORY_BYTES,

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.logs import about
 from pagewire.shared.control.protocol import (
     ControlMessage,
     Embed,
@@ -24,8 +26,6 @@ from pagewire.shared.control.protocol import (
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.embedding_sequence import finished_embedding, pooled_sequence
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.logs import about
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
+from pagewire.shared.base.errors import PagewireError, TransferError, TransferTimeoutError
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.errors import PagewireError, TransferError, TransferTimeoutError
 from pagewire.shared.kv.layer_groups import LayerGroups
 
 logger = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from types import TracebackType
 
 import torch
 
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.channel import ControlServer
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed, EngineLost, clip_text
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.engine_watch import EngineWatch
 
 logger = logging.getLogger(__name__)

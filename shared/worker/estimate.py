@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import choose_dtype, choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
@@ -19,6 +18,7 @@ from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.staging_size import slot_share, slot_size
 
 META = torch.device("meta")

@@ -11,19 +11,19 @@ from typing import get_args
 
 import torch
 
-from pagewire.shared.addresses import WILDCARDS
-from pagewire.shared.config import WorkerSettings
+from pagewire.shared.base.addresses import WILDCARDS
+from pagewire.shared.base.errors import ConfigError, TransferError
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.errors import ConfigError, TransferError
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.staging import Staging
-from pagewire.shared.setting_types import KvTransport
+from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.settings.types import KvTransport
+from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.transfer.staging import Staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 CARRIERS = tuple(name for name in get_args(KvTransport) if name != "auto")
@@ -64,12 +64,12 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
     if name == "ipc":
         if not staging.memory.is_cuda:
             raise ConfigError("CUDA IPC needs staging on a GPU: choose 'zmq' or 'ucx'")
-        from pagewire.shared.kv.carriers.ipc import IpcCarrier
+        from pagewire.shared.transfer.carriers.ipc import IpcCarrier
 
         return IpcCarrier(staging)
     if name == "ucx":
-        from pagewire.shared.kv.carriers.ucx import UcxCarrier
-        from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
+        from pagewire.shared.transfer.carriers.ucx import UcxCarrier
+        from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
 
         return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
     raise ConfigError(f"KV transport {name!r} is unknown; choose {', '.join(CARRIERS)}")

@@ -8,10 +8,10 @@ from typing import get_args
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.shared.cluster.worker_record import LinkInfo
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.messages import Outcome
 from pagewire.shared.metrics.faults import labelled
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.messages import Outcome
 
 
 def links_of(half: KvSender | KvReceiver | None) -> list[LinkInfo]:

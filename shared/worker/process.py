@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import prometheus_client
 
-from pagewire.shared.config import WorkerSettings
+from pagewire.shared.base.logs import configure_logging
+from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.shared.control.protocol import Role
-from pagewire.shared.logs import configure_logging
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.shared.worker.service import Service
 

@@ -22,12 +22,12 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from pagewire.shared.addresses import advertised_host, with_host
+from pagewire.shared.base.addresses import advertised_host, with_host
+from pagewire.shared.base.tracing import Tracing, open_tracing
 from pagewire.shared.cluster.crash_reports import CrashReports
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerRecord
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
 from pagewire.shared.engine.build import BuiltEngine, build_engine
@@ -38,14 +38,14 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sockets import KvSockets
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.staging import make_staging
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
-from pagewire.shared.tracing import Tracing, open_tracing
+from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sockets import KvSockets
+from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_loss import log_loss, notify_peers

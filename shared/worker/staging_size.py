@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.settings.config import WorkerSettings
 
 # Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
 # millisecond of the host's time, so that over NVLink smaller ones are slower. All staging slots

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
 
 logger = logging.getLogger(__name__)
 

@@ -178,7 +178,7 @@ def test_prometheus_reads_all_processes_and_evaluates_all_rules(cluster: Compose
 
 
 def test_each_image_can_send_spans(cluster: ComposeCluster) -> None:
-    code = "from pagewire.shared.tracing import open_tracing as o; assert o(U, 'router', 'a')"
+    code = "from pagewire.shared.base.tracing import open_tracing as o; assert o(U, 'router', 'a')"
     code = code.replace("U", "'http://127.0.0.1:4318'")
     for service in ("router", "prefill", "decode"):
         run("docker", "exec", cluster.names(service)[0], "python", "-c", code)

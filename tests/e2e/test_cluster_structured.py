@@ -13,7 +13,7 @@ import openai
 import pydantic
 import pytest
 
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 from pagewire.tests.support.tool_answers import TOOLS, written
 

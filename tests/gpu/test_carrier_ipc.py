@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pagewire.shared.errors import TransferError
+from pagewire.shared.base.errors import TransferError
 from pagewire.tests.support.ipc_peer import IpcPeer, make_carrier, remote_ipc_peer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

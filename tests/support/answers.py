@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.local_cluster import LocalCluster
 
 SEED = 11

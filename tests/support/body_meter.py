@@ -6,14 +6,14 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from pagewire.services.router.http.bodies.child_process import ChildProcess
-from pagewire.services.router.http.bodies.framing import receive_message
-from pagewire.services.router.http.bodies.protocol import BodyKind, Job, Refusal, Reply
-from pagewire.services.router.http.inputs.generation import GenerationInput, PromptInput
-from pagewire.shared.config import RouterSettings
+from pagewire.services.router.http.api.openai.generation import GenerationInput, PromptInput
+from pagewire.services.router.http.body_processes.child_process import ChildProcess
+from pagewire.services.router.http.body_processes.framing import receive_message
+from pagewire.services.router.http.body_processes.protocol import BodyKind, Job, Refusal, Reply
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.costly_schemas import chat_body
 
-PROGRAM = "pagewire.services.router.http.bodies.body_process"
+PROGRAM = "pagewire.services.router.http.body_processes.body_process"
 CONTEXT = 1 << 22
 TIMEOUT_S = 20.0
 

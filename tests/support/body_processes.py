@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from pagewire.services.router.http.bodies.reader import THREAD_BODY_BYTES
+from pagewire.services.router.http.body_processes.reader import THREAD_BODY_BYTES
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.live_router import LiveRouter
 

@@ -20,7 +20,7 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 
 KEYS = ClusterKeys.derive("the cluster's secret")

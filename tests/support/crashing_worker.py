@@ -14,11 +14,11 @@ import signal
 import sys
 import tempfile
 
-from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.base.logs import configure_logging
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.step_clock import StepClock
-from pagewire.shared.logs import configure_logging
+from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.tests.support.fake_engine import make_sequence
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagewire.shared.kv.endpoint.credits import (
+from pagewire.shared.transfer.endpoint.credits import (
     MIN_CREDITS,
     ReceiverCredits,
     SenderCredits,
     StagingSlotState,
 )
-from pagewire.shared.kv.messages import Grant, Reclaim, Return
+from pagewire.shared.transfer.messages import Grant, Reclaim, Return
 
 NUM_CREDITS = 8  # at least the staging slots of any test's receiver
 

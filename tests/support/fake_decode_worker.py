@@ -31,7 +31,7 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.logprobs import PromptLogprobs
+from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.tests.support.fake_device import score
 
 HEARTBEAT_S = 0.1

@@ -31,7 +31,7 @@ from pagewire.shared.engine.scheduling.step import (
 )
 from pagewire.shared.kv.block_table import NO_BLOCK
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.request.logprobs import Logprobs
 
 VOCAB = 7
 BYTES_PER_TOKEN = 4  # size of the fake KV

@@ -11,7 +11,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.fake_device import FakeDevice, next_token
 
 

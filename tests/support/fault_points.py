@@ -30,13 +30,13 @@ from pagewire.services.cli.main import app
 from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import Export, StepPlan
-from pagewire.shared.kv import messages
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.carriers.ipc import IpcCarrier
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer import messages
+from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.transfer.carriers.ipc import IpcCarrier
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.staging import Staging
 from pagewire.shared.worker import kv, runtime
 from pagewire.shared.worker.kv import open_carrier, open_endpoint
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
-from pagewire.shared.kv.carriers.ipc import IpcCarrier
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.transfer.carriers.base import DONE, Inbound, Outbound, Pending
+from pagewire.shared.transfer.carriers.ipc import IpcCarrier
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging, make_staging
 
 NUM_SLOTS = 2
 MAX_COPY_S = 30.0

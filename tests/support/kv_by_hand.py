@@ -16,9 +16,9 @@ from pagewire.shared.control.protocol import (
     KvRefusal,
     LoadReport,
 )
-from pagewire.shared.kv.job_messages import Prefill, PrefillDone, PrefillFailed
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.messages import (
+from pagewire.shared.transfer.job_messages import Prefill, PrefillDone, PrefillFailed
+from pagewire.shared.transfer.messages import (
     TEST_JOB,
     Ack,
     Grant,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.kv.carriers.base import DONE, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.messages import Segment
+from pagewire.shared.transfer.carriers.base import DONE, LinkSocket, Outbound, Pending
+from pagewire.shared.transfer.messages import Segment
 from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 Trouble = Literal["lost", "corrupt"]

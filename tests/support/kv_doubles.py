@@ -12,12 +12,12 @@ import torch
 import zmq
 
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging
 from pagewire.tests.support.fake_device import FakeDevice
 
 

@@ -15,15 +15,15 @@ from functools import partial
 
 import pytest
 
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
 

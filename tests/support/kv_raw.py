@@ -10,9 +10,9 @@ import msgspec
 import zmq
 
 from pagewire.shared.control.protocol import KvHello
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.messages import (
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.messages import (
     Ack,
     Grant,
     Open,

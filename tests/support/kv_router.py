@@ -22,7 +22,7 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_device import VOCAB, next_token
 from pagewire.tests.support.kv_workers import KEYS, Worker

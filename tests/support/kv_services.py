@@ -20,15 +20,15 @@ from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.kv.job_messages import JobRequest
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.transfer.job_messages import JobRequest
+from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector
 from pagewire.tests.support.fake_engine import make_core

@@ -12,15 +12,15 @@ import torch
 from pagewire.shared.control.protocol import BlockLayout, KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.zmq import ZmqCarrier
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES, KvSender
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES, KvSender
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
+from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, NUM_GROUPS
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from pagewire.shared import kv
-from pagewire.shared.kv.messages import Ack, Segment
+from pagewire.shared.transfer.messages import Ack, Segment
 from pagewire.tests.support.kv_pair import kv_pair
 
 _ROOT = Path(kv.__file__).parent

@@ -25,12 +25,12 @@ from pagewire.shared.control.protocol import BlockLayout, ControlMessage
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender import KvSender
-from pagewire.shared.kv.job_messages import JobRequest
-from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.job_messages import JobRequest
+from pagewire.shared.transfer.staging import Staging
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity

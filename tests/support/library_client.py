@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import LiveRouter, with_worker
 from pagewire.tests.support.redis_server import RedisServer

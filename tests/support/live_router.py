@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pagewire.services.router.http.requests.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
 from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import RouterService
-from pagewire.shared.config import RouterSettings
 from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.http.server import HttpServer
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import HEARTBEAT_S, LEASE_S, FakeDecodeWorker

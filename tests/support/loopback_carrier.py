@@ -9,12 +9,19 @@ from typing import ClassVar
 
 import zmq
 
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+)
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging
 
 _stagings: dict[bytes, Staging] = {}  # stagings to which senders may write, by name
 _copies: dict[tuple[int, int], Pending] = {}  # the newest by receiver's staging and credit

@@ -13,10 +13,10 @@ import msgspec
 import torch
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.kv.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.peer_process import Process, Quarantine, this_process
-from pagewire.shared.kv.staging import Staging
+from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
+from pagewire.shared.transfer.staging import Staging
 
 
 class _Offer(msgspec.Struct):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.request.logprobs import Logprobs
 
 
 @st.composite

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.inputs.embeddings import read_embedding
-from pagewire.services.router.http.inputs.generation import (
+from pagewire.services.router.http.api.openai.embeddings import read_embedding
+from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
     read_chat,
     read_completion,
 )
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.settings.config import RouterSettings
 
 MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
 PLAIN = ServedModel.load(RouterSettings(served_model_name="m", generation_config="none"))

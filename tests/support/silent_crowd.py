@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
 
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.tests.support.raw_http import GET
 
 

@@ -7,10 +7,10 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect, Export, StepPlan, Withdraw
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 

@@ -2,9 +2,9 @@
 
 import sys
 
-from pagewire.services.router.http.bodies import protocol
-from pagewire.services.router.http.bodies.body_process import serve
-from pagewire.services.router.http.bodies.child_serving import run
+from pagewire.services.router.http.body_processes import protocol
+from pagewire.services.router.http.body_processes.body_process import serve
+from pagewire.services.router.http.body_processes.child_serving import run
 
 if __name__ == "__main__":
     protocol.MEMORY_PER_MIB = 8 << 20

@@ -11,7 +11,7 @@ from pagewire.shared.engine.scheduling.step import (
     Supply,
     TableEntries,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 PROMPTS = [[n * 37 % 1000 + 10 + 7 * row for n in range(12)] for row in range(3)]
 ALLOWED = {0: 5, 2: 77}  # index in the second step's tokens -> the only token that is allowed

@@ -10,11 +10,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.events import AnswerEvent, CallArguments, ContentText, ReasoningText
-from pagewire.shared.tools.formats import TOOL_FORMATS, ToolFormat
-from pagewire.shared.tools.parser import ToolParser
-from pagewire.shared.tools.xml_calls import ArgumentKinds, argument_kinds
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.events import AnswerEvent, CallArguments, ContentText, ReasoningText
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS, ToolFormat
+from pagewire.shared.tool_calls.parser import ToolParser
+from pagewire.shared.tool_calls.xml_calls import ArgumentKinds, argument_kinds
 
 WEATHER = {
     "type": "function",

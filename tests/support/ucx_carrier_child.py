@@ -25,13 +25,13 @@ import time
 
 import torch
 
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Inbound, Outbound, Pending
-from pagewire.shared.kv.carriers.ucx import UcxCarrier
-from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.transfer.carriers.base import DONE, Inbound, Outbound, Pending
+from pagewire.shared.transfer.carriers.ucx import UcxCarrier
+from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import make_staging
 
 _POLL_S = 0.00005
 

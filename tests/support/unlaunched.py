@@ -25,9 +25,9 @@ from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
 from pagewire.kernels import _launch, linear, paged_prefill, paged_prefill_hopper
-from pagewire.shared.config import EngineSettings, load_settings
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.execution import kernel_choice
+from pagewire.shared.settings.config import EngineSettings, load_settings
 
 _SMS = 132
 _RESULTS = {"_pick_kernel": "out_ptr", "_join_kernel": "ids_ptr"}  # what the host or an index reads

@@ -11,7 +11,7 @@ from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.embedding_sequence import pooled_sequence
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 _MOST_STEPS = 2000  # of a wave of requests
 _GRAMMAR = "root ::= [a-z]+"

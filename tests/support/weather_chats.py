@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.tool_answers import Call, written
 
 QUESTION_TEXT = "The weather in Łódź, and the time?"

@@ -20,8 +20,8 @@ from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.ctrl_c import CtrlC
 from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import note
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.open_files import raise_open_file_limit
 
 InputPath = Annotated[
     Path, typer.Argument(metavar="INPUT", help="OpenAI batch file with the requests.")

@@ -12,7 +12,7 @@ from pagewire.services.cli.batch.lines import (
     lines_of,
     parse_request,
 )
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 MOST_PROBLEMS = 5
 

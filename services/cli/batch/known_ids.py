@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from types import TracebackType
 
-from pagewire.shared.errors import PagewireError
+from pagewire.shared.base.errors import PagewireError
 
 CACHE_KIB = 64 << 10
 

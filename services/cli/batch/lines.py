@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pagewire.shared.errors import UNDECODABLE, PagewireError
+from pagewire.shared.base.errors import UNDECODABLE, PagewireError
 
 URLS = (
     "/v1/chat/completions",

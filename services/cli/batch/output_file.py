@@ -20,7 +20,7 @@ from pagewire.services.cli.batch.lines import (
     lines_of,
     parse_output,
 )
-from pagewire.shared.errors import ConfigError, PagewireError
+from pagewire.shared.base.errors import ConfigError, PagewireError
 
 _START = b'{"id":"' + ID_PREFIX.encode()
 COPY_BYTES = 1 << 20

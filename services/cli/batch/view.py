@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from pagewire.services.cli.batch.sender import BatchSender
 from pagewire.services.cli.terminal import can_redraw, note, printable
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
 
 REFRESH_S = 0.2
 

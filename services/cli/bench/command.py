@@ -24,7 +24,7 @@ from pagewire.services.cli.client import client_options
 from pagewire.services.cli.client.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from pagewire.services.cli.ctrl_c import CtrlC
 from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 CLOSE_S = 5.0
 STDOUT = "-"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 Arrivals = Literal["poisson", "fixed"]
 

@@ -20,7 +20,7 @@ from pagewire.services.cli.bench.load import (
 from pagewire.services.cli.bench.stats import Results
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 PROBE_WORDS = (len(WORDS), 2 * len(WORDS))  # all words, once and twice, so that each counts alike
 PAUSE_AFTER_ERROR_S = 0.1  # so that a server that refuses at once is not flooded

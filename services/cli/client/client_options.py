@@ -8,7 +8,7 @@ import typer
 
 from pagewire.services.cli.client.endpoint_url import root_url, usual_operator_url
 from pagewire.services.cli.options import setting
-from pagewire.shared.config import ClientSettings, load_settings
+from pagewire.shared.settings.config import ClientSettings, load_settings
 
 Url = Annotated[str | None, setting(ClientSettings, "url", note="Also PAGEWIRE_URL.")]
 OperatorUrl = Annotated[

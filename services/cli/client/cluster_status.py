@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.cli.cluster_view import ClusterView, Service, fetch_cluster_view
 from pagewire.services.cli.program import own_command
+from pagewire.shared.base.errors import PagewireError, ProtocolError
 from pagewire.shared.cluster.worker_record import LINK_WAIT_S
-from pagewire.shared.errors import PagewireError, ProtocolError
 from pagewire.shared.metrics.load import BLOCK_STATES, KV_BLOCKS
 from pagewire.shared.metrics.pages import MAX_PAGE_BYTES, Target, decode_targets, joined
 

@@ -13,7 +13,7 @@ from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
 from pagewire.services.cli.errors import EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import cut_note, note, readable_stdin, write_text
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 
 def complete(

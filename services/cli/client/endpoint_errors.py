@@ -7,7 +7,7 @@ import msgspec
 
 from pagewire.services.cli.client.openai_messages import ErrorBody
 from pagewire.services.cli.program import own_command
-from pagewire.shared.errors import UNDECODABLE, PagewireError
+from pagewire.shared.base.errors import UNDECODABLE, PagewireError
 
 MAX_ERROR_CHARS = 500
 MAX_FOREIGN_CHARS = 100  # of a response that is not OpenAI's, such as a proxy's page

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import httpx
 
-from pagewire.shared.addresses import MAX_PORT, usual_operator_port
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.addresses import MAX_PORT, usual_operator_port
+from pagewire.shared.base.errors import ConfigError
 
 CONNECT_TIMEOUT_S = 10.0
 # An idle connection is used again for this long only: servers keep one longer (uvicorn: 5 s), so

@@ -24,7 +24,7 @@ from pagewire.services.cli.client.endpoint_errors import (
 from pagewire.services.cli.client.endpoint_url import base_url, http_client, key_header, read_start
 from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
-from pagewire.shared.errors import UNDECODABLE
+from pagewire.shared.base.errors import UNDECODABLE
 
 logger = logging.getLogger(__name__)
 

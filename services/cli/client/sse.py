@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pagewire.shared.errors import PagewireError
+from pagewire.shared.base.errors import PagewireError
 
 MAX_EVENT_BYTES = 16 << 20
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pagewire.services.cli.client.cluster_status import NoRouterError
 from pagewire.services.cli.cluster_view import PROBE_TIMEOUT_S, ClusterView
-from pagewire.shared.errors import UNDECODABLE
+from pagewire.shared.base.errors import UNDECODABLE
 from pagewire.shared.metrics.live import Histogram, RecentRequest, RouterLive
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pagewire.services.cli.program import own_command
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.installing import install_command
+from pagewire.shared.base.installing import install_command
+from pagewire.shared.settings.config import WorkerSettings
 
 Level = Literal["ok", "warn", "fail"]
 

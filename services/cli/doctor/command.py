@@ -40,13 +40,13 @@ from pagewire.services.cli.up.machine import (
 )
 from pagewire.services.cli.up.redis_process import find_server
 from pagewire.services.cli.up.router_port import router_port
-from pagewire.shared.addresses import is_loopback
+from pagewire.shared.base.addresses import is_loopback
+from pagewire.shared.base.errors import ConfigError, ModelLoadError, RedisSetupError
 from pagewire.shared.cluster.redis_client import connect_redis, without_password
-from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
-from pagewire.shared.errors import ConfigError, ModelLoadError, RedisSetupError
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.transformers_model.config import require_transformers
+from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 from pagewire.shared.text.tokenizer import Tokenizer
 
 PROBE_TIMEOUT_S = 120.0

@@ -35,10 +35,10 @@ from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
 from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.run_dir import private_dir
 from pagewire.services.cli.up.supervisor import Supervisor
-from pagewire.shared.addresses import is_loopback
+from pagewire.shared.base.addresses import is_loopback
+from pagewire.shared.base.listener import bound_socket
+from pagewire.shared.base.logs import LogForm, json_line
 from pagewire.shared.cluster.redis_client import without_password
-from pagewire.shared.listener import bound_socket
-from pagewire.shared.logs import LogForm, json_line
 
 OWN_REDIS_START_S = 15.0
 FOREIGN_REDIS_ANSWER_S = 3.0

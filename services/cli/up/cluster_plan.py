@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from pagewire.services.cli.up.machine import LOOPBACK, Machine
 from pagewire.services.cli.up.processes import ChildSpec
-from pagewire.shared.config import EngineSettings, threads_are_chosen
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import EngineSettings, threads_are_chosen
 
 MAX_GPU_SHARE = 0.98
 DECODE_ONLY = ("local_prefill_tokens",)

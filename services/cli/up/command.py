@@ -17,13 +17,13 @@ from pagewire.services.cli.up.progress import ServerConsole
 from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.router_port import operator_port, router_port
 from pagewire.services.cli.up.run_dir import make_log_dir
-from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.model.transformers_model.config import require_transformers
-from pagewire.shared.open_files import raise_open_file_limit
+from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
 ROUTER_ONLY = (
     "generation_config",

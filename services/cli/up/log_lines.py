@@ -1,4 +1,4 @@
-"""Reads log lines of the cluster's processes, as text or JSON, in the forms of `shared/logs.py`."""
+"""Reads log lines of the cluster's processes, as text or JSON: see `shared/base/logs.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from pagewire.services.cli.terminal import printable
-from pagewire.shared.logs import json_line
+from pagewire.shared.base.logs import json_line
 
 # Time, level and logger in log lines of Pagewire and of Redis.
 _PREFIXES = re.compile(

@@ -8,8 +8,8 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from pagewire.shared.addresses import WILDCARDS
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.addresses import WILDCARDS
+from pagewire.shared.base.errors import ConfigError
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 MARKS = {"pagewire", "pid", "url"}  # what each of these files has
 MAX_BYTES = 1 << 20

@@ -12,8 +12,8 @@ import redis.asyncio
 from redis.exceptions import RedisError
 
 from pagewire.services.cli.up.processes import ChildSpec
+from pagewire.shared.base.errors import ConfigError, RedisSetupError
 from pagewire.shared.cluster.redis_client import connect_redis
-from pagewire.shared.errors import ConfigError, RedisSetupError
 
 SERVERS = ("redis-server", "valkey-server")
 SOCKET = "redis.sock"

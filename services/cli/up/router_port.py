@@ -11,8 +11,8 @@ from pagewire.services.cli.up.machine import (
     local_url,
     require_free_port,
 )
-from pagewire.shared.addresses import usual_operator_port
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.addresses import usual_operator_port
+from pagewire.shared.base.errors import ConfigError
 
 NEAR = 20
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 KEPT_RUNS = 5
 PRIVATE_PREFIX = "pagewire-run-"

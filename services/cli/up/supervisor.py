@@ -25,7 +25,7 @@ from pagewire.services.cli.up.processes import (
     ExitStatus,
     OutputLog,
 )
-from pagewire.shared.errors import ConfigError, PagewireError
+from pagewire.shared.base.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2
 RESTARTS = "PAGEWIRE_RESTARTS"

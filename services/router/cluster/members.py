@@ -17,9 +17,9 @@ from pagewire.shared.cluster.crash_reports import CrashReports
 from pagewire.shared.cluster.registry import Registry, WorkerRecord
 from pagewire.shared.cluster.routers import RouterDirectory, RouterRecord, RouterState
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
-from pagewire.shared.config import RouterSettings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import Role
+from pagewire.shared.settings.config import RouterSettings
 
 
 class ClusterMembers:

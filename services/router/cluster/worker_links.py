@@ -11,7 +11,9 @@ from typing import Protocol
 
 import msgspec
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import ChannelError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.crash_reports import FindCrash
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
@@ -25,9 +27,7 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.errors import ChannelError
-from pagewire.shared.logprobs import join
-from pagewire.shared.logs import Complaints
+from pagewire.shared.request.logprobs import join
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.cluster.routers import RouterRecord
-from pagewire.shared.errors import ProtocolError
 from pagewire.shared.metrics.live import MAX_LIVE_BYTES, LivePage, decode_live, newest
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,6 @@ Entry points: `Dispatcher.open` (dispatcher.py) returns a `TokenStream` for each
 `EmbeddingSet` (embeddings.py) serves prompts that get embeddings.
 Read first: `dispatcher.py`, `attempt.py` (one attempt at one worker).
 
-May import: `placement`, `cluster` and `metrics` of the router, `shared.control`, small modules.
-No HTTP.
+May import: `placement`, `cluster` and `metrics` of the router, `shared.control`, `base`,
+`settings`, `request`. No HTTP.
 """

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
+from pagewire.shared.base.errors import ChannelError, HarmfulRequestError
+from pagewire.shared.base.logs import about
 from pagewire.shared.control.protocol import (
     MAX_STRIKES,
     Cancel,
@@ -19,8 +21,6 @@ from pagewire.shared.control.protocol import (
     Refused,
     TokenOutput,
 )
-from pagewire.shared.errors import ChannelError, HarmfulRequestError
-from pagewire.shared.logs import about
 
 logger = logging.getLogger(__name__)
 

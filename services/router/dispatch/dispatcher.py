@@ -30,8 +30,7 @@ from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
-from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
-from pagewire.shared.errors import (
+from pagewire.shared.base.errors import (
     ChannelError,
     HarmfulRequestError,
     InvalidRequestError,
@@ -40,7 +39,8 @@ from pagewire.shared.errors import (
     PagewireError,
     RequestFailedError,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
+from pagewire.shared.request.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 

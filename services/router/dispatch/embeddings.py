@@ -21,15 +21,15 @@ from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
-from pagewire.shared.aio import end_task
-from pagewire.shared.control.protocol import Embed, Refused, TokenOutput
-from pagewire.shared.errors import (
+from pagewire.shared.base.aio import end_task
+from pagewire.shared.base.errors import (
     ChannelError,
     InvalidRequestError,
     NoWorkerError,
     OverloadedError,
     RequestFailedError,
 )
+from pagewire.shared.control.protocol import Embed, Refused, TokenOutput
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pagewire.services.router.metrics.requests import Outcome
-from pagewire.shared.errors import (
+from pagewire.shared.base.errors import (
     BusyError,
     HarmfulRequestError,
     InvalidRequestError,

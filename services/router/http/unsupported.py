@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.sampling import SamplingFields
+from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.request.sampling import SamplingFields
 
 _OFF = (None, False)
 MAX_NEUTRAL_BYTES = 256  # no value that asks for nothing is longer: so the others need no decoding

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from pagewire.shared.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.field_rules import rule_at
+from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.base.field_rules import rule_at
 
 MAX_SHOWN_BYTES = 200  # a longer value is shown as it is encoded, without its end
 

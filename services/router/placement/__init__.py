@@ -7,5 +7,5 @@ worker and that its reports do not show yet), `admission.py` (refuses requests w
 full).
 
 May import: `cluster` of the router, `shared.control.protocol`, `shared.cluster`, `shared.index`,
-`shared.kv.block_hash`, small modules. No HTTP.
+`shared.kv.block_hash`, `base`, `settings`, `request`. No HTTP.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
 
 REQUEST_SHARE = 4  # one request takes at most this part of the queue
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagewire.shared.errors import NoWorkerError
+from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.kv.block_hash import BlockHash
 
 MAX_PREFILL_WORKERS = 4  # named to a decode worker: the first choice, and alternates

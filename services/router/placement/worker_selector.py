@@ -12,12 +12,12 @@ from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
+from pagewire.shared.base.errors import ChannelError, NoWorkerError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.protocol import BlockLayout, LoadReport, PrefillSoon
-from pagewire.shared.errors import ChannelError, NoWorkerError
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
-from pagewire.shared.logs import Complaints
 
 logger = logging.getLogger(__name__)
 

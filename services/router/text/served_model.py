@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ConfigError, ModelNotFoundError
+from pagewire.shared.base.errors import ConfigError, ModelNotFoundError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import PoolingRules, load_pooling
 from pagewire.shared.model.source import resolve_model, served_names
-from pagewire.shared.sampling import SamplingDefaults
+from pagewire.shared.request.sampling import SamplingDefaults
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.shown import fit_for
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tool_calls.shown import fit_for
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
+from pagewire.shared.base.errors import BusyError, InvalidRequestError, RequestFailedError
 from pagewire.shared.control.protocol import TokenOutput
-from pagewire.shared.errors import BusyError, InvalidRequestError, RequestFailedError
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta
 
 

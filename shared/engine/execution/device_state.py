@@ -22,7 +22,7 @@ from pagewire.shared.engine.scheduling.step import (
     StepPlan,
     TableEntries,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 
 @dataclass(frozen=True, slots=True)

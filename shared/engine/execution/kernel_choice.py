@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from pagewire.kernels import BackendName, Ops, load_ops
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.engine.execution.cuda_graph import (
     STEP_TOKENS,
@@ -40,7 +41,6 @@ from pagewire.shared.engine.execution.sampling_stage import (
 from pagewire.shared.engine.execution.scoring import Scoring
 from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs
 from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
-from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.inputs import LayerKv, OnLayerEnd
 from pagewire.shared.model.loaded_model import CausalLM

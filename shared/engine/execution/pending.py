@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.pooling import DeviceEmbedding
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 from pagewire.shared.engine.execution.scoring import DeviceScores
 from pagewire.shared.engine.scheduling.step import StepResult, StepScores
-from pagewire.shared.errors import IntegrityError
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent
-from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(slots=True)

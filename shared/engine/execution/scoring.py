@@ -16,7 +16,7 @@ from pagewire.kernels.processed_logits import processed_logits
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepScores
-from pagewire.shared.logprobs import Logprobs
+from pagewire.shared.request.logprobs import Logprobs
 
 TILE_ROWS = 256  # of a prompt, whose logits are in memory at a time
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from pagewire.shared.config import threads_are_chosen
 from pagewire.shared.model.loaded_model import LoadedModel
+from pagewire.shared.settings.config import threads_are_chosen
 
 logger = logging.getLogger(__name__)
 

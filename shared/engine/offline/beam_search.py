@@ -14,10 +14,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.field_rules import check_fields
-from pagewire.shared.logprobs import MAX_TOP
-from pagewire.shared.sampling_types import MaxTokens
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.field_rules import check_fields
+from pagewire.shared.request.logprobs import MAX_TOP
+from pagewire.shared.request.sampling_types import MaxTokens
 
 LENGTH_PENALTY = Meta(ge=-8, le=8, description="a number between -8 and 8")
 

@@ -9,19 +9,19 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.offline.prompts import TokenizedPrompt
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, read_answer
-from pagewire.shared.tools.asking import answer_reading, tool_grammars
-from pagewire.shared.tools.definitions import ToolChoice, Tools, check_tools, check_tools_size
-from pagewire.shared.tools.form_grammar import form_or_calls, reasoning_before
-from pagewire.shared.tools.grammar import CallsWanted
-from pagewire.shared.tools.reasoning import Begins
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, read_answer
+from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
+from pagewire.shared.tool_calls.definitions import ToolChoice, Tools, check_tools, check_tools_size
+from pagewire.shared.tool_calls.form_grammar import form_or_calls, reasoning_before
+from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.reasoning import Begins
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 
 
 class ChatArguments(TypedDict, total=False):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.embedding_sequence import finished_embedding, pooled_sequence
 from pagewire.shared.engine.offline.prompts import TokenizedPrompt
-from pagewire.shared.errors import RequestFailedError
 from pagewire.shared.model.pooling import PoolingRules
 
 

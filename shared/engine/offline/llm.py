@@ -12,7 +12,8 @@ from typing import Any, Unpack
 
 import msgspec
 
-from pagewire.shared.config import LLMSettings, load_settings
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.field_rules import check_fields
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.offline.beam_search import (
     BeamSearch,
@@ -29,18 +30,17 @@ from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.engine.offline.prompts import Prompt, TokenizedPrompt, read_prompts
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.field_rules import check_fields
 from pagewire.shared.grammar.structures import grammar_text, read_structured_outputs
 from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import load_pooling
-from pagewire.shared.sampling import RequestSpec, SamplingParams
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.request.sampling import RequestSpec, SamplingParams
+from pagewire.shared.request.structured_outputs import StructuredOutputs
+from pagewire.shared.settings.config import LLMSettings, load_settings
 from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.shown import fit_for
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tool_calls.shown import fit_for
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 
 UNBOUNDED = 2**31  # the caller's list of prompts bounds the queue
 DEFAULT_TOKENS = 16  # length of an answer to a prompt; in a chat, as many tokens as fit

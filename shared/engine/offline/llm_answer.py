@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pagewire.shared.base.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.engine.offline.chats import ChatPrompt
 from pagewire.shared.engine.offline.llm_progress import GenerationProgress
 from pagewire.shared.engine.offline.outputs import (
@@ -14,9 +15,8 @@ from pagewire.shared.engine.offline.outputs import (
 )
 from pagewire.shared.engine.offline.prompts import TokenizedPrompt
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import InvalidRequestError, RequestFailedError
-from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.sampling import RequestSpec, SamplingParams
+from pagewire.shared.request.logprobs import Logprobs
+from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 

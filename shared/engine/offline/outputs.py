@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from pagewire.shared.logprobs import Token
-from pagewire.shared.tools.answer import AnswerMessage
+from pagewire.shared.request.logprobs import Token
+from pagewire.shared.tool_calls.answer import AnswerMessage
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Integral
 from typing import Any, TypedDict
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.tokenizer import Tokenizer
 
 _EXPECTED = (

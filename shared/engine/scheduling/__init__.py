@@ -11,5 +11,6 @@
 
 Read first: `step.py`, `scheduler.py`.
 
-May import: `shared.kv` without what needs torch, `shared.control.protocol`, small modules.
+May import: `shared.kv` without what needs torch, `shared.control.protocol`, `base`, `settings`,
+`request`.
 """

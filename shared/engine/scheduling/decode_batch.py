@@ -13,8 +13,8 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from itertools import compress
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.scheduling.sequence import Sequence, StepCount, device_slot_of
-from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True)

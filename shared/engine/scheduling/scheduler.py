@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pagewire.shared.base.errors import SchedulingError
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens, work_of
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step_costs import StepCosts
 from pagewire.shared.engine.scheduling.suspects import Suspects
-from pagewire.shared.errors import SchedulingError
 from pagewire.shared.kv.block_table import BlockTable
 
 # A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.scheduling.status import RequestStatus, check_transition
-from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.kv.block_table import BlockTable
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 
 @dataclass(slots=True)

@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
 from pagewire.shared.engine.scheduling.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 

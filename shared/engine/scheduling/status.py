@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import enum
 
+from pagewire.shared.base.errors import IllegalTransitionError
 from pagewire.shared.control.protocol import FinishReason
-from pagewire.shared.errors import IllegalTransitionError
 
 
 class RequestStatus(enum.Enum):

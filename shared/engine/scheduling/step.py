@@ -28,8 +28,8 @@ from itertools import compress
 import msgspec
 
 from pagewire.shared.control.protocol import PoolingMode
-from pagewire.shared.logprobs import Logprobs
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.logprobs import Logprobs
+from pagewire.shared.request.sampling import RequestSpec
 
 
 class NewDeviceSlot(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.errors import IntegrityError, ModelLoadError
+from pagewire.shared.base.errors import IntegrityError, ModelLoadError
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.paged_attention import attend
 from pagewire.shared.model.transformers_model.config import TransformersConfig

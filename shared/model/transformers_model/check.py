@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from pagewire.kernels.errors import KernelError
-from pagewire.shared.errors import IntegrityError, ModelLoadError
+from pagewire.shared.base.errors import IntegrityError, ModelLoadError
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv
 from pagewire.shared.model.transformers_model.model import TransformersModel
 

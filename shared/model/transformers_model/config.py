@@ -8,8 +8,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.installing import install_command
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.installing import install_command
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import (
     ModelConfig,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pagewire.kernels import Ops
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import find_weights
 from pagewire.shared.model.transformers_model.attention import PagedAttention
 from pagewire.shared.model.transformers_model.check import check_model

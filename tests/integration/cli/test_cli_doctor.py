@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.services.cli.doctor.command import check_keys, check_port, check_redis
-from pagewire.shared.config import RouterSettings, load_settings
+from pagewire.shared.settings.config import RouterSettings, load_settings
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.client_cluster import CLI, Cluster, client_cluster, pagewire
 from pagewire.tests.support.openai_server import OpenAIServer, openai_server

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from pagewire.shared.errors import RedisUnavailableError
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.index import prefix_index, publisher
 from pagewire.shared.index.publisher import BATCH_BLOCKS, MAX_PENDING, IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash

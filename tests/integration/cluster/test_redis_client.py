@@ -6,8 +6,8 @@ import time
 import pytest
 import uvloop
 
+from pagewire.shared.base.errors import RedisSetupError
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
-from pagewire.shared.errors import RedisSetupError
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import client_of

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from redis.asyncio import Redis
 
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.registry import (
     LinkInfo,
     OtherVersion,
@@ -16,7 +17,6 @@ from pagewire.shared.cluster.registry import (
     WorkerRecord,
 )
 from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
-from pagewire.shared.errors import RedisUnavailableError
 from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import (

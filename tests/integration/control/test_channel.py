@@ -7,12 +7,12 @@ import time
 import pytest
 import uvloop
 
-from pagewire.shared.addresses import with_host
+from pagewire.shared.base.addresses import with_host
+from pagewire.shared.base.errors import ChannelError, ConfigError
 from pagewire.shared.control.channel import ClusterKeys, ControlServer, make_client_id
 from pagewire.shared.control.protocol import (
     Cancel,
 )
-from pagewire.shared.errors import ChannelError, ConfigError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
     KEYS,

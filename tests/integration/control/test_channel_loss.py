@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
+from pagewire.shared.base.errors import ChannelError
 from pagewire.shared.control.channel import ClusterKeys, ControlClient, make_client_id
 from pagewire.shared.control.protocol import (
     Cancel,
@@ -15,7 +16,6 @@ from pagewire.shared.control.protocol import (
     decode,
     encode,
 )
-from pagewire.shared.errors import ChannelError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
     KEYS,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from pagewire.shared.base.errors import ChannelError
 from pagewire.shared.control.auth import ZapHandler
 from pagewire.shared.control.channel import ClusterKeys, ControlClient
 from pagewire.shared.control.loop_socket import LoopSocket
@@ -20,7 +21,6 @@ from pagewire.shared.control.protocol import (
     Ping,
     encode,
 )
-from pagewire.shared.errors import ChannelError
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import (
     KEYS,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.offline.outputs import Logprob, RequestOutput
-from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.tiny_models import write_tiny_model
 from pagewire.tools.invariance import Difference, Measurement, Workload, compare, main
 

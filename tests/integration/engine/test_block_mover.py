@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.execution.block_mover import BlockMover
-from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.transfer.staging import make_staging
 
 CAPACITY = 5
 SHAPE = (12, 16, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]

@@ -7,10 +7,10 @@ import logging
 import pytest
 
 from pagewire import LLM
-from pagewire.shared.config import EngineSettings, load_settings
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.build import build_engine, fit_context
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.settings.config import EngineSettings, load_settings
 
 
 def test_a_context_that_does_not_fit_the_blocks_is_refused() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
+from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.limits import NOTHING_LEFT
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import RequestFailedError
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.execution import scoring
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -20,9 +21,8 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
 )
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.logprobs import MAX_POSITIONS
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.logprobs import MAX_POSITIONS
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,7 +20,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.sampling import RequestSpec, SamplingDefaults
+from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.shaped_requests import SHAPES, shaped_fields

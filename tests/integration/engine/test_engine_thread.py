@@ -10,11 +10,11 @@ from functools import partial
 
 import pytest
 
+from pagewire.shared.base.errors import OverloadedError
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.errors import OverloadedError
 from pagewire.tests.support.engine_threads import Outputs, started, until
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 

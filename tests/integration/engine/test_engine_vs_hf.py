@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
 from pagewire.shared.engine.offline.outputs import RequestOutput
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.executor_pipe import PipeExecutor
 from pagewire.tests.support.padded_steps import run_padded

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.executor import PendingStep
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
@@ -18,8 +19,7 @@ from pagewire.shared.engine.scheduling.step import (
     Supply,
     TableEntries,
 )
-from pagewire.shared.errors import IntegrityError
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
 from pagewire.tests.support.plan_recorder import Recorder, replay
 

@@ -18,7 +18,7 @@ from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.model.layers.decoder import DecoderModel
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.padded_steps import run_padded
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph

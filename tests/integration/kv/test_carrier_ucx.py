@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Pending
-from pagewire.shared.kv.carriers.ucx import UcxCarrier
-from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.shared.kv.carriers.ucx_worker import MAX_ABANDONED
-from pagewire.shared.kv.messages import Segment
-from pagewire.shared.kv.staging import Staging, make_staging
+from pagewire.shared.transfer.carriers.base import DONE, Pending
+from pagewire.shared.transfer.carriers.ucx import UcxCarrier
+from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
+from pagewire.shared.transfer.carriers.ucx_worker import MAX_ABANDONED
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
 
 LARGE = 64 * MIB

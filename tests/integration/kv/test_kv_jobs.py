@@ -11,9 +11,9 @@ import pytest
 from pagewire.shared.control.protocol import PrefillSoon
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.job_messages import (
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.job_messages import (
     CancelPrefill,
     JobReport,
     Prefill,

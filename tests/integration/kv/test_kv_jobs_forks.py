@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.kv.job_messages import Prefill
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from pagewire.shared.kv.job_messages import Prefill
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import (
     KvLinkByHand,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.kv.job_messages import PromptScored
-from pagewire.shared.logprobs import PromptLogprobs
+from pagewire.shared.request.logprobs import PromptLogprobs
+from pagewire.shared.transfer.job_messages import PromptScored
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import score
 from pagewire.tests.support.kv_failing_job import failing_job

@@ -11,7 +11,7 @@ import pytest
 
 from pagewire.shared.control.protocol import Cancel
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.kv.job_messages import Prefill
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_failing_job import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.messages import Grant, Open
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import raw_sender
 from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S, hello_of

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.zmq import ZmqCarrier
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_carriers import AbsentCarrier, ShakyCarrier, Trouble

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.tests.support.fake_engine import make_sequence
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, Withdraw
-from pagewire.shared.kv.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.kv.endpoint.sender import DIVIDED_BYTES
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_doubles import LateDevice
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS

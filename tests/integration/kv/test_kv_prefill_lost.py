@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES
-from pagewire.shared.kv.job_messages import Prefill
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_prefill_process import PrefillProcess, prefill_process
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of

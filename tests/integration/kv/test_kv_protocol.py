@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
-from pagewire.shared.kv.messages import (
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.messages import (
     MAX_MESSAGE_BYTES,
     TEST_JOB,
     Ack,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.kv.messages import TEST_JOB
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.messages import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
     cells,

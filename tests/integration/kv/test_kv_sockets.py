@@ -9,9 +9,9 @@ import pytest
 
 from pagewire.shared.control.auth import ClusterKeys
 from pagewire.shared.control.protocol import LoadReport
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
-from pagewire.shared.kv.job_messages import PrefillDone
-from pagewire.shared.kv.messages import Segment, ToReceiver
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
+from pagewire.shared.transfer.job_messages import PrefillDone
+from pagewire.shared.transfer.messages import Segment, ToReceiver
 from pagewire.tests.support.aio import run_async
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,10 +9,10 @@ import secrets
 import pytest
 import zmq
 
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.control.auth import ClusterKeys
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
-from pagewire.shared.kv.messages import (
+from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
+from pagewire.shared.transfer.messages import (
     MAX_MESSAGE_BYTES,
     Grant,
     Open,

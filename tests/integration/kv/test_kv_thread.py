@@ -15,8 +15,8 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.kv.endpoint.sender_link import SenderLink
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import CARRIERS, Clock, DecodeSide, PrefillSide, Side, hello_of
 

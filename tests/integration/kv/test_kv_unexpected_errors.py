@@ -9,9 +9,9 @@ import pytest
 import zmq
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.kv.carriers.base import Inbound, Pending
-from pagewire.shared.kv.endpoint.credits import StagingSlotState
-from pagewire.shared.kv.messages import Segment
+from pagewire.shared.transfer.carriers.base import Inbound, Pending
+from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.messages import Segment
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import CARRIERS
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from pagewire.services.decode.main import make_service as make_decode_service
 from pagewire.services.prefill.main import make_service as make_prefill_service
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import KvHello, Role
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import raw_peer

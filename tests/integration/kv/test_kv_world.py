@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import TransferError
+from pagewire.shared.base.errors import TransferError
 from pagewire.tests.support.kv_pair import KvLink, KvPair, kv_pair
 from pagewire.tests.support.kv_sides import KINDS, TIMEOUT_S
 

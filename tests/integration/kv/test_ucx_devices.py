@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-from pagewire.shared.config import WorkerSettings, load_settings
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.kv.carriers.base import Carrier
-from pagewire.shared.kv.carriers.ucx_settings import ucx_settings
-from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
+from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker import kv
 from pagewire.tests.support.listening import listening_sockets
 
@@ -113,7 +113,7 @@ def test_transports_and_devices_in_the_environment_stay(
     host = "203.0.113.1" if variable else "127.0.0.1"
     code = (
         "import sys\n"
-        "from pagewire.shared.kv.carriers.ucx_settings import listens_on, ucx_settings\n"
+        "from pagewire.shared.transfer.carriers.ucx_settings import listens_on, ucx_settings\n"
         f"settings = ucx_settings({host!r}, cuda=True)\n"
         "print(settings.get('TLS'), settings.get('NET_DEVICES'), listens_on(settings))\n"
         "print('ucxx' in sys.modules)"

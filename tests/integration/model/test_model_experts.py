@@ -18,7 +18,7 @@ from pagewire.kernels import load_ops
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.reference.route import route
 from pagewire.kernels.routing import Routing
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.layers import experts as experts_module

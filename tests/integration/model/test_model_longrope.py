@@ -12,11 +12,11 @@ import transformers
 
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
-from pagewire.shared.config import EngineSettings
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.build import build_engine
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.loader import load_model
+from pagewire.shared.settings.config import EngineSettings
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.hf_greedy import check_greedy_answers, greedy
 from pagewire.tests.support.paged_model import PagedModel

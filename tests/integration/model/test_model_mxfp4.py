@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.kernels import load_ops
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.loader import load_model

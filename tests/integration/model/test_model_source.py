@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 from pagewire.shared.model.source import default_served_name, resolve_model, served_names
 from pagewire.tests.support.fake_hub import FakeHub, running_hub
@@ -29,7 +29,7 @@ TEXT_FILES = {"config.json", "tokenizer.json", "chat_template.jinja"}
 
 SCRIPT = """
 import sys
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.source import resolve_model
 try:
     revision = (sys.argv[3:] or [None])[0]

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from pagewire.kernels import load_ops
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model

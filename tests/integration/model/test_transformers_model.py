@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.engine.offline.llm import LLM
-from pagewire.shared.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 from pagewire.shared.model.transformers_model.load import load_transformers_model
 from pagewire.shared.model.transformers_model.model import TransformersModel
-from pagewire.shared.sampling import SamplingParams
+from pagewire.shared.request.sampling import SamplingParams
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.hf_greedy import check_greedy_answers, greedy
 from pagewire.tests.support.paged_model import PagedModel

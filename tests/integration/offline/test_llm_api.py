@@ -16,9 +16,9 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import ConfigError, InvalidRequestError
+from pagewire.shared.base.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.answer_text import TextAssembler
 from pagewire.tests.support.executor_pipe import PipeExecutor
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pagewire import LLM, BeamSearchParams
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.offline.beam_search import BeamSearch
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

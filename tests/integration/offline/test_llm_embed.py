@@ -11,11 +11,11 @@ import torch
 from transformers import AutoModel
 
 from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import ConfigError, InvalidRequestError
 from pagewire.shared.engine.embedding_sequence import pooled_sequence
 from pagewire.shared.engine.scheduling.sequence import new_sequence
-from pagewire.shared.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.embedding_models import embeddings_by_hugging_face, model_with
 from pagewire.tests.support.padded_steps import run_padded
 

@@ -15,8 +15,8 @@ import pytest
 from pagewire import LLM
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.sampling import RequestSpec
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.tests.support.hostile_grammars import GRAMMARS, hostile_fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")

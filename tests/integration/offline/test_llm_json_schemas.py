@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.tests.support.json_schemas import SchemaMaker
 

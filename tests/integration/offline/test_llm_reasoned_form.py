@@ -12,8 +12,8 @@ from pagewire import LLM, SamplingParams, StructuredOutputs
 from pagewire.shared.engine.offline.chats import read_chats
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.sampling import SamplingDefaults
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.request.sampling import SamplingDefaults
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,11 +12,11 @@ from jsonschema import Draft202012Validator
 from llguidance import LLParserLimits
 
 from pagewire import LLM, SamplingParams, StructuredOutputs
+from pagewire.shared.base.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.engine.scheduling.sequence import new_sequence
-from pagewire.shared.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.grammar import compiler
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.sampling import RequestSpec, SamplingDefaults
+from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults
 from pagewire.tests.support.logprob_truth import LogprobTruth
 
 pytestmark = pytest.mark.usefixtures("one_thread")

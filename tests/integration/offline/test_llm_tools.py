@@ -8,11 +8,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.offline.llm import LLM
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import SamplingParams
-from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES, Function
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.request.sampling import SamplingParams
+from pagewire.shared.tool_calls.definitions import MAX_TOOLS_BYTES, Function
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.tool_answers import CLOCK, NAMES, TOOLS
 
 LARGE_TOOL = {**CLOCK, "notes": "x" * MAX_TOOLS_BYTES}

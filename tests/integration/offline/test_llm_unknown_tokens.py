@@ -11,10 +11,10 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
+from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.engine.offline.beam_search import BeamSearchParams
-from pagewire.shared.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.unknown_tokens import (
     PROBLEM,
     UNKNOWN,

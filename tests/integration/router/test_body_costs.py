@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.bodies.protocol import BodyKind, Refusal
-from pagewire.services.router.http.responses.inputs import with_history
+from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.body_processes.protocol import BodyKind, Refusal
 from pagewire.tests.support.body_meter import BodyMeter, Cost
 from pagewire.tests.support.costly_schemas import SCHEMAS, Schema, chat_body, tools
 from pagewire.tests.support.tool_models import ToolModels

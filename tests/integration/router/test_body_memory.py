@@ -11,12 +11,12 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from pagewire.services.router.http.bodies import reader as body_reader
-from pagewire.services.router.http.bodies.reader import THREAD_BODY_BYTES, BodyReader
-from pagewire.services.router.http.inputs.generation import GenerationInput
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.body_processes import reader as body_reader
+from pagewire.services.router.http.body_processes.reader import THREAD_BODY_BYTES, BodyReader
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.body_processes import body_processes
 from pagewire.tests.support.costly_schemas import chat_body
@@ -79,7 +79,7 @@ def test_such_a_body_is_read_where_there_is_more_memory() -> None:
 
 
 _BOUNDED = """
-from pagewire.services.router.http.bodies.child_serving import added_memory
+from pagewire.services.router.http.body_processes.child_serving import added_memory
 held = bytearray(100 << 20)
 for _ in range(2):
     try:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.services.router.http.bodies.child_process import MAX_PROCESS_BYTES, ChildPool
-from pagewire.shared.errors import RequestFailedError
+from pagewire.services.router.http.body_processes.child_process import MAX_PROCESS_BYTES, ChildPool
+from pagewire.shared.base.errors import RequestFailedError
 
-PROGRAM = "pagewire.services.router.http.bodies.body_process"
+PROGRAM = "pagewire.services.router.http.body_processes.body_process"
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.router.http.bodies import child_process, grammar_checker
-from pagewire.services.router.http.bodies.child_process import ChildProcess
-from pagewire.services.router.http.bodies.grammar_checker import GrammarChecker
+from pagewire.services.router.http.body_processes import child_process, grammar_checker
+from pagewire.services.router.http.body_processes.child_process import ChildProcess
+from pagewire.services.router.http.body_processes.grammar_checker import GrammarChecker
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import BusyError, InvalidRequestError, RequestFailedError
+from pagewire.shared.base.errors import BusyError, InvalidRequestError, RequestFailedError
 from pagewire.shared.grammar.structures import regex_grammar
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.body_processes import body_processes
 

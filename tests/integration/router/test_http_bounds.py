@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pagewire.services.router.http.requests import http_io
+from pagewire.services.router.http.connection import http_io
 from pagewire.shared.http import connections
 from pagewire.shared.http.protocol import MAX_PIPELINED
 from pagewire.tests.support.aio import eventually

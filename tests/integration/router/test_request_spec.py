@@ -12,10 +12,10 @@ import pytest
 
 from pagewire.shared.control.protocol import Generate
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.kv.job_messages import Prefill
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.sampling import RequestSpec, bad_word_ids
+from pagewire.shared.request.sampling import RequestSpec, bad_word_ids
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.kv_router import prompt_of, router_of

@@ -6,7 +6,7 @@ import asyncio
 import socket
 
 from pagewire.services.router.http.server.acceptor import Acceptor
-from pagewire.shared.listener import bound_socket
+from pagewire.shared.base.listener import bound_socket
 from pagewire.tests.support.aio import eventually, run_async
 
 CONNECTIONS = 64

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http.bodies.reader import PROCESSES, THREAD_BODY_BYTES
-from pagewire.services.router.http.requests.http_io import UNCOUNTED_BYTES
+from pagewire.services.router.http.body_processes.reader import PROCESSES, THREAD_BODY_BYTES
+from pagewire.services.router.http.connection.http_io import UNCOUNTED_BYTES
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.body_processes import stopped_body_processes

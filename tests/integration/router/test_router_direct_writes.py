@@ -10,11 +10,11 @@ from typing import Any
 
 import uvicorn
 
-from pagewire.services.router.http.answers.answer_set import AnswerSet
-from pagewire.services.router.http.answers.formats import CompletionFormat, Extras
-from pagewire.services.router.http.requests.direct_writer import DirectWritesProtocol
-from pagewire.services.router.http.requests.http_io import EventStream
-from pagewire.services.router.http.requests.record import RequestRecord
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai.formats import CompletionFormat, Extras
+from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
+from pagewire.services.router.http.connection.http_io import EventStream
+from pagewire.services.router.http.connection.record import RequestRecord
 from pagewire.shared.control.protocol import TokenOutput
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.protocol import protocol_factory

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http.bodies import grammar_checker
-from pagewire.services.router.http.bodies.grammar_checker import PROCESSES
+from pagewire.services.router.http.body_processes import grammar_checker
+from pagewire.services.router.http.body_processes.grammar_checker import PROCESSES
 from pagewire.shared.grammar.limits import MAX_COMPILE_S
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.body_processes import body_processes
@@ -182,7 +182,7 @@ def test_grammar_for_which_only_the_clock_runs_out_is_a_503_and_tried_again(
 
 def test_process_that_tries_grammars_imports_little() -> None:
     """It ends with each grammar that costs too much, so its start must be cheap."""
-    module = "pagewire.services.router.http.bodies.grammar_process"
+    module = "pagewire.services.router.http.body_processes.grammar_process"
     code = f"import sys, {module}; print({{'pydantic', 'tokenizers'}} & sys.modules.keys())"
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http.bodies import child_process
-from pagewire.services.router.http.bodies import reader as body_reader
-from pagewire.services.router.http.bodies.reader import (
+from pagewire.services.router.http.body_processes import child_process
+from pagewire.services.router.http.body_processes import reader as body_reader
+from pagewire.services.router.http.body_processes.reader import (
     INLINE_BODY_BYTES,
     PROCESSES,
     THREAD_BODY_BYTES,

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.services.router.http.answers.formats import CompletionFormat
+from pagewire.services.router.http.api.openai.formats import CompletionFormat
 from pagewire.shared.control.protocol import Generate, LoadReport
-from pagewire.shared.kv.job_messages import Prefill
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.kv_router import prompt_of, router_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.anthropic_messages import (
     ON,
     TOOLS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.anthropic_messages import ON, SHOWN_TOOLS, TOOLS, created, post
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter

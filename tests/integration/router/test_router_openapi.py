@@ -14,7 +14,7 @@ import pytest
 from pagewire import __version__
 from pagewire.services.router.http.openapi.pages import DOCS_PATHS
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.api_document import JSON, STREAM, Document, document
 from pagewire.tests.support.browser import Browser, browser

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 import httpx
 import pytest
 
-from pagewire.shared.listener import bound_socket
+from pagewire.shared.base.listener import bound_socket
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET

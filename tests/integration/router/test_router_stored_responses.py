@@ -10,10 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from pagewire.services.router.http.responses.inputs import MAX_STORED_BYTES
-from pagewire.services.router.http.responses.store import TTL_S
+from pagewire.services.router.http.api.responses.inputs import MAX_STORED_BYTES
+from pagewire.services.router.http.api.responses.store import TTL_S
+from pagewire.shared.base.errors import RedisSetupError
 from pagewire.shared.cluster.redis_client import cluster_tag
-from pagewire.shared.errors import RedisSetupError
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import (

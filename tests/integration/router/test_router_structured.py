@@ -11,7 +11,7 @@ import openai
 import pydantic
 import pytest
 
-from pagewire.services.router.http.bodies import grammar_checker
+from pagewire.services.router.http.body_processes import grammar_checker
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.body_processes import body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from pagewire.shared.tools.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, LiveRouter
 from pagewire.tests.support.scenarios import Ask, Serve

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from pagewire.services.cli.up.cluster import LEAVE_S
-from pagewire.shared.tracing import MAX_QUEUED_SPANS, Tracing, open_tracing
+from pagewire.shared.base.tracing import MAX_QUEUED_SPANS, Tracing, open_tracing
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.otlp_receiver import otlp_receiver
 

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.services.decode.main import make_service
 from pagewire.shared.cluster.redis_client import cluster_tag
-from pagewire.shared.config import WorkerSettings, load_settings
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
-from pagewire.shared.kv.endpoint.receiver import KvReceiver
+from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.control import raw_peer

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.http.connections import TAKING_TIMEOUT_S
 from pagewire.shared.http.side_server import MAX_CONNECTIONS
 from pagewire.shared.metrics.server import MetricsServer

@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.control.protocol import ControlMessage
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.errors import ConfigError
 from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.worker import process
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime

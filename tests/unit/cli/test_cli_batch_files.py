@@ -24,7 +24,7 @@ from pagewire.services.cli.batch.lines import (
 from pagewire.services.cli.batch.output_file import OutputFile
 from pagewire.services.cli.batch.sender import retry_after
 from pagewire.services.cli.batch.view import Tally
-from pagewire.shared.errors import ConfigError, PagewireError
+from pagewire.shared.base.errors import ConfigError, PagewireError
 
 REQUEST = BatchRequest("a", "/v1/completions", b"{}")
 

@@ -24,7 +24,7 @@ from pagewire.services.cli.bench.stats import Results, Samples, Slo, percentile
 from pagewire.services.cli.bench.view import summary_lines
 from pagewire.services.cli.client.openai_client import Reply
 from pagewire.services.cli.client.openai_messages import PromptDetails, Usage
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {
     "rate": None,

@@ -18,7 +18,7 @@ from pagewire.services.cli.client.openai_client import (
 from pagewire.services.cli.client.openai_messages import Chunk
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.services.cli.terminal import cut_note, describe, printable
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 STREAM = (
     b': hello\r\ndata: {"a":"\xe2\x80\xa8"}\r\n\r\n'

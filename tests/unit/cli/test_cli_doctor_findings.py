@@ -22,7 +22,7 @@ from pagewire.services.cli.doctor.checks import (
 )
 from pagewire.services.cli.doctor.command import CUT_AT
 from pagewire.services.cli.doctor.memory import _CGROUP_FILES, _of_cgroup, _of_machine
-from pagewire.shared.config import WorkerSettings, load_settings
+from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.worker.kv import carriers_to_open
 
 GPU = {"name": "H100", "bytes": 80 * GIB}

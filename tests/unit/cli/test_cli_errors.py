@@ -14,7 +14,7 @@ import pytest
 
 from pagewire.services.cli.client.endpoint_errors import refusal
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
-from pagewire.shared.errors import ConfigError, NoWorkerError
+from pagewire.shared.base.errors import ConfigError, NoWorkerError
 from pagewire.shared.model.demo import demo_model_path
 
 Done = subprocess.CompletedProcess[str]

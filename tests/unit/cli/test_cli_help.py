@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from pagewire.services.cli.help_page import joined_names
 from pagewire.services.cli.main import app
 from pagewire.services.cli.up.command import NOT_SETTINGS
-from pagewire.shared.config import ClientSettings, RouterSettings, WorkerSettings
+from pagewire.shared.settings.config import ClientSettings, RouterSettings, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

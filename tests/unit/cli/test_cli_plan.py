@@ -30,7 +30,7 @@ from pagewire.services.cli.up.machine import (
     visible_gpus,
 )
 from pagewire.services.cli.up.processes import ChildSpec
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - what a user may ask for

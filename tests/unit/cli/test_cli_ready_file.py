@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.services.cli.up.ready_file import ReadyFile
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 
 CONTENT = {"pagewire": "0.1.0", "pid": 7, "url": "http://127.0.0.1:8000"}
 

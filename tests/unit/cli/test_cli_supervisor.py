@@ -24,8 +24,8 @@ from pagewire.services.cli.up.processes import Child, ChildSpec, ExitStatus, Out
 from pagewire.services.cli.up.ready_box import ReadyFacts, show_ready_box
 from pagewire.services.cli.up.supervisor import RestartPolicy, Supervisor, refusal_in
 from pagewire.services.router.http.server import access_log
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.cluster.redis_client import without_password
-from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.aio import eventually, run_async
 
 URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:9000")  # of endpoint and operator port

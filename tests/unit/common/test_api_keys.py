@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.shared.config import RouterSettings, load_settings
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.http.api_keys import (
     MAX_FILE_BYTES,
     ApiKeys,
@@ -18,6 +17,7 @@ from pagewire.shared.http.api_keys import (
     load_keys,
     parse_keys,
 )
+from pagewire.shared.settings.config import RouterSettings, load_settings
 
 KEY, OTHER = "sk-0123456789", "another-key-of-bob"
 HASH = hashlib.sha256(OTHER.encode()).hexdigest()

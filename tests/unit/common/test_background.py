@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from pagewire.shared.aio import end_task, start_task
+from pagewire.shared.base.aio import end_task, start_task
 from pagewire.tests.support.aio import run_async
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import OverloadedError
-from pagewire.shared.fair_queue import FairQueue
+from pagewire.shared.base.errors import OverloadedError
+from pagewire.shared.base.fair_queue import FairQueue
 
 
 def make(max_items: int = 100, max_each: int = 100) -> FairQueue[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagewire.shared.log_writer import LogWriter
+from pagewire.shared.base.log_writer import LogWriter
 
 FILL = b"x" * 65536  # what a pipe holds
 

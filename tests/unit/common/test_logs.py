@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 
+from pagewire.shared.base.logs import (
+    JsonFormatter,
+    TextFormatter,
+    about,
+    current_request,
+    json_line,
+)
 from pagewire.shared.http.request_id import request_id_of
-from pagewire.shared.logs import JsonFormatter, TextFormatter, about, current_request, json_line
 
 
 def record(message: str, *arguments: Any, **extra: Any) -> logging.LogRecord:
@@ -67,7 +73,8 @@ def test_a_traceback_begins_no_line_that_could_be_another() -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_pythons_warnings_are_lines_like_others(form: str) -> None:
     code = (
-        f"from pagewire.shared.logs import configure_logging; configure_logging('info', {form!r});"
+        "from pagewire.shared.base.logs import configure_logging;"
+        f"configure_logging('info', {form!r});"
         "import warnings; warnings.warn('of\\ntwo lines')"
     )
     done = subprocess.run(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.shared.base.errors import ProtocolError, VersionMismatchError
 from pagewire.shared.control.protocol import (
     MAX_FORKS,
     MAX_FRAME_BYTES,
@@ -24,9 +25,8 @@ from pagewire.shared.control.protocol import (
     decode,
     encode,
 )
-from pagewire.shared.errors import ProtocolError, VersionMismatchError
-from pagewire.shared.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.message_values import values_of
 
 MESSAGE_TYPES = get_args(ControlMessage)

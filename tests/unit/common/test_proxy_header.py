@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import ProtocolError
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.http.proxy_header import MOST_BYTES, SIGNATURE, ProxyHeader, may_begin, parse
 
 TCP4 = bytes([192, 0, 2, 7, 10, 0, 0, 1]) + (51000).to_bytes(2) + (8000).to_bytes(2)

@@ -9,11 +9,15 @@ from array import array
 import pytest
 
 from pagewire.services.router.dispatch.times import AnswerTimes
-from pagewire.services.router.http.answers.timings import RequestTimes, timings_field, wants_timings
-from pagewire.shared.config import RouterSettings, load_settings
+from pagewire.services.router.http.api.openai.timings import (
+    RequestTimes,
+    timings_field,
+    wants_timings,
+)
+from pagewire.shared.base.errors import ConfigError, InvalidRequestError
+from pagewire.shared.base.tracing import open_tracing
 from pagewire.shared.control.protocol import Timings
-from pagewire.shared.errors import ConfigError, InvalidRequestError
-from pagewire.shared.tracing import open_tracing
+from pagewire.shared.settings.config import RouterSettings, load_settings
 
 REMOTE = Timings(
     wait_s=0.001,
@@ -135,7 +139,7 @@ def test_missing_packages_are_one_clear_line(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_an_endpoint_opentelemetry_is_not_imported():
     code = (
-        "import sys; from pagewire.shared.tracing import open_tracing;"
+        "import sys; from pagewire.shared.base.tracing import open_tracing;"
         "assert open_tracing(None, 'router', 'r') is None;"
         "assert 'opentelemetry' not in sys.modules"
     )

@@ -9,7 +9,7 @@ from pagewire.shared.engine.scheduling.step import (
     StepPlan,
     TableEntries,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 
 def make_state() -> DeviceState:

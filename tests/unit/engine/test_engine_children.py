@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
-from pagewire.shared.logprobs import Logprobs, join
+from pagewire.shared.request.logprobs import Logprobs, join
 from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,

@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.scheduling.step import StepPlan
-from pagewire.shared.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.tests.support.engine_iterations import (
     BOTH,

@@ -15,7 +15,7 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
 )
 from pagewire.shared.engine.step_output import StepOutput
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.engine_iterations import (
     BOTH,
     LIMIT,

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.failed_steps import MAX_FAILED_PROMPTS, MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan
-from pagewire.shared.errors import InvalidRequestError
 from pagewire.shared.worker.engine_loss import ended
 from pagewire.tests.support.engine_iterations import (
     BOTH,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.execution import kernel_choice
-from pagewire.shared.errors import ConfigError
 
 CPU = torch.device("cpu")
 

@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from pagewire.services.router.http.answers.logprobs import (
+from pagewire.services.router.http.api.openai.logprobs import (
     LEAST,
     CompletionLogprobs,
     chat_logprobs,
     finite,
     prompt_logprobs,
 )
-from pagewire.shared.logprobs import Logprobs, PromptLogprobs, Token, join
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs, Token, join
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.tokenizer import Tokenizer
 

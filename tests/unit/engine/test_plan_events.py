@@ -5,9 +5,9 @@ from typing import cast
 
 import pytest
 
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent
 from pagewire.shared.engine.execution.plan_events import PlanEvents
-from pagewire.shared.errors import IntegrityError
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.model.pooling import load_pooling
 
 

@@ -2,12 +2,12 @@ import itertools
 
 import pytest
 
+from pagewire.shared.base.errors import IllegalTransitionError
 from pagewire.shared.engine.scheduling.status import (
     LEGAL_TRANSITIONS,
     RequestStatus,
     check_transition,
 )
-from pagewire.shared.errors import IllegalTransitionError
 
 
 def test_each_terminal_status_has_a_finish_reason() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.kernels import shaping_tables
-from pagewire.shared import sampling_types as bounds
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingParams
-from pagewire.shared.sampling_types import MAX_CHOICES, MAX_STOP_TOKEN_IDS
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.request import sampling_types as bounds
+from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults, SamplingParams
+from pagewire.shared.request.sampling_types import MAX_CHOICES, MAX_STOP_TOKEN_IDS
+from pagewire.shared.request.structured_outputs import StructuredOutputs
 
 DEFAULTS = SamplingDefaults(temperature=0.6, top_p=0.9, top_k=20, max_tokens=512)
 

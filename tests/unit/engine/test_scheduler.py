@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.cache_groups import CacheGroups

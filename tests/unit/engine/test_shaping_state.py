@@ -17,7 +17,7 @@ from pagewire.shared.engine.scheduling.step import (
     PrefillChunk,
     StepPlan,
 )
-from pagewire.shared.sampling import RequestSpec
+from pagewire.shared.request.sampling import RequestSpec
 
 VOCAB = 50
 PENALTY = RequestSpec(seed=0, frequency_penalty=0.5)

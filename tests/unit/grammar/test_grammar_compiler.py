@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
 from pagewire.shared.grammar.matcher import Matcher

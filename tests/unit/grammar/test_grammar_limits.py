@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.limits import MAX_COMPILE_S, MAX_TRIED_MASK_S
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.threads import STACK_BYTES, start_thread
 from pagewire.shared.grammar.tokens import mask_words
-from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.tools.argument_grammar import json_rule
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
+from pagewire.shared.request.structured_outputs import StructuredOutputs
+from pagewire.shared.tool_calls.argument_grammar import json_rule
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
 from pagewire.tests.support.hostile_grammars import GRAMMARS, REGEXES, hostile_fields
 from pagewire.tests.support.json_schemas import SchemaMaker
 from pagewire.tests.support.large_vocabulary import EOS, large_vocabulary

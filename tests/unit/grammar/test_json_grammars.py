@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from llguidance import LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.matcher import Matcher
+from pagewire.shared.grammar.schema_fit import fitted
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.schema_fit import fitted
-from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion
 
 VOCAB, EOS = 2048, (1, 5)

@@ -7,14 +7,14 @@ import contextlib
 import pytest
 from llguidance import LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion
 
 VOCAB, EOS = 2048, (1, 5)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pagewire.shared.errors import IntegrityError
+from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_pool import BlockCounts, BlockPool
 from pagewire.shared.kv.block_table import BlockTable

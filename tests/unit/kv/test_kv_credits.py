@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pagewire.shared.errors import ConfigError, IntegrityError, ProtocolError, TransferError
-from pagewire.shared.kv.endpoint.credits import ReceiverCredits, SenderCredits, StagingSlotState
-from pagewire.shared.kv.messages import Grant, Reclaim, Return
+from pagewire.shared.base.errors import ConfigError, IntegrityError, ProtocolError, TransferError
+from pagewire.shared.transfer.endpoint.credits import (
+    ReceiverCredits,
+    SenderCredits,
+    StagingSlotState,
+)
+from pagewire.shared.transfer.messages import Grant, Reclaim, Return
 from pagewire.tests.support.credits_world import Acknowledged, World
 
 Granted = list[tuple[int, Grant | Reclaim]]

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 import torch
 
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.ipc import IpcCarrier, IpcOffer, IpcReply
-from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
-from pagewire.shared.kv.messages import MAX_CREDITS, Segment
-from pagewire.shared.kv.peer_process import Process, this_process
-from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.transfer.carriers.ipc import IpcCarrier, IpcOffer, IpcReply
+from pagewire.shared.transfer.device_memory import HANDLE_BYTES, allocate
+from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
+from pagewire.shared.transfer.peer_process import Process, this_process
+from pagewire.shared.transfer.staging import make_staging
 from pagewire.tests.support.ipc_peer import Announced, make_carrier
 
 SLOT_BYTES = 1000

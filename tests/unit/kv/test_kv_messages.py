@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.control.protocol import MAX_LAYER_GROUPS
-from pagewire.shared.errors import ProtocolError
-from pagewire.shared.kv.job_messages import JobReport, JobRequest
-from pagewire.shared.kv.messages import (
+from pagewire.shared.transfer.job_messages import JobReport, JobRequest
+from pagewire.shared.transfer.messages import (
     MAX_CREDITS,
     MAX_MESSAGE_BYTES,
     MAX_REPLY_BYTES,

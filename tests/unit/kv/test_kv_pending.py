@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.errors import TransferError
-from pagewire.shared.kv.carriers.base import DONE, Pending, Then
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.transfer.carriers.base import DONE, Pending, Then
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, TransferError])

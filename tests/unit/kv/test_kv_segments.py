@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.kv.endpoint.segments import Coverage, Cut, ExportQueue
 from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.transfer.endpoint.segments import Coverage, Cut, ExportQueue
 
 Unit = tuple[int, int]  # position, layer group
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.config import WorkerSettings
 from pagewire.shared.engine.build import choose_dtype
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
@@ -20,6 +19,7 @@ from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.estimate import estimate, weight_bytes
 from pagewire.tests.support.tiny_models import CASES, write_tiny_model
 

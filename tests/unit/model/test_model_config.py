@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.rope_config import RopeConfig
-from pagewire.shared.sampling_types import MAX_EOS_TOKEN_IDS
+from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 from pagewire.tests.support.hf_configs import assert_same, config_class, needed_fields
 
 LLAMA_3_1_8B = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields

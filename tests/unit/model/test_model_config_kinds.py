@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families.gemma2 import Gemma2Config
 from pagewire.shared.model.families.gemma3 import Gemma3Config

@@ -14,14 +14,14 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.routing import Routing
-from pagewire.shared.config import WorkerSettings
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.kv.storage import KvShape
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import CachedToken
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.estimate import estimate, weight_bytes
 from pagewire.tests.support.tiny_models import write_tiny_model
 

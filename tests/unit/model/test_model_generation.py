@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.generation import load_sampling_defaults
-from pagewire.shared.sampling import SamplingDefaults
+from pagewire.shared.request.sampling import SamplingDefaults
 
 
 def write(directory: Path, content: Any) -> Path:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagewire.kernels import load_ops
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.worker.estimate import weight_bytes
 from pagewire.tests.support.hf_configs import assert_same

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import ConfigError, ModelLoadError
+from pagewire.shared.base.errors import ConfigError, ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.transformers_model.config import require_transformers
 

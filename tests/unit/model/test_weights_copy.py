@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model import weights_copy
 from pagewire.shared.model.safetensors_header import WeightsFile, read_header
 from pagewire.shared.model.weights_copy import Fill, copy_weights, num_threads

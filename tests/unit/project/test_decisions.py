@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 
-from pagewire.shared.config import RouterSettings, WorkerSettings
-from pagewire.shared.setting_names import PREFIX
+from pagewire.shared.settings.config import RouterSettings, WorkerSettings
+from pagewire.shared.settings.names import PREFIX
 from pagewire.tests.support.documents import ROOT
 
 PAGE = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
@@ -100,7 +100,7 @@ def test_each_question_is_asked_once() -> None:
         ("`shared/gone.py`: `anything`", ["shared/gone.py"]),
         ("`shared/engine/scheduling/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
         ("`shared/engine/failed_steps.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
-        ("`shared/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
+        ("`shared/settings/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
         ("`Makefile`: `test-gpu`, `test-cpu`", ["test-cpu"]),
     ],
 )

@@ -12,8 +12,8 @@ from pagewire.services.cli.up.command import DRAIN_TIMEOUT_S
 from pagewire.services.router.dispatch.dispatcher import WORKER_WAIT_S
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.main import CUT_S
+from pagewire.shared.base.errors import VersionMismatchError
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, decode
-from pagewire.shared.errors import VersionMismatchError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.tests.support.documents import DOCUMENTS, ROOT
 from pagewire.tests.support.tiny_models import ARCHITECTURE_OF

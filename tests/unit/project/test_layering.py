@@ -19,12 +19,13 @@ LAYERS = ("kernels", "shared", "services")  # each may import itself and those b
 SERVICES = ("cli", "decode", "prefill", "router")
 CLI_ENTRY_POINTS = {f"pagewire.services.{role}.main" for role in ("decode", "prefill", "router")}
 NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
-# Each package may import those before it. Modules next to packages come first in `shared` and in
+# Each package may import those before it. Modules next to packages come first in
 # `services.router.http`, and last in a service, which they compose; those of `cli` may do both.
-SMALL = "shared modules"
 PACKAGES = (
     "kernels",
-    SMALL,
+    "shared.base",
+    "shared.settings",
+    "shared.request",
     "shared.control",
     "shared.cluster",
     "shared.http",
@@ -33,14 +34,15 @@ PACKAGES = (
     "shared.kv",
     "shared.index",
     "shared.text",
-    "shared.tools",
     "shared.grammar",
+    "shared.tool_calls",
     "shared.engine.scheduling",
     "shared.engine.execution",
     "shared.engine",
     "shared.engine.offline",
-    "shared.kv.carriers",
-    "shared.kv.endpoint",
+    "shared.transfer",
+    "shared.transfer.carriers",
+    "shared.transfer.endpoint",
     "shared.worker",
     "services.router.cluster",
     "services.router.placement",
@@ -49,12 +51,12 @@ PACKAGES = (
     "services.router.dispatch",
     "services.router.text",
     "services.router.http",
-    "services.router.http.inputs",
-    "services.router.http.answers",
-    "services.router.http.messages",
-    "services.router.http.responses",
-    "services.router.http.bodies",
-    "services.router.http.requests",
+    "services.router.http.api.openai",
+    "services.router.http.api.anthropic",
+    "services.router.http.api.responses",
+    "services.router.http.api",
+    "services.router.http.body_processes",
+    "services.router.http.connection",
     "services.router.http.routes",
     "services.router.http.openapi",
     "services.router.http.server",
@@ -66,7 +68,7 @@ PACKAGES = (
     "services.decode",
     "services.prefill",
 )
-COMPOSERS = ("services", "services.router", "services.cli")
+COMPOSERS = ("pagewire", "shared", "services", "services.router", "services.cli")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "np.load", "numpy.load"}
 # Distributions whose module has another name.
@@ -78,11 +80,11 @@ DISTRIBUTIONS = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
-    "shared/base_settings.py": "OpenTelemetry's own name of a setting",
-    "shared/config.py": "the one reader of settings",
+    "shared/settings/base.py": "OpenTelemetry's own name of a setting",
+    "shared/settings/config.py": "the one reader of settings",
     "services/cli/up/processes.py": "children inherit it",
     "services/cli/up/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
-    "shared/kv/carriers/ucx_settings.py": "UCX is configured through it",
+    "shared/transfer/carriers/ucx_settings.py": "UCX is configured through it",
 }
 
 
@@ -184,7 +186,7 @@ def package_of(module: str) -> str:
     """The longest package of `PACKAGES` or `COMPOSERS` that a module lies in."""
     path = module.removeprefix("pagewire.")
     lies_in = [p for p in (*PACKAGES, *COMPOSERS) if path == p or path.startswith(f"{p}.")]
-    return max(lies_in, key=len, default=SMALL)
+    return max(lies_in, key=len, default="pagewire")
 
 
 def test_packages_import_those_before_them() -> None:

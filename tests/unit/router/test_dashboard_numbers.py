@@ -20,8 +20,8 @@ from pagewire.services.cli.client.top_data import (
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.router.dashboard.cluster_data import ClusterData
 from pagewire.services.router.dashboard.recent import RecentRequests, is_shown, parts_of
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.control.protocol import Timings
-from pagewire.shared.errors import ProtocolError
 from pagewire.shared.metrics.live import (
     MAX_REQUESTS,
     MAX_WORKERS_SHOWN,

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from pagewire.services.router.http.inputs.schemas import ChatBody, CompletionBody
+from pagewire.services.router.http.api.openai.schemas import ChatBody, CompletionBody
+from pagewire.services.router.http.api.responses.bodies import AS_IN_CHATS, ResponseBody
 from pagewire.services.router.http.openapi.document import openapi_document
 from pagewire.services.router.http.openapi.operations import OPERATIONS, Operation
-from pagewire.services.router.http.responses.bodies import AS_IN_CHATS, ResponseBody
 from pagewire.services.router.http.server.app import ROUTERS
 from pagewire.services.router.http.unsupported import (
     REFUSED_IN_COMPLETIONS,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
 
 
 def counts(admission: Admission) -> tuple[int, int, int]:

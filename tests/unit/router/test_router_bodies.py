@@ -7,11 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.services.router.http.bodies.body_process import read_body
-from pagewire.services.router.http.bodies.protocol import BodyKind
-from pagewire.services.router.http.errors import describe
-from pagewire.services.router.http.inputs.generation import read_chat, read_completion
-from pagewire.services.router.http.inputs.schemas import (
+from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
+from pagewire.services.router.http.api.openai.schemas import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_PARTS,
@@ -21,10 +18,13 @@ from pagewire.services.router.http.inputs.schemas import (
     CompletionBody,
     parse_body,
 )
-from pagewire.services.router.http.responses.inputs import with_history
+from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.body_processes.body_process import read_body
+from pagewire.services.router.http.body_processes.protocol import BodyKind
+from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.unsupported import refused_fields
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling_types import MAX_STOP_TOKEN_IDS
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.request.sampling_types import MAX_STOP_TOKEN_IDS
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,

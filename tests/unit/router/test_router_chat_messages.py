@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.inputs.generation import GenerationInput, read_chat
-from pagewire.services.router.http.inputs.prompts import MAX_CHARS_PER_TOKEN
+from pagewire.services.router.http.api.openai.generation import GenerationInput, read_chat
+from pagewire.services.router.http.api.openai.prompts import MAX_CHARS_PER_TOKEN
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.settings.config import RouterSettings
 
 MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
 GOOD = {"role": "user", "content": "Hi"}

@@ -5,11 +5,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from pagewire.services.router.http.answers.answer_set import Usage
-from pagewire.services.router.http.answers.formats import CompletionFormat, Extras
-from pagewire.services.router.http.requests.http_io import EventStream
-from pagewire.services.router.http.requests.record import RECORD, RequestRecord
-from pagewire.shared.errors import NoWorkerError
+from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.formats import CompletionFormat, Extras
+from pagewire.services.router.http.connection.http_io import EventStream
+from pagewire.services.router.http.connection.record import RECORD, RequestRecord
+from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.tests.support.aio import run_async
 

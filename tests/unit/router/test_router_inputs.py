@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.services.router.http.bodies.protocol import Refusal
+from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
+from pagewire.services.router.http.body_processes.protocol import Refusal
 from pagewire.services.router.http.errors import ContextLengthError, describe
-from pagewire.services.router.http.inputs.generation import read_chat, read_completion
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError, ModelNotFoundError
-from pagewire.shared.sampling import RequestSpec, SamplingDefaults, SamplingFields
+from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
+from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults, SamplingFields
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,

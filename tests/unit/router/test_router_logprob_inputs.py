@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagewire.services.router.http.inputs.generation import read_completion
+from pagewire.services.router.http.api.openai.generation import read_completion
 from pagewire.tests.support.request_bodies import MODEL, chat, completion, encoded, refusal
 
 

@@ -12,11 +12,11 @@ from pagewire.services.router.http.errors import outcome_of
 from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
 from pagewire.services.router.metrics.state import used_share
 from pagewire.services.router.metrics.targets import describe_targets
+from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.cluster.registry import WorkerLoad, WorkerRecord
 from pagewire.shared.cluster.routers import RouterRecord
 from pagewire.shared.cluster.worker_record import OtherVersion
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Timings, TokenOutput
-from pagewire.shared.errors import ProtocolError
 from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
 from pagewire.shared.metrics.pages import decode_targets, joined
 from pagewire.shared.metrics.process import LAG_INTERVAL_S, LoopLag, describe_process

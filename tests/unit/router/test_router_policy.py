@@ -12,8 +12,8 @@ from pagewire.services.router.placement.policy import (
     Prompt,
     RoundRobinPolicy,
 )
+from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.control.protocol import LoadReport
-from pagewire.shared.errors import NoWorkerError
 
 IDS = [f"w{i}" for i in range(6)]
 BLOCK = 16

@@ -2,10 +2,10 @@
 
 import pytest
 
-from pagewire.services.router.http.bodies.body_process import read_body
+from pagewire.services.router.http.body_processes.body_process import read_body
 from pagewire.services.router.http.errors import describe
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.sampling import SamplingFields
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.request.sampling import SamplingFields
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.services.router.http.requests.record import RequestRecord
+from pagewire.services.router.http.connection.record import RequestRecord
 
 
 def owner(host: str | None, key: str | None = None) -> str:

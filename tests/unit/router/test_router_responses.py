@@ -9,19 +9,18 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.exceptions import HTTPException
 
 from pagewire.services.cli.client.sse import EventParser
-from pagewire.services.router.http.answers.answer_set import Usage
-from pagewire.services.router.http.answers.formats import (
+from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.formats import (
     DONE,
     ChatFormat,
     CompletionFormat,
     Extras,
     model_record,
 )
-from pagewire.services.router.http.answers.running_usage import RunningUsage
+from pagewire.services.router.http.api.openai.running_usage import RunningUsage
 from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import (
+from pagewire.shared.base.errors import (
     ChannelError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -29,6 +28,7 @@ from pagewire.shared.errors import (
     OverloadedError,
     RequestFailedError,
 )
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.answer_text import TextDelta
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.router.cluster.worker_links import WorkerLink
-from pagewire.services.router.http.answers.backlog import MAX_JOINED_TOKENS, Backlog
+from pagewire.services.router.http.api.openai.backlog import MAX_JOINED_TOKENS, Backlog
 from pagewire.services.router.text.stream import AnswerStream
+from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.control.protocol import (
     Blamed,
     EngineLost,
@@ -17,9 +18,8 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
-from pagewire.shared.errors import RequestFailedError
-from pagewire.shared.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async

@@ -11,14 +11,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from pagewire.services.router.http.inputs.generation import GenerationInput, read_chat
+from pagewire.services.router.http.api.openai.generation import GenerationInput, read_chat
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.setting_types import ReasoningParserName, ToolParserName
-from pagewire.shared.tools.definitions import MAX_TOOLS_BYTES
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.reasoning import REASONING_FORMATS
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.settings.config import RouterSettings
+from pagewire.shared.settings.types import ReasoningParserName, ToolParserName
+from pagewire.shared.tool_calls.definitions import MAX_TOOLS_BYTES
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS
 from pagewire.tests.support.request_bodies import encoded
 from pagewire.tests.support.tool_answers import CLOCK, NAMES, TOOLS, WEATHER
 from pagewire.tests.support.tool_models import make_model

@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from pagewire.services.router.http.inputs.embeddings import read_embedding
-from pagewire.services.router.http.inputs.generation import (
+from pagewire.services.router.http.api.anthropic.inputs import read_message, read_message_count
+from pagewire.services.router.http.api.openai.embeddings import read_embedding
+from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
     read_chat,
     read_completion,
 )
-from pagewire.services.router.http.inputs.tokens import read_tokenize
-from pagewire.services.router.http.messages.inputs import read_message, read_message_count
-from pagewire.services.router.http.responses.inputs import (
+from pagewire.services.router.http.api.openai.tokens import read_tokenize
+from pagewire.services.router.http.api.responses.inputs import (
     read_response,
     read_response_count,
     with_history,
 )
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.config import RouterSettings
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.request_bodies import CONTEXT, encoded
 from pagewire.tests.support.unknown_tokens import PROBLEM, UNKNOWN, model_with_unknown_token
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from pagewire.shared.addresses import advertised_host, numeric_endpoint, with_host
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.addresses import advertised_host, numeric_endpoint, with_host
+from pagewire.shared.base.errors import ConfigError
 from pagewire.tests.support.aio import run_async
 
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - not bound

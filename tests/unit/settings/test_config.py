@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.base_settings import ClusterSettings
-from pagewire.shared.config import RouterSettings, WorkerSettings, load_settings
-from pagewire.shared.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.base import ClusterSettings
+from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
 KINDS = [ClusterSettings, WorkerSettings, RouterSettings]
 

@@ -24,9 +24,9 @@ from pagewire.services.cli.doctor.checks import (
     judge_ucx,
 )
 from pagewire.services.cli.errors import needs_worker_extra
-from pagewire.shared.errors import ConfigError
-from pagewire.shared.installing import install_command
-from pagewire.shared.kv.staging import make_staging
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.installing import install_command
+from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker import kv
 
 if TYPE_CHECKING:

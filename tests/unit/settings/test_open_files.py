@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import resource
-from pagewire.shared.open_files import connection_bound, raise_open_file_limit
+from pagewire.shared.base.open_files import connection_bound, raise_open_file_limit
 raise_open_file_limit()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], connection_bound(None), connection_bound(7))
 """

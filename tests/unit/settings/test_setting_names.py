@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.config import (
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import (
     EngineSettings,
     LLMSettings,
     RouterSettings,
     WorkerSettings,
     load_settings,
 )
-from pagewire.shared.errors import ConfigError
 from pagewire.tests.support.documents import ROOT
 
 

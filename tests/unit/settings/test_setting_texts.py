@@ -18,13 +18,13 @@ from pagewire.services.cli.main import app
 from pagewire.services.cli.prefill import prefill
 from pagewire.services.cli.router import router
 from pagewire.services.cli.up.command import NOT_SETTINGS, up
-from pagewire.shared.config import (
+from pagewire.shared.settings.config import (
     ClientSettings,
     LLMSettings,
     RouterSettings,
     WorkerSettings,
 )
-from pagewire.shared.setting_texts import default_text, description
+from pagewire.shared.settings.texts import default_text, description
 from pagewire.tests.support.documents import ROOT
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text import encoding
 from pagewire.shared.text.encoding import Encoder

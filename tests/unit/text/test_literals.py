@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.shared.text.tokenizer import Tokenizer

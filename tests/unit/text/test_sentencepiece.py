@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.shared.text.sentencepiece_file import read_sentencepiece
 from pagewire.shared.text.tokenizer import Tokenizer

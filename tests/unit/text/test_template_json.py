@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate
 from pagewire.tests.support.growth import grows_in_proportion
 

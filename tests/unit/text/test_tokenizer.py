@@ -16,7 +16,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.chat_template import MAX_RENDERED_CHARS, ChatOptions, ChatTemplate
 from pagewire.shared.text.tokenizer import Tokenizer

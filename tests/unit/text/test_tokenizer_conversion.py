@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 import transformers
 
-from pagewire.shared.errors import ModelLoadError
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.shared.text.tokenizer import Tokenizer

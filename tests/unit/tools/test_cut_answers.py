@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.tools.answer import AnswerReading, answer_parser
-from pagewire.shared.tools.events import AnswerEvent, CallBegin, ReasoningText
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tool_calls.answer import AnswerReading, answer_parser
+from pagewire.shared.tool_calls.events import AnswerEvent, CallBegin, ReasoningText
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.tool_answers import KINDS, NAMES, content_of, parsed, written
 
 CALLS = [("get_weather", {"city": "Oslo"}), ("clock", {})]

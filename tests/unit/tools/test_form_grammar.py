@@ -7,13 +7,13 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.form_grammar import after_reasoning, form_or_calls
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.grammar import CallsWanted
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.request.structured_outputs import StructuredOutputs
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.tool_answers import TOOLS, Call, as_grammars_have_it, written
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 

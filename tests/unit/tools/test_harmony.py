@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.structured_outputs import StructuredOutputs
-from pagewire.shared.tools.answer import AnswerMessage, AnswerReading, answer_parser
-from pagewire.shared.tools.definitions import Tool
-from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
-from pagewire.shared.tools.events import ReasoningText as Reasoning
-from pagewire.shared.tools.form_grammar import after_reasoning
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.harmony import MAX_HEADER
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.request.structured_outputs import StructuredOutputs
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, answer_parser
+from pagewire.shared.tool_calls.definitions import Tool
+from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
+from pagewire.shared.tool_calls.events import ReasoningText as Reasoning
+from pagewire.shared.tool_calls.form_grammar import after_reasoning
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.harmony import MAX_HEADER
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import parsed, splits
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.answer import (
+from pagewire.shared.tool_calls.answer import (
     AnswerMessage,
     AnswerReading,
     answer_parser,
     count_reasoning,
     read_answer,
 )
-from pagewire.shared.tools.events import ContentText, ReasoningText
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins, recognise_reasoning
-from pagewire.shared.tools.syntax import ChatSyntax
+from pagewire.shared.tool_calls.events import ContentText, ReasoningText
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins, recognise_reasoning
+from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import joined, parsed, splits, written
 

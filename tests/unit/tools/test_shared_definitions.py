@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from pagewire.shared.errors import InvalidRequestError
-from pagewire.shared.structured_outputs import MAX_GRAMMAR_CHARS
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.grammar import CallsWanted
-from pagewire.shared.tools.harmony_grammar import channels_grammar
-from pagewire.shared.tools.xml_calls import argument_kinds
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
+from pagewire.shared.tool_calls.xml_calls import argument_kinds
 from pagewire.tests.support.costly_schemas import SCHEMAS
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.unit.tools.test_tool_grammar import FORMATS, Allowed, calls_in

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.structured_outputs import StructuredOutputs
+from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.shared.text.markers import Markers
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES
 

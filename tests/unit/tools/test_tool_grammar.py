@@ -12,13 +12,13 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.grammar import CallsWanted, any_arguments, tools_grammar
-from pagewire.shared.tools.reasoning import REASONING_FORMATS, Begins
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.tests.support.tool_answers import (
     NAMES,
     TOOLS,

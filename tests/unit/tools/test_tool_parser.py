@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.tools.calls import MAX_CALL_ID, MAX_HEAD
-from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.parser import new_call_id
-from pagewire.shared.tools.scanner import ValueScanner
+from pagewire.shared.tool_calls.calls import MAX_CALL_ID, MAX_HEAD
+from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.parser import new_call_id
+from pagewire.shared.tool_calls.scanner import ValueScanner
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import (
     NAMES,

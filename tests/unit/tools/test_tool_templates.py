@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tools.formats import recognise_tools
-from pagewire.shared.tools.reasoning import recognise_reasoning
+from pagewire.shared.tool_calls.formats import recognise_tools
+from pagewire.shared.tool_calls.reasoning import recognise_reasoning
 from pagewire.tests.support.tool_answers import TOOLS
 from pagewire.tests.support.tool_models import SPECIAL, make_model, template_source
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.tools.scanner import MAX_DEPTH, ValueScanner
+from pagewire.shared.tool_calls.scanner import MAX_DEPTH, ValueScanner
 from pagewire.tests.support.tool_answers import VALUES
 
 

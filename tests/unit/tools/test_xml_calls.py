@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from pagewire.shared.grammar.limits import parser_limits
-from pagewire.shared.tools.definitions import Function
-from pagewire.shared.tools.events import CallArguments, CallBegin, CallEnd, ContentText
-from pagewire.shared.tools.formats import TOOL_FORMATS
-from pagewire.shared.tools.grammar import CallsWanted, tools_grammar
-from pagewire.shared.tools.xml_calls import MAX_TAG, XmlCall, argument_kinds
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
+from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.xml_calls import MAX_TAG, XmlCall, argument_kinds
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import calls_of, content_of, parsed, parser, splits
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES

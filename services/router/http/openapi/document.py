@@ -19,8 +19,8 @@ import msgspec
 from msgspec import inspect
 
 from pagewire import __version__
-from pagewire.services.router.http.answers.timings import HEADER as TIMINGS_HEADER
-from pagewire.services.router.http.inputs.schemas import ChatBody
+from pagewire.services.router.http.api.openai.schemas import ChatBody
+from pagewire.services.router.http.api.openai.timings import HEADER as TIMINGS_HEADER
 from pagewire.services.router.http.openapi.operations import OPERATIONS, TAGS, Operation, Struct
 
 Schema = dict[str, Any]

@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from pagewire.services.router.http.answers.objects import (
+from pagewire.services.router.http.api.anthropic.objects import (
+    AnsweredMessage,
+    MessageError,
+    MessageEvent,
+    TokenCount,
+)
+from pagewire.services.router.http.api.anthropic.schemas import CountBody, MessagesBody
+from pagewire.services.router.http.api.openai.embeddings import EmbeddingBody
+from pagewire.services.router.http.api.openai.objects import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -26,19 +34,11 @@ from pagewire.services.router.http.answers.objects import (
     Tokenized,
     Version,
 )
-from pagewire.services.router.http.inputs.embeddings import EmbeddingBody
-from pagewire.services.router.http.inputs.schemas import ChatBody, CompletionBody
-from pagewire.services.router.http.inputs.tokens import DetokenizeBody, TokenizeBody
-from pagewire.services.router.http.messages.objects import (
-    AnsweredMessage,
-    MessageError,
-    MessageEvent,
-    TokenCount,
-)
-from pagewire.services.router.http.messages.schemas import CountBody, MessagesBody
-from pagewire.services.router.http.responses.bodies import AS_IN_CHATS, ResponseBody
-from pagewire.services.router.http.responses.input_items import ItemsQuery
-from pagewire.services.router.http.responses.objects import (
+from pagewire.services.router.http.api.openai.schemas import ChatBody, CompletionBody
+from pagewire.services.router.http.api.openai.tokens import DetokenizeBody, TokenizeBody
+from pagewire.services.router.http.api.responses.bodies import AS_IN_CHATS, ResponseBody
+from pagewire.services.router.http.api.responses.input_items import ItemsQuery
+from pagewire.services.router.http.api.responses.objects import (
     DeletedResponse,
     InputItems,
     InputTokenCount,

@@ -15,14 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagewire.services.router.dispatch.embeddings import EmbeddingSet
-from pagewire.services.router.http.answers.answer_set import Usage
+from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
+from pagewire.services.router.http.connection.http_io import cancel_on_disconnect, send_part
+from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import ClientGoneError
-from pagewire.services.router.http.inputs.embedding_form import EmbeddingForm
-from pagewire.services.router.http.requests.http_io import cancel_on_disconnect, send_part
-from pagewire.services.router.http.requests.record import record_of
 from pagewire.services.router.http.routes.generation import counted, read_request, service_of
+from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.control.protocol import Embed, Timings
-from pagewire.shared.errors import RequestFailedError
 
 PART_BYTES = 64 << 10
 

@@ -9,34 +9,34 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagewire.services.router.http.answers.answer_set import AnswerSet
-from pagewire.services.router.http.answers.formats import (
+from pagewire.services.router.http.api.anthropic.format import model_info, model_list
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai.formats import (
     ChatFormat,
     CompletionFormat,
     Extras,
     Format,
     model_record,
 )
-from pagewire.services.router.http.answers.logprobs import CompletionLogprobs
-from pagewire.services.router.http.answers.parsed_chat import ParsedChatFormat
-from pagewire.services.router.http.answers.running_usage import RunningUsage
-from pagewire.services.router.http.answers.timings import HEADER, wants_timings
-from pagewire.services.router.http.bodies.protocol import BodyKind
-from pagewire.services.router.http.bodies.reader import INLINE_BODY_BYTES
-from pagewire.services.router.http.errors import describe, outcome_of
-from pagewire.services.router.http.inputs.generation import GenerationInput
-from pagewire.services.router.http.messages.format import model_info, model_list
-from pagewire.services.router.http.requests.error_forms import MODELS_PATH, is_anthropics
-from pagewire.services.router.http.requests.http_io import (
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.api.openai.logprobs import CompletionLogprobs
+from pagewire.services.router.http.api.openai.parsed_chat import ParsedChatFormat
+from pagewire.services.router.http.api.openai.running_usage import RunningUsage
+from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
+from pagewire.services.router.http.body_processes.protocol import BodyKind
+from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
+from pagewire.services.router.http.connection.error_forms import MODELS_PATH, is_anthropics
+from pagewire.services.router.http.connection.http_io import (
     EventStream,
     cancel_on_disconnect,
     received_body,
 )
-from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.http.connection.record import record_of
+from pagewire.services.router.http.errors import describe, outcome_of
 from pagewire.services.router.metrics.requests import Outcome
 from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
-from pagewire.shared.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)

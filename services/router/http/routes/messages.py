@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagewire.services.router.http.messages.format import MessageFormat
-from pagewire.services.router.http.requests.error_forms import MESSAGES_PATH
-from pagewire.services.router.http.requests.record import record_of
+from pagewire.services.router.http.api.anthropic.format import MessageFormat
+from pagewire.services.router.http.connection.error_forms import MESSAGES_PATH
+from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.routes.generation import generate, json_response, read_request
 
 messages_router = APIRouter(redirect_slashes=False)

@@ -11,18 +11,18 @@ from fastapi import APIRouter, Request
 from msgspec import Meta
 from starlette.responses import Response
 
-from pagewire.services.router.http.answers.answer_set import AnswerSet
-from pagewire.services.router.http.bodies.protocol import BodyKind
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.api.responses.bodies import previous_id
+from pagewire.services.router.http.api.responses.format import ResponseFormat
+from pagewire.services.router.http.api.responses.input_items import ItemsQuery, page_of_input
+from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.api.responses.store import ResponseStore, StoredResponse
+from pagewire.services.router.http.body_processes.protocol import BodyKind
+from pagewire.services.router.http.connection.http_io import EventStream, cancel_on_disconnect
+from pagewire.services.router.http.connection.record import RequestRecord, record_of
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
-from pagewire.services.router.http.inputs.generation import GenerationInput
 from pagewire.services.router.http.query_fields import read_query
-from pagewire.services.router.http.requests.http_io import EventStream, cancel_on_disconnect
-from pagewire.services.router.http.requests.record import RequestRecord, record_of
-from pagewire.services.router.http.responses.bodies import previous_id
-from pagewire.services.router.http.responses.format import ResponseFormat
-from pagewire.services.router.http.responses.input_items import ItemsQuery, page_of_input
-from pagewire.services.router.http.responses.inputs import with_history
-from pagewire.services.router.http.responses.store import ResponseStore, StoredResponse
 from pagewire.services.router.http.routes.generation import (
     answers_to,
     counted,
@@ -31,7 +31,7 @@ from pagewire.services.router.http.routes.generation import (
     read_request,
     service_of,
 )
-from pagewire.shared.errors import InvalidRequestError, PagewireError, RequestFailedError
+from pagewire.shared.base.errors import InvalidRequestError, PagewireError, RequestFailedError
 from pagewire.shared.text.answer_text import TextDelta
 
 response_router = APIRouter(redirect_slashes=False)

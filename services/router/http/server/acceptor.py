@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-from pagewire.shared.aio import start_task
+from pagewire.shared.base.aio import start_task
 
 logger = logging.getLogger(__name__)
 

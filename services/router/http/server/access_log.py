@@ -9,10 +9,10 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagewire.services.router.dashboard.recent import is_shown
-from pagewire.services.router.http.requests.record import RECORD, RequestRecord
+from pagewire.services.router.http.connection.record import RECORD, RequestRecord
 from pagewire.services.router.service import RouterService
+from pagewire.shared.base.logs import current_request
 from pagewire.shared.http.request_id import HEADER
-from pagewire.shared.logs import current_request
 
 logger = logging.getLogger(__name__)
 

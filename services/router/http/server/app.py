@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
+from pagewire.services.router.http.connection.error_forms import error_response
+from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.openapi.pages import docs_router
-from pagewire.services.router.http.requests.error_forms import error_response
-from pagewire.services.router.http.requests.record import record_of
 from pagewire.services.router.http.routes.embeddings import embedding_router
 from pagewire.services.router.http.routes.generation import router
 from pagewire.services.router.http.routes.messages import messages_router
@@ -29,7 +29,7 @@ from pagewire.services.router.http.server.access_log import AccessLog
 from pagewire.services.router.http.server.cut import CutRequests
 from pagewire.services.router.http.server.key_check import KeyCheck
 from pagewire.services.router.service import RouterService
-from pagewire.shared.errors import PagewireError
+from pagewire.shared.base.errors import PagewireError
 
 ROUTERS = (
     router,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagewire.services.router.http.connection.error_forms import error_response
+from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import InvalidKeyError, describe
 from pagewire.services.router.http.openapi.pages import DOCS_PATHS
-from pagewire.services.router.http.requests.error_forms import error_response
-from pagewire.services.router.http.requests.record import record_of
 from pagewire.services.router.service import RouterService
 
 # Gateways and orchestrators have no key; the page asks for one to show the OpenAPI document.

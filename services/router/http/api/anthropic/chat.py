@@ -1,0 +1,150 @@
+"""The conversation of a message request, as chats have it.
+
+A tool's result becomes a message of its own, calls and reasoning become fields of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Literal
+
+from pagewire.services.router.http.api.anthropic.schemas import (
+    Block,
+    CountBody,
+    DocumentBlock,
+    ImageBlock,
+    Message,
+    RedactedThinkingBlock,
+    ResultBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from pagewire.services.router.http.api.openai.schemas import ChatMessage
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
+
+# Between messages of one turn, and between the system's blocks: texts that know nothing of each
+# other.
+_SEPARATOR = "\n\n"
+
+_Placed = tuple[str, Sequence[tuple[str, Block]]]
+
+
+def messages_of(body: CountBody) -> list[ChatMessage]:
+    """Return the messages of a request, that of the system first.
+
+    Messages of one role that follow each other are one turn.
+
+    Raises:
+        InvalidRequestError: a block is not supported or of the other role; names the field.
+    """
+    found = []
+    if system := _system(body):
+        found.append(ChatMessage(role="system", content=system))
+    for role, messages in groupby(enumerate(body.messages), lambda each: each[1].role):
+        turn = [_placed(index, message) for index, message in messages]
+        if role == "assistant":
+            found.append(_of_assistant(turn))
+        else:
+            found += _of_others(role, turn)
+    if body.messages[-1].role == "assistant" and found[-1].tool_calls:
+        field = f"messages[{len(body.messages) - 1}].content"
+        raise InvalidRequestError(
+            f"{field}: the results of its tool_use blocks must follow in a message of the user",
+            field,
+        )
+    return found
+
+
+def _system(body: CountBody) -> str:
+    if isinstance(body.system, str):
+        return body.system
+    return _joined(block.text for block in body.system or ())
+
+
+def _placed(index: int, message: Message) -> _Placed:
+    """Return the place of a message's content, and its blocks with theirs."""
+    place = f"messages[{index}].content"
+    if isinstance(message.content, str):
+        return place, [(place, TextBlock(message.content))]
+    return place, [(f"{place}[{at}]", block) for at, block in enumerate(message.content)]
+
+
+def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list[ChatMessage]:
+    """Return the results of tools, and then what the user or the system says."""
+    found: list[ChatMessage] = []
+    texts = []
+    for place, blocks in turn:
+        text, num_results = "", 0
+        for where, block in blocks:
+            match block:
+                case TextBlock():
+                    text += block.text
+                case ToolResultBlock() if role == "user":
+                    num_results += 1
+                    result = _result(f"{where}.content", block)
+                    found.append(
+                        ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=result)
+                    )
+                case _:
+                    raise _refused(where, block, role)
+        if not text and not num_results:
+            raise InvalidRequestError(f"{place} must have text that is not empty", place)
+        texts.append(text)
+    if text := _joined(texts):
+        found.append(ChatMessage(role=role, content=text))
+    return found
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return _SEPARATOR.join(text for text in texts if text)
+
+
+def _result(place: str, result: ToolResultBlock) -> str:
+    if isinstance(result.content, str):
+        return result.content
+    texts = []
+    for index, block in enumerate(result.content or ()):
+        if not isinstance(block, TextBlock):
+            raise _refused(f"{place}[{index}]", block, "user")
+        texts.append(block.text)
+    return "".join(texts)
+
+
+def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
+    texts, thoughts, calls = [], [], []
+    for place, blocks in turn:
+        text = ""
+        for where, block in blocks:
+            match block:
+                case TextBlock():
+                    text += block.text
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    calls.append(CalledTool(CalledFunction(block.name, block.input), block.id))
+                case RedactedThinkingBlock():
+                    pass
+                case _:
+                    raise _refused(where, block, "assistant")
+        texts.append(text)
+        if len(calls) > MAX_CALLS:
+            problem = f"{place} must have at most {MAX_CALLS} tool_use blocks"
+            raise InvalidRequestError(problem, place)
+    return ChatMessage(
+        role="assistant",
+        content=_joined(texts),
+        reasoning="".join(thoughts) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _refused(place: str, block: Block | ResultBlock, role: str) -> InvalidRequestError:
+    kind = type(block).__struct_config__.tag
+    problem = f"is not allowed in messages with the role {role}"
+    if isinstance(block, ImageBlock | DocumentBlock):
+        problem = "is not supported: only text is"
+    return InvalidRequestError(f"{place}: a block of type {kind} {problem}", place)

@@ -1,0 +1,289 @@
+"""The bodies of Anthropic's Messages API, as strict as those of OpenAI's (inputs/schemas.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.services.router.http.api.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AtLeastOne,
+    StopStrings,
+)
+from pagewire.shared.request.sampling_types import CacheSalt, Temperature, TopP
+from pagewire.shared.text.chat_messages import Name
+from pagewire.shared.tool_calls.definitions import MAX_TOOLS, FunctionName
+
+MAX_USER_CHARS = 256
+MAX_EDITS = 16
+
+TopK = Annotated[
+    int, Meta(ge=0, lt=2**31, description="0 (all tokens) or a positive integer below 2**31")
+]
+_Unsupported = Annotated[None, Meta(description="null: it is not supported")]
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Text."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """The reasoning before an earlier answer. Its signature is not checked."""
+
+    thinking: str
+
+
+class RedactedThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """Reasoning that only Anthropic can read; the model does not get it."""
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call in an earlier answer."""
+
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    """An image, which is refused."""
+
+
+class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
+    """A document, which is refused."""
+
+
+ResultBlock = Annotated[
+    TextBlock | ImageBlock | DocumentBlock,
+    Meta(description='a block like {"type": "text", "text": "..."}; others are not supported'),
+]
+
+
+class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """What a call has returned.
+
+    Attributes:
+        is_error: the text says so to the model; this field changes nothing.
+    """
+
+    tool_use_id: Name
+    content: str | Annotated[list[ResultBlock], Meta(max_length=MAX_PARTS)] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ImageBlock
+    | DocumentBlock,
+    Meta(
+        description='a block whose type is "text" (with text), "thinking" (with thinking), '
+        '"tool_use" (with id, name and input) or "tool_result" (with tool_use_id and content: text '
+        "or blocks of text)"
+    ),
+]
+_Blocks = Annotated[
+    list[Block],
+    Meta(max_length=MAX_PARTS, description=f"text or a list of at most {MAX_PARTS} blocks"),
+]
+
+
+class SystemBlock(msgspec.Struct, frozen=True):
+    """Text that comes before the conversation."""
+
+    type: Annotated[Literal["text"], Meta(description='"text"')]
+    text: str
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One message of a conversation. The system may say something within it."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | _Blocks
+
+
+class MessageTool(msgspec.Struct, frozen=True):
+    """A tool.
+
+    Attributes:
+        input_schema: a JSON schema of an object.
+        type: of a tool that the client runs; the tools that Anthropic runs have others.
+    """
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Annotated[
+        Literal["custom"] | None,
+        Meta(description='"custom", or left out: Anthropic\'s own tools are not supported'),
+    ] = None
+
+
+class AutoChoice(msgspec.Struct, frozen=True, tag_field="type", tag="auto"):
+    """The model chooses."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(msgspec.Struct, frozen=True, tag_field="type", tag="any"):
+    """A tool must be called."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, tag_field="type", tag="tool"):
+    """This tool must be called, once."""
+
+    name: FunctionName
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoneChoice(msgspec.Struct, frozen=True, tag_field="type", tag="none"):
+    """No tool may be called."""
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Whether the model reasons before it answers.
+
+    Attributes:
+        budget_tokens: checked, but does not limit the reasoning; `max_tokens` limits the answer.
+    """
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: AtLeastOne | None = None
+
+
+class MessageForm(msgspec.Struct, frozen=True):
+    """The form that an answer must have."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How an answer is given.
+
+    Attributes:
+        effort: given to the chat template, as `reasoning_effort`.
+        format: of the answer.
+    """
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: MessageForm | None = None
+
+
+class MessageMetadata(msgspec.Struct, frozen=True):
+    """Changes no answer."""
+
+    user_id: (
+        Annotated[
+            str,
+            Meta(
+                max_length=MAX_USER_CHARS,
+                description=f"a string of at most {MAX_USER_CHARS} characters",
+            ),
+        ]
+        | None
+    ) = None
+
+
+class ContextEdit(msgspec.Struct, frozen=True):
+    """What is to be cleared from a long conversation, where the server holds its tokens.
+
+    Nothing is: a prompt has all that its request has.
+    """
+
+    type: Annotated[
+        str,
+        Meta(
+            pattern=r"\Aclear_",
+            description='a string that begins with "clear_"; others are not supported',
+        ),
+    ]
+
+
+class ContextManagement(msgspec.Struct, frozen=True):
+    """What is to become of a long conversation."""
+
+    edits: Annotated[list[ContextEdit], Meta(max_length=MAX_EDITS)] | None = None
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages/count_tokens`.
+
+    Attributes:
+        thread: not supported: the server keeps no conversations.
+        model: one of the names that `/v1/models` lists.
+        messages: the conversation; if the last is the assistant's, the answer continues it.
+        system: text before the conversation.
+        output_format: an earlier name of `output_config.format`.
+    """
+
+    model: str
+    messages: Annotated[
+        list[Message],
+        Meta(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description=f"a list of 1 to {MAX_MESSAGES} messages",
+        ),
+    ]
+    system: str | Annotated[list[SystemBlock], Meta(max_length=MAX_PARTS)] | None = None
+    tools: (
+        Annotated[
+            list[MessageTool],
+            Meta(max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"),
+        ]
+        | None
+    ) = None
+    tool_choice: Annotated[
+        AutoChoice | AnyChoice | ToolChoice | NoneChoice | None,
+        Meta(description='an object whose type is "auto", "any", "tool" (with name) or "none"'),
+    ] = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: MessageForm | None = None
+    container: _Unsupported = None
+    context_management: ContextManagement | None = None
+    mcp_servers: (
+        Annotated[list[Any], Meta(max_length=0, description="an empty list: it is not supported")]
+        | None
+    ) = None
+    thread: dict[str, Any] | None = None
+    compaction: _Unsupported = None
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """Body of `POST /v1/messages`.
+
+    Attributes:
+        max_tokens: how long the answer may be, in tokens.
+        stop_sequences: end the answer before any of these.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        stream: send the answer as server-sent events while it is made.
+        cache_salt: cached blocks are shared only with requests of the same salt.
+        metadata: changes no answer, nor does service_tier.
+        timings: the response says where the time went.
+    """
+
+    max_tokens: AtLeastOne
+    stop_sequences: StopStrings | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+    cache_salt: CacheSalt | None = None
+    metadata: MessageMetadata | None = None
+    service_tier: str | None = None
+    timings: bool | None = None

@@ -1,0 +1,246 @@
+"""All answers to one request: several prompts, several choices each, as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.dispatch.times import Watch
+from pagewire.services.router.http.api.openai.backlog import Backlog
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.api.openai.timings import RequestTimes, timings_field
+from pagewire.services.router.text.stream import AnswerStream
+from pagewire.shared.base.aio import end_task
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.control.protocol import Timings, TokenOutput
+from pagewire.shared.text.answer_text import TextAssembler, TextDelta, join_deltas
+from pagewire.shared.text.tokenizer import Tokenizer
+
+# Takes a delta the moment it arrives; returns whether it did.
+Push = Callable[[int, TextDelta], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request, and where its time went.
+
+    Attributes:
+        reasoning_tokens: completion tokens that are reasoning; None if it is not split off.
+        timings: the response's field of this name; None if it was not asked for.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int | None = None
+    timings: dict[str, Any] | None = None
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Pagewire's own fields, which a response has in addition to its usage."""
+        return {} if self.timings is None else {"timings": self.timings}
+
+
+class AnswerSet:
+    """The answers to one request, in the order of prompts and then of choices. Must be closed.
+
+    Each delta is passed to the reader's `Push` in the same call in which it came from the worker.
+    Deltas that `Push` does not accept, or that arrive while the reader is busy, wait for `deltas`.
+
+    Attributes:
+        finish_reasons: the reasons of the answers that have ended, each once.
+
+    Args:
+        dispatcher: has workers generate the answers.
+        tokenizer: turns tokens into text.
+        asked: the checked request.
+        request_id: names the request in the logs of all services.
+        start: arrival of the request, on the monotonic clock; None means now.
+        trace: the request's span, if it is traced.
+
+    Raises:
+        OverloadedError: the queue is full (raised by the constructor).
+    """
+
+    __slots__ = (
+        "_admitted_at",
+        "_answers",
+        "_arrived",
+        "_asked",
+        "_backlog",
+        "_ended_at",
+        "_failure",
+        "_is_idle",
+        "_push",
+        "_sources",
+        "_start",
+        "_unended",
+        "finish_reasons",
+    )
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        asked: GenerationInput,
+        request_id: str,
+        start: float | None = None,
+        trace: str | None = None,
+    ) -> None:
+        self._asked, self._admitted_at = asked, time.monotonic()
+        self._start = self._admitted_at if start is None else start
+        self._ended_at: float | None = None
+        requests = (
+            (prompt.token_ids, msgspec.structs.replace(prompt.spec, log_id=request_id), asked.n)
+            for prompt in asked.prompts
+        )
+        watch = Watch(asked.timings, bool(asked.rules.stops), trace)
+        self._sources = dispatcher.open(requests, watch)
+        self._answers = [
+            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.rules), asked.generates)
+            for prompt in asked.prompts
+            for _ in range(asked.n)
+        ]
+        on_output = self._on_output
+        for index, source in enumerate(self._sources):
+            source.sink, source.index = on_output, index
+        self._push: Push | None = None
+        self._is_idle = False  # the reader waits for deltas and has read all earlier ones
+        self._backlog = Backlog()
+        self._arrived = asyncio.Event()
+        self._unended = len(self._answers)
+        self.finish_reasons: list[str] = []
+        self._failure: BaseException | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, whatever the number of its choices."""
+        n = self._asked.n
+        return Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._asked.prompts),
+            completion_tokens=sum(answer.num_tokens for answer in self._answers),
+            cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
+            timings=timings_field(self.times) if self._asked.timings else None,
+        )
+
+    @property
+    def times(self) -> RequestTimes:
+        """Where the time went so far."""
+        first, ended = self.first_token_at, self._ended_at
+        return RequestTimes(
+            router_s=self._admitted_at - self._start,
+            first_token_s=None if first is None else first - self._start,
+            total_s=(time.monotonic() if ended is None else ended) - self._start,
+            answers=[source.times for source in self._sources],
+        )
+
+    @property
+    def first_token_at(self) -> float | None:
+        """When the first token arrived, on the monotonic clock; None before that."""
+        return min((a.first_at for a in self._answers if a.first_at is not None), default=None)
+
+    @property
+    def timings(self) -> Timings | None:
+        """What workers have measured of the answer whose first token came first, if it is known."""
+        answers = [source.times for source in self._sources]
+        started = [each for each in answers if each.first_token_s is not None]
+        first = min(started, key=lambda each: each.first_token_s or 0.0, default=None)
+        return None if first is None else first.reported
+
+    @property
+    def workers(self) -> list[str]:
+        """Ids of the workers that have answered, each once, in the order of their answers."""
+        return list(dict.fromkeys(name for source in self._sources for name in source.workers))
+
+    def push_to(self, push: Push) -> None:
+        """Have deltas passed on as soon as they arrive, while none wait for `deltas`."""
+        self._push = push
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        """Run all answers until they end; yield index and delta of what was not pushed.
+
+        Raises:
+            PagewireError: one of them failed.
+        """
+        tasks = [asyncio.create_task(source.run()) for source in self._sources]
+        for task in tasks:
+            task.add_done_callback(self._on_done)
+        try:
+            while True:
+                self._arrived.clear()
+                while (item := self._backlog.take()) is not None:
+                    yield item
+                if self._failure is not None:
+                    raise self._failure
+                if not self._unended:
+                    return
+                self._is_idle = True
+                await self._arrived.wait()
+        finally:
+            self._is_idle = False
+            for task in tasks:
+                await end_task(task)
+
+    async def collect(self) -> list[TextDelta]:
+        """Return all answers when they are complete, each as one part.
+
+        Raises:
+            PagewireError: one of them failed.
+        """
+        parts: list[list[TextDelta]] = [[] for _ in self._answers]
+
+        def take(index: int, delta: TextDelta) -> bool:
+            parts[index].append(delta)
+            return True
+
+        self.push_to(take)
+        async for index, delta in self.deltas():
+            take(index, delta)
+        return [join_deltas(of_answer) for of_answer in parts]
+
+    def close(self) -> None:
+        """Stop the answers that still run. Idempotent."""
+        for source in self._sources:
+            source.close()
+            source.sink = _ignore  # which leads back here: a cycle would be garbage
+
+    def _on_output(self, index: int, output: TokenOutput) -> None:
+        delta = self._answers[index].push(output)
+        if delta.finish_reason is not None:
+            self._unended -= 1
+            self._ended_at = None if self._unended else time.monotonic()
+            if delta.finish_reason not in self.finish_reasons:
+                self.finish_reasons.append(delta.finish_reason)
+            # At a stop string, which only the router knows, the worker goes on until cancelled.
+            self._sources[index].close(delta.finish_reason)
+        if not (self._is_idle and self._push is not None and self._push(index, delta)):
+            self._backlog.put(index, delta)
+            self._wake()
+        elif not self._unended:
+            self._wake()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            self._failure = self._failure or self._in_fields_of_client(failure)
+            self._wake()
+
+    def _in_fields_of_client(self, failure: BaseException) -> BaseException:
+        """Return an error of a grammar as an error of the request's field that asked for it."""
+        field = self._asked.form_field
+        if not (isinstance(failure, InvalidRequestError) and failure.param == "grammar" and field):
+            return failure
+        return InvalidRequestError(f"{field}: {failure.message}", field)
+
+    def _wake(self) -> None:
+        self._is_idle = False
+        self._arrived.set()
+
+
+def _ignore(_index: int, _output: TokenOutput) -> None:
+    """Ignore the output for a request that has ended."""

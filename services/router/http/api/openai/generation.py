@@ -1,0 +1,341 @@
+"""Checks a request's body and makes token ids and a `RequestSpec` of it.
+
+`SamplingParams.resolve` (shared/request/sampling.py) fills in the model's defaults, except
+`max_tokens`: `read_completion` and `read_chat` choose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pagewire.services.router.http.api.openai.answer_form import form_of
+from pagewire.services.router.http.api.openai.chats import (
+    conversation,
+    num_chars,
+    template_options,
+)
+from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
+from pagewire.services.router.http.api.openai.prompts import check_chars, prompt_ids, split_prompts
+from pagewire.services.router.http.api.openai.response_turn import ResponseTurn
+from pagewire.services.router.http.api.openai.schemas import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse_body,
+    sampling_of,
+)
+from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.grammar.structures import checked_size
+from pagewire.shared.request.sampling import RequestSpec, SamplingParams
+from pagewire.shared.text.answer_text import TextRules
+from pagewire.shared.text.chat_template import ChatOptions
+from pagewire.shared.text.tokenizer import REPLACEMENT
+from pagewire.shared.tool_calls.answer import AnswerReading
+from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
+from pagewire.shared.tool_calls.form_grammar import form_or_calls, reasoning_before
+
+InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
+
+MAX_PROMPTS = 64
+DEFAULT_TOKENS = 16  # of a completion
+MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
+MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
+
+
+class PromptInput(msgspec.Struct, frozen=True):
+    """One prompt.
+
+    Attributes:
+        spec: its seed is None if the client gave none.
+        echo: text to repeat before the answer, or the text of the tokens that `/detokenize` got;
+            None if it is not asked for.
+    """
+
+    token_ids: list[int]
+    spec: RequestSpec
+    echo: str | None = None
+
+
+class GenerationInput(msgspec.Struct, frozen=True, tag=True):
+    """One checked request.
+
+    Attributes:
+        model: the name that was asked for, one of the model's.
+        prompts: at least one; each is answered `n` times.
+        rules: of the answers' texts.
+        running_usage: each chunk of a stream carries the usage so far.
+        service_tier: the response names one.
+        return_token_ids: the response has the token ids of prompts and answers, too.
+        names_by_id: log probabilities name tokens by their ids.
+        generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
+        prompt_logprobs: the response has a field of this name.
+        unknown_fields: how many the body had.
+        reading: how calls and reasoning are found in the answers; None: they are only content.
+        form_field: the body's field that asks for a form; the prompts' specs have its grammar.
+        timings: the response says where the time went.
+        other_grammars: to be used in this order if that grammar is refused; None: any answer.
+        return_token_strs: the response of `/tokenize` has the tokens as the vocabulary writes them.
+        turn: what only a request of `/v1/responses` has.
+        embedding: what only a request of `/v1/embeddings` has.
+    """
+
+    model: str
+    prompts: tuple[PromptInput, ...]
+    n: int
+    rules: TextRules
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    generates: bool
+    prompt_logprobs: bool
+    unknown_fields: int
+    running_usage: bool = False
+    names_by_id: bool = False
+    service_tier: bool = False
+    reading: AnswerReading | None = None
+    form_field: str | None = None
+    other_grammars: tuple[str | None, ...] = ()
+    timings: bool = False
+    return_token_strs: bool = False
+    turn: ResponseTurn | None = None
+    embedding: EmbeddingForm | None = None
+
+    def with_grammar(self, text: str | None) -> GenerationInput:
+        """Return the request with another grammar for its answers."""
+        prompts = tuple(_with_grammar(prompt, text) for prompt in self.prompts)
+        return msgspec.structs.replace(self, prompts=prompts)
+
+    def with_grammars(self, grammars: Sequence[str | None], field: str) -> GenerationInput:
+        """Return the request with grammars for its answers, the preferred one first.
+
+        Args:
+            grammars: at least one; None: any answer.
+            field: the request's field that asks for them.
+
+        Raises:
+            InvalidRequestError: one is too large; names the field.
+        """
+        first, *others = (text and checked_size(text, field) for text in grammars)
+        asked = msgspec.structs.replace(self, form_field=field, other_grammars=tuple(others))
+        return asked.with_grammar(first)
+
+
+def read_completion(
+    raw: bytes | bytearray, model: ServedModel, max_model_len: int
+) -> GenerationInput:
+    """Check and tokenize the body of a completion request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body, unknown_fields = parse_body(CompletionBody, raw)
+    model.check_name(body.model)
+    prompts = []
+    sampling = sampling_of(body, body.logprobs)
+    adds_special = body.add_special_tokens is not False
+    for prompt in split_prompts(body.prompt, "prompt", MAX_PROMPTS):
+        ids = prompt_ids(prompt, model, max_model_len, adds_special)
+        ids = sampling.truncate(ids, max_model_len - (body.max_tokens or DEFAULT_TOKENS))
+        room = _room(ids, max_model_len, body.max_tokens, "prompt")
+        max_tokens = model.defaults.answer_length(room, DEFAULT_TOKENS)
+        if body.max_tokens is not None:
+            # Without an answer the first token, which comes with the prompt, is dropped.
+            max_tokens = max(1, body.max_tokens)
+        spec = _spec(sampling, max_tokens, model)
+        if body.echo and spec.prompt_logprobs is None:
+            spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
+        kept = prompt if body.truncate_prompt_tokens is None else ids
+        echo = _echo_text(kept, model) if body.echo else None
+        prompts.append(PromptInput(ids, spec, echo))
+    return _input(body, prompts, unknown_fields, model)
+
+
+def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check, render and tokenize the body of a chat request.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body, unknown_fields = parse_body(ChatBody, raw)
+    model.check_name(body.model)
+    return chat_input(body, template_options(body, raw), unknown_fields, model, max_model_len)
+
+
+def chat_ids(
+    body: ChatBody, options: ChatOptions, model: ServedModel, max_model_len: int
+) -> list[int]:
+    """Return the token ids of a conversation, none of them cut off.
+
+    Raises:
+        InvalidRequestError: a message is wrong, or the template refuses it, or the model lacks a
+            token of it; names the field.
+    """
+    messages = conversation(body)
+    check_chars(num_chars(messages, options), max_model_len, "messages")
+    ids = model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
+    model.tokenizer.check_ids(ids, model.vocab_size, "messages")
+    return ids
+
+
+def chat_input(
+    body: ChatBody,
+    options: ChatOptions,
+    unknown_fields: int,
+    model: ServedModel,
+    max_model_len: int,
+) -> GenerationInput:
+    """Render and tokenize a chat.
+
+    Args:
+        body: the checked body, or one made of another API's.
+        options: what the template is given besides the body's messages.
+        unknown_fields: how many the request had.
+        model: the model.
+        max_model_len: prompt and answer together, in tokens.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
+    sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    ids = chat_ids(body, options, model, max_model_len)
+    ids = sampling.truncate(ids, max_model_len - (asked or DEFAULT_TOKENS))
+    room = _room(ids, max_model_len, asked, "messages")
+    max_tokens = asked or model.defaults.answer_length(room, room)
+    prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
+    continued = (body.messages[-1].text or "") if body.continue_final_message else None
+    reading = answer_reading(
+        model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
+    )
+    found = _input(body, [prompt], unknown_fields, model)
+    begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
+    if found.form_field is not None and not (wanted is not None and wanted.must_call):
+        text = found.prompts[0].spec.grammar or ""
+        forms = form_or_calls(text, model.syntax, wanted, begins)
+        found = found.with_grammars(forms, found.form_field)
+    elif wanted is not None and reading is not None:
+        grammars = tool_grammars(model.syntax, wanted, reading, may_reason=begins is not None)
+        found = found.with_grammars(grammars, "tools")
+    if reading is not None:
+        rules = msgspec.structs.replace(found.rules, shown=reading.shown)
+        found = msgspec.structs.replace(found, reading=reading, rules=rules)
+    return found
+
+
+def counted_input(
+    name: str, ids: list[int], unknown_fields: int, model: ServedModel
+) -> GenerationInput:
+    """Return a request whose prompt is tokenized and not answered.
+
+    Args:
+        name: of the model, as it was asked for.
+        ids: the prompt.
+        unknown_fields: how many the request had.
+        model: the model.
+    """
+    return GenerationInput(
+        model=name,
+        prompts=(PromptInput(ids, _spec(SamplingParams(), 1, model)),),
+        n=1,
+        rules=TextRules(),
+        stream=False,
+        include_usage=False,
+        return_token_ids=True,
+        generates=False,
+        prompt_logprobs=False,
+        unknown_fields=unknown_fields,
+    )
+
+
+def _input(
+    body: GenerationBody, prompts: list[PromptInput], unknown_fields: int, model: ServedModel
+) -> GenerationInput:
+    options = body.stream_options
+    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    _check_prompt_token_ids(body, prompts)
+    _check_prompt_logprobs(body, prompts)
+    form = form_of(body, model.tokenizer.markers)
+    if form is not None:
+        prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
+    return GenerationInput(
+        model=body.model,
+        prompts=tuple(prompts),
+        n=body.n or 1,
+        rules=TextRules.of(body, stops),
+        stream=bool(body.stream),
+        include_usage=bool(options is not None and options.include_usage),
+        running_usage=bool(options is not None and options.continuous_usage_stats),
+        service_tier=body.service_tier is not None,
+        return_token_ids=bool(body.return_token_ids),
+        names_by_id=bool(body.return_tokens_as_token_ids),
+        generates=body.max_tokens != 0,
+        prompt_logprobs=body.prompt_logprobs is not None,
+        unknown_fields=unknown_fields,
+        form_field=None if form is None else form[1],
+        timings=bool(body.timings),
+    )
+
+
+def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
+    spec = msgspec.structs.replace(prompt.spec, grammar=text)
+    return msgspec.structs.replace(prompt, spec=spec)
+
+
+def _check_prompt_token_ids(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound the size of a response."""
+    count = (body.n or 1) * sum(len(prompt.token_ids) for prompt in prompts)
+    if body.return_token_ids and count > MAX_PROMPT_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"return_token_ids: {count} token ids of prompts are too many: at most "
+            f"{MAX_PROMPT_TOKEN_IDS} in one response",
+            "return_token_ids",
+        )
+
+
+def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound the size of a response."""
+    count = (body.n or 1) * sum(
+        len(prompt.token_ids) * (1 + prompt.spec.prompt_logprobs)
+        for prompt in prompts
+        if prompt.spec.prompt_logprobs is not None
+    )
+    if count > MAX_PROMPT_LOGPROBS:
+        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequestError(
+            f"{field}: {count} log probabilities of prompt tokens are too many: at most "
+            f"{MAX_PROMPT_LOGPROBS} in one response",
+            field,
+        )
+
+
+def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> RequestSpec:
+    spec = sampling.resolve(model.defaults, max_tokens, model.tokenizer.encode_word)
+    spec.check_vocabulary(model.vocab_size, model.eos_token_ids)
+    return spec
+
+
+def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
+    """Return how many tokens fit after the prompt; check that those asked for do."""
+    if not ids:
+        raise InvalidRequestError(f"{param} must not be empty", param)
+    room = max_model_len - len(ids)
+    if room < (asked or 1):
+        raise ContextLengthError(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {len(ids) + (asked or 1)} tokens ({len(ids)} in the {param}, "
+            f"{asked or 1} in the completion). Please reduce the length of either.",
+            param,
+        )
+    return room
+
+
+def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    # A character that the prompt leaves unfinished comes with the answer.
+    return model.tokenizer.decode(prompt).rstrip(REPLACEMENT)

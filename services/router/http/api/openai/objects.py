@@ -1,0 +1,378 @@
+"""The responses of OpenAI's and vLLM's routes, and their errors, as types.
+
+The OpenAPI document (openapi/document.py) is made from these types, and tests compare responses
+with them. `formats.py` writes the responses. The default of a field that may be missing is `UNSET`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from pagewire.services.router.http.api.openai.timing_objects import RequestTimings
+
+Finish = Literal["stop", "length"]
+UnixTime = Annotated[int, Meta(description="seconds since 1970")]
+
+
+class CachedTokens(msgspec.Struct):
+    """How much of a prompt was in the prefix cache."""
+
+    cached_tokens: int
+
+
+class ReasoningTokens(msgspec.Struct):
+    """How much of an answer is reasoning."""
+
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """The tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens | UnsetType = UNSET
+    completion_tokens_details: ReasoningTokens | UnsetType = UNSET
+
+
+class PromptToken(msgspec.Struct):
+    """A token at one position of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptToken] | None],
+    Meta(description="for each token of the prompt, by token id; null for the first"),
+]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Tokens of a completion, in four lists of one length; a prompt's first token has null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionPart(msgspec.Struct):
+    """One answer, or what a chunk of a stream adds to it.
+
+    Attributes:
+        finish_reason: null if the answer is not complete.
+        token_ids: of the answer, with return_token_ids.
+        prompt_token_ids: of the prompt, with return_token_ids.
+    """
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct):
+    """The answers to a request for completions, prompts times n."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: UnixTime
+    model: str
+    choices: list[CompletionPart]
+    usage: Usage
+    service_tier: str | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct):
+    """One event of a stream of completions; "data: [DONE]" is the last.
+
+    Attributes:
+        usage: with stream_options; null in all chunks but the last unless it is continuous.
+        timings: of the last chunk.
+    """
+
+    id: str
+    object: Literal["text_completion"]
+    created: UnixTime
+    model: str
+    choices: list[CompletionPart]
+    usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
+
+
+class TopToken(msgspec.Struct):
+    """A token that was likely at a position.
+
+    Attributes:
+        bytes: of the token, which may be a part of a character.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(TopToken):
+    """A token of an answer, and the most likely ones in its place."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of an answer."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class AnswerFunction(msgspec.Struct):
+    """The function that an answer calls.
+
+    Attributes:
+        arguments: a JSON object as text.
+    """
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(msgspec.Struct):
+    """A call in an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
+class AnswerMessage(msgspec.Struct):
+    """An answer's message.
+
+    Attributes:
+        reasoning: what came before the answer, without the markers around it.
+        reasoning_content: the same by its older name.
+    """
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnswerCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer.
+
+    Attributes:
+        token_ids: with return_token_ids.
+    """
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | Literal["tool_calls"]
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct):
+    """The n answers to a conversation.
+
+    Attributes:
+        prompt_token_ids: with return_token_ids.
+    """
+
+    id: str
+    object: Literal["chat.completion"]
+    created: UnixTime
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct):
+    """What a chunk adds to a called function; the name comes once."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class CallDelta(msgspec.Struct):
+    """What a chunk adds to a call; id and type come once."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
+class MessageDelta(msgspec.Struct):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | Literal["tool_calls"] | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """One event of a chat's stream; "data: [DONE]" is the last.
+
+    Attributes:
+        usage: with stream_options; null in all chunks but the last unless it is continuous.
+        timings: of the last chunk.
+        prompt_token_ids: of the first chunk, with return_token_ids.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: UnixTime
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
+
+
+class Model(msgspec.Struct):
+    """A model by one of its names.
+
+    Attributes:
+        root: its first name.
+        max_model_len: prompt and answer together, in tokens.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: UnixTime
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class Models(msgspec.Struct):
+    """The model, by each of its names.
+
+    Requests with the header `anthropic-version` get the list in Anthropic's form.
+    """
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Embedding(msgspec.Struct):
+    """The embedding of one input.
+
+    Attributes:
+        embedding: numbers, or base64 of little-endian 32-bit ones.
+    """
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class InputUsage(msgspec.Struct):
+    """The tokens of inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct):
+    """The embeddings of all inputs, in their order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: InputUsage
+
+
+class Tokenized(msgspec.Struct):
+    """The tokens of a text.
+
+    Attributes:
+        token_strs: as the vocabulary writes them, with return_token_strs.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    """The server's version."""
+
+    version: str
+
+
+Status = Literal["ok", "starting", "draining", "no decode worker"]
+
+
+class Readiness(msgspec.Struct):
+    """Whether requests can be answered now, which is so if the status is "ok"."""
+
+    status: Status
+
+
+class Health(msgspec.Struct):
+    """The server is alive. Only clients with a valid key, if keys are needed, see the model."""
+
+    status: Status
+    model: str | UnsetType = UNSET
+
+
+class Problem(msgspec.Struct):
+    """What is wrong.
+
+    Attributes:
+        param: the field at fault, such as "messages[0].content".
+        code: the kind of problem, for programs.
+        request_id: the request's id in the server's logs.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    request_id: str
+
+
+class Error(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: Problem

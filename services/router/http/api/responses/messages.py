@@ -1,0 +1,118 @@
+"""Makes chat messages of a conversation's items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagewire.services.router.http.api.responses.bodies import Item, Part
+from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.text.tool_arguments import decode_arguments
+
+
+class Messages:
+    """The messages of a chat, made item by item.
+
+    Reasoning, text and calls that follow each other are one message of the assistant's.
+
+    Attributes:
+        said: as chats have them.
+        places: of each message the field of the body that its content is from.
+    """
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self._open: dict[str, Any] | None = None  # the assistant's last message
+
+    def say(self, role: str, content: str, place: str) -> None:
+        """Add a message."""
+        self._append({"role": role, "content": content}, place)
+        self._open = None
+
+    def add(self, items: Sequence[Item], prefix: str) -> None:
+        """Add items.
+
+        Args:
+            items: of the conversation.
+            prefix: the field that they are from.
+
+        Raises:
+            InvalidRequestError: an item lacks what its type needs; names the field.
+        """
+        for index, item in enumerate(items):
+            place = f"{prefix}[{index}]"
+            match item.type:
+                case "message":
+                    self._add_message(item, place)
+                case "reasoning":
+                    self._add_reasoning(item, place)
+                case "function_call":
+                    self._add_call(item, place)
+                case "function_call_output":
+                    self._add_output(item, place)
+
+    def _add_message(self, item: Item, place: str) -> None:
+        role = _needed(item.role, place, "role")
+        text = _text(_needed(item.content, place, "content"), f"{place}.content")
+        if role != "assistant":
+            return self.say(role, text, f"{place}.content")
+        message = self._open
+        if message is None or message.keys() & {"content", "tool_calls"}:
+            message = self._begin(f"{place}.content")
+        message["content"] = text
+
+    def _add_reasoning(self, item: Item, place: str) -> None:
+        text = _text(item.content or item.summary or "", f"{place}.content")
+        if not text:
+            return
+        message = self._open
+        if message is None or message.keys() & {"content", "tool_calls"}:
+            message = self._begin(f"{place}.content")
+        message["reasoning"] = message.get("reasoning", "") + text
+
+    def _add_call(self, item: Item, place: str) -> None:
+        name = _needed(item.name, place, "name")
+        call_id = _needed(item.call_id, place, "call_id")
+        field = f"{place}.arguments"
+        try:
+            arguments = decode_arguments(item.arguments or "{}")
+        except UNDECODABLE as exc:
+            raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
+        message = self._open
+        if message is None:
+            message = self._begin(field)
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+
+    def _add_output(self, item: Item, place: str) -> None:
+        call_id = _needed(item.call_id, place, "call_id")
+        output = _text(_needed(item.output, place, "output"), f"{place}.output")
+        self.say("tool", output, f"{place}.output")
+        self.said[-1]["tool_call_id"] = call_id
+
+    def _begin(self, place: str) -> dict[str, Any]:
+        self._open = {"role": "assistant"}
+        self._append(self._open, place)
+        return self._open
+
+    def _append(self, message: dict[str, Any], place: str) -> None:
+        self.said.append(message)
+        self.places.append(place)
+
+
+def _needed(value: Any, place: str, field: str) -> Any:
+    if value is None:
+        raise InvalidRequestError(f"{place}.{field} is required", f"{place}.{field}")
+    return value
+
+
+def _text(texts: str | list[Part], place: str) -> str:
+    if isinstance(texts, str):
+        return texts
+    found = [part.refusal if part.type == "refusal" else part.text for part in texts]
+    if None in found:
+        where = f"{place}[{found.index(None)}]"
+        raise InvalidRequestError(f"{where}.text is required", f"{where}.text")
+    return "".join(text for text in found if text is not None)

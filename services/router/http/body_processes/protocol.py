@@ -1,0 +1,97 @@
+"""The messages between a router and the processes that read its large bodies.
+
+The router sends the settings, then one `Job` after another, each followed by the body's bytes. The
+process answers each with a `Reply`, followed by one message for each prompt, so that the router
+never decodes several long ones at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
+
+# What a process may take to read a body, for each MiB of it, in addition to what it holds before:
+# the largest hostile bodies that are known take as much, and ordinary ones a fifth.
+MEMORY_PER_MIB = 150 << 20
+
+BodyKind = Literal[
+    "chat",
+    "completion",
+    "response",
+    "response count",
+    "message",
+    "message count",
+    "tokenize",
+    "detokenize",
+    "embedding",
+]
+RefusalKind = Literal["InvalidRequestError", "ContextLengthError", "ModelNotFoundError"]
+
+_REFUSALS: dict[RefusalKind, type[InvalidRequestError]] = {
+    "InvalidRequestError": InvalidRequestError,
+    "ContextLengthError": ContextLengthError,
+    "ModelNotFoundError": ModelNotFoundError,
+}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body that is to be read.
+
+    Attributes:
+        num_bytes: that come after this message.
+    """
+
+    kind: BodyKind
+    max_model_len: int
+    num_bytes: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """What is wrong with a body."""
+
+    kind: RefusalKind
+    message: str
+    param: str | None
+    code: str | None
+
+    @classmethod
+    def of(cls, error: InvalidRequestError) -> Refusal:
+        """Return an error as a message."""
+        (kind,) = [name for name, each in _REFUSALS.items() if type(error) is each]
+        return cls(kind, error.message, error.param, error.code)
+
+    def error(self) -> InvalidRequestError:
+        """Return the error."""
+        return _REFUSALS[self.kind](self.message, self.param, self.code)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What was read of a body.
+
+    Attributes:
+        result: the request without its prompts, or what is wrong with it.
+        memory_bytes: what the process holds now; 0 where that cannot be read.
+        num_prompts: messages, each a `PromptInput`, that come after this one.
+    """
+
+    result: GenerationInput | Refusal
+    memory_bytes: int
+    num_prompts: int = 0
+
+
+def most_memory(num_bytes: int) -> int:
+    """Return how much memory a process may take to read a body, in bytes."""
+    return MEMORY_PER_MIB * -(-num_bytes // (1 << 20))
+
+
+def too_costly(num_bytes: int) -> InvalidRequestError:
+    """Return the error of a body that takes more memory than it may."""
+    return InvalidRequestError(
+        f"the body of {num_bytes} bytes takes more than {most_memory(num_bytes) >> 20} MiB of "
+        "memory to read: shorten its texts, tools and schemas"
+    )

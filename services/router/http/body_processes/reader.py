@@ -1,0 +1,152 @@
+"""Reads bodies: small ones at once, larger ones in a thread, large ones in a process.
+
+Decoding, templates and lists of token ids hold Python's interpreter lock: a thread with a body of
+13 MB would stall the event loop, and all streams, for a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from pagewire.services.router.http.api.openai.generation import GenerationInput, PromptInput
+from pagewire.services.router.http.body_processes.body_process import read_body
+from pagewire.services.router.http.body_processes.child_process import ChildPool, ChildProcess
+from pagewire.services.router.http.body_processes.framing import receive_message
+from pagewire.services.router.http.body_processes.protocol import (
+    BodyKind,
+    Job,
+    Refusal,
+    Reply,
+    too_costly,
+)
+from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.base.errors import ChannelError, OverloadedError, RequestFailedError
+from pagewire.shared.settings.config import RouterSettings
+
+INLINE_BODY_BYTES = 8 << 10
+THREAD_BODY_BYTES = 64 << 10  # holds the interpreter for a few milliseconds at most
+THREADS = 2
+PROCESSES = 2
+WAIT_S = 120.0  # for a thread or process to come free, and to read
+TIMEOUT_S = 60.0  # for each answer, and each part of a body to be taken
+
+_PROGRAM = "pagewire.services.router.http.body_processes.body_process"
+_NOT_ITS_OWN = {"cluster_secret", "redis_url", "responses_redis_url", "api_key", "api_key_file"}
+
+
+class BodyReader:
+    """Reads the bodies of one router. Processes start with the first body that needs them.
+
+    Close it with `close`.
+    """
+
+    def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="body")
+        own = settings.model_dump(mode="json", exclude=_NOT_ITS_OWN)
+        own |= {"model": str(model.path), "served_model_name": model.names}
+        self._pool = ChildPool(_PROGRAM, own, PROCESSES, "large-body")
+        self._turn = asyncio.Lock()
+
+    async def read_here(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
+        """Check and tokenize a body of up to `INLINE_BODY_BYTES`, one in each pass of the loop.
+
+        It takes up to 6 ms, and there may be many at once: tokens are passed on in between.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field.
+        """
+        async with self._turn:
+            await asyncio.sleep(0)
+            return self._read(kind, raw, max_model_len)
+
+    async def read_elsewhere(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
+        """Check and tokenize a larger body, off the event loop. Cancelling it in line ends it.
+
+        Raises:
+            InvalidRequestError: the client's fault; names the field, unless the whole body takes
+                too much memory.
+            OverloadedError: too many bodies were before it in line.
+            RequestFailedError: the process that reads it ended, or takes too long.
+        """
+        threads, read = self._threads, self._read
+        if len(raw) > THREAD_BODY_BYTES:
+            threads, read = self._pool.threads, self._read_in_process
+        bodies = [raw]
+
+        def read_it() -> GenerationInput:
+            return read(kind, bodies.pop(), max_model_len)
+
+        try:
+            async with asyncio.timeout(WAIT_S):
+                return await asyncio.get_running_loop().run_in_executor(threads, read_it)
+        except TimeoutError as exc:
+            raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
+        finally:
+            bodies.clear()  # what is cancelled stays in line: then without its bytes
+
+    def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
+        return read_body(kind, raw, self._model, max_model_len)
+
+    def _read_in_process(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+    ) -> GenerationInput:
+        while True:
+            try:
+                process = self._pool.take(TIMEOUT_S)
+            except OSError as exc:
+                problem = f"a process that reads large bodies cannot be started: {exc.strerror}"
+                raise RequestFailedError(problem) from exc
+            was_idle = not process.is_new
+            try:
+                reply, prompts = _read_there(process, Job(kind, max_model_len, len(raw)), raw)
+                break
+            except (ChannelError, OSError, msgspec.DecodeError) as exc:
+                has_aborted = _has_aborted(process, exc)
+                self._pool.end(process)
+                if has_aborted:
+                    raise too_costly(len(raw)) from exc
+                if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
+                    continue  # it may have ended while it was idle
+                problem = f"the process that reads large bodies failed: {exc}"
+                raise RequestFailedError(problem) from exc
+        self._pool.keep(process, reply.memory_bytes)
+        if isinstance(reply.result, Refusal):
+            raise reply.result.error()
+        return msgspec.structs.replace(reply.result, prompts=prompts)
+
+    def close(self) -> None:
+        """End all threads and processes, whatever they read."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.close()
+
+
+def _read_there(
+    process: ChildProcess, job: Job, raw: bytes | bytearray
+) -> tuple[Reply, tuple[PromptInput, ...]]:
+    """Return what a process answers, and the request's prompts.
+
+    Raises:
+        ChannelError: the process has ended.
+        OSError: it has, or takes too long.
+        msgspec.DecodeError: its answer is not one.
+    """
+    process.send(job)
+    process.connection.sendall(raw)
+    reply = receive_message(process.connection, Reply)
+    prompts = [receive_message(process.connection, PromptInput) for _ in range(reply.num_prompts)]
+    return reply, tuple(prompts)
+
+
+def _has_aborted(process: ChildProcess, error: Exception) -> bool:
+    """Whether a process has ended itself, as libraries do when they get no more memory."""
+    is_closed = isinstance(error, (ChannelError, ConnectionError))
+    return is_closed and process.killed_by() == signal.SIGABRT

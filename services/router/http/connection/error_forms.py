@@ -1,0 +1,44 @@
+"""Errors in the form of a route: Anthropic's to clients of its API, OpenAI's to all others."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from pagewire.services.router.http.api.anthropic.errors import message_error, message_error_event
+from pagewire.services.router.http.api.openai.formats import DONE, error_event
+from pagewire.services.router.http.connection.record import record_of
+from pagewire.services.router.http.errors import ApiError
+
+MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
+VERSION_HEADER = b"anthropic-version"
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """Return the HTTP response to a request."""
+    request_id = record_of(scope).request_id
+    if not is_anthropics(scope):
+        return error.response(request_id)
+    body, headers = message_error(error, request_id), {**error.headers, "request-id": request_id}
+    return Response(body, error.status, headers=headers, media_type="application/json")
+
+
+def end_with_error(error: ApiError, scope: Scope) -> bytes:
+    """Return the events that end a stream in which something went wrong."""
+    request_id = record_of(scope).request_id
+    if is_anthropics(scope):
+        return message_error_event(error, request_id)
+    return error_event(error.body(request_id)) + DONE
+
+
+def is_anthropics(scope: Scope) -> bool:
+    """Whether a client uses Anthropic's API. Its header says so on paths that both APIs have."""
+    path: str = scope["path"]
+    if _is_at(path, MODELS_PATH):
+        return any(name == VERSION_HEADER for name, _ in scope["headers"])
+    return _is_at(path, MESSAGES_PATH)
+
+
+def _is_at(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")

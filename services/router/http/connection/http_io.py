@@ -1,0 +1,241 @@
+"""Reading request bodies, noticing clients that leave, and sending streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai.formats import Format
+from pagewire.services.router.http.connection.direct_writer import direct_writer
+from pagewire.services.router.http.connection.error_forms import end_with_error
+from pagewire.services.router.http.connection.record import record_of
+from pagewire.services.router.http.errors import (
+    SERVER_ERROR,
+    BodyEncodingError,
+    BodyTimeoutError,
+    BodyTooLargeError,
+    ClientGoneError,
+    describe,
+)
+from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.base.errors import OverloadedError, PagewireError
+from pagewire.shared.text.answer_text import TextDelta
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 16 << 20
+MAX_BODIES_BYTES = 256 << 20  # of all requests together, beyond the first bytes of each
+UNCOUNTED_BYTES = 64 << 10  # the first ones of each body
+BODY_TIMEOUT_S = 60.0
+BODY_SILENCE_S = 10.0  # without a byte of it
+
+
+class BodyMemory:
+    """Bounds the memory of all request bodies while they arrive and are read.
+
+    Bytes are counted, not requests, so that a client that sends slowly does not block others. The
+    first `UNCOUNTED_BYTES` of each body are not: the number of connections bounds them, and usual
+    requests are read even while large bodies take all the rest.
+
+    Attributes:
+        held: bytes in use now.
+        limit: most bytes in use at once.
+    """
+
+    def __init__(self, limit: int = MAX_BODIES_BYTES) -> None:
+        self.limit = limit
+        self.held = 0
+
+    def grow(self, before: int, after: int) -> None:
+        """Count the bytes by which a body grows.
+
+        Args:
+            before: its size so far.
+            after: its size with what has arrived.
+
+        Raises:
+            OverloadedError: the limit is reached.
+        """
+        nbytes = _counted(after) - _counted(before)
+        if nbytes and self.held + nbytes > self.limit:
+            raise OverloadedError(f"{self.held} bytes of request bodies are being read")
+        self.held += nbytes
+
+    def give_back(self, size: int) -> None:
+        """Stop counting a body of this size."""
+        self.held -= _counted(size)
+
+
+def _counted(size: int) -> int:
+    return max(0, size - UNCOUNTED_BYTES)
+
+
+@asynccontextmanager
+async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytearray]:
+    """Yield a request's body; its memory counts until the block ends.
+
+    Raises:
+        BodyEncodingError: it is compressed.
+        BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
+        OverloadedError: the bodies of all requests are too many.
+        BodyTimeoutError: it did not arrive in time.
+        ClientGoneError: the client left.
+    """
+    body = bytearray()
+    try:
+        await _receive(request, body, memory)
+        yield body
+    finally:
+        memory.give_back(len(body))
+
+
+async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> None:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        problem = f"Content-Encoding {encoding[:50]} is not supported: send the body uncompressed"
+        raise BodyEncodingError(problem)
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    loop = asyncio.get_running_loop()
+    end = loop.time() + BODY_TIMEOUT_S
+    try:
+        async with asyncio.timeout(BODY_SILENCE_S) as silence:
+            async for chunk in request.stream():
+                silence.reschedule(min(loop.time() + BODY_SILENCE_S, end))
+                if len(body) + len(chunk) > MAX_BODY_BYTES:
+                    raise _too_large()
+                memory.grow(len(body), len(body) + len(chunk))
+                body += chunk
+    except TimeoutError as exc:
+        raise BodyTimeoutError(
+            f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds, or nothing of it for "
+            f"{BODY_SILENCE_S:g}"
+        ) from exc
+    except ClientDisconnect as exc:
+        raise ClientGoneError("the client left while it sent its request") from exc
+
+
+async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await something for a client; cancel it as soon as the client disconnects.
+
+    Raises:
+        ClientGoneError: the client left first.
+    """
+    task = asyncio.create_task(work)
+    watcher = start_task(_wait_for_disconnect(request.receive), "disconnect watcher")
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the client left before it was answered")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        await end_task(watcher)
+
+
+class EventStream(Response):
+    """The answers to one request as server-sent events; closes them whatever happens.
+
+    An event goes to the transport as soon as its tokens arrive. While the client does not read,
+    events wait; they are then sent through ASGI, as are the beginning and the end.
+
+    Args:
+        first: the first event, already taken from `rest`.
+        send_timeout_s: a client that reads nothing for this long is disconnected.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        answers: AnswerSet,
+        form: Format,
+        first: tuple[int, TextDelta],
+        rest: AsyncGenerator[tuple[int, TextDelta], None],
+        send_timeout_s: float,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self._answers, self._form = answers, form
+        self._first, self._rest = first, rest
+        self._send_timeout_s = send_timeout_s
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, as ASGI has it."""
+        sender = start_task(self._send_all(scope, send), "event stream")
+        watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
+        try:
+            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+            else:
+                record_of(scope).outcome = "cancelled"
+        finally:
+            await end_task(sender)
+            await end_task(watcher)
+            self._answers.close()
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        start: Message = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
+        if (writer := direct_writer(scope)) is not None:
+            writer.begin(self._form)
+            self._answers.push_to(writer.push)
+        try:
+            async with aclosing(self._rest) as rest:
+                await self._send_chunk(send, self._form.begin(self._answers.usage))
+                await self._send_chunk(send, self._form.stream_chunk(*self._first))
+                async for index, delta in rest:
+                    await self._send_chunk(send, self._form.stream_chunk(index, delta))
+            await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
+        except ClientGoneError as exc:
+            record_of(scope).fail(exc, "cancelled")
+            return  # without the end of the body: the server closes the connection
+        except PagewireError as exc:
+            error, record = describe(exc), record_of(scope)
+            record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")
+            await self._send_chunk(send, end_with_error(error, scope), last=True)
+
+    async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
+        if chunk or last:
+            await send_part(send, chunk, self._send_timeout_s, last=last)
+
+
+async def send_part(send: Send, part: bytes, timeout_s: float, *, last: bool = False) -> None:
+    """Send a part of a response's body, through ASGI.
+
+    Raises:
+        ClientGoneError: the client took nothing for so long.
+    """
+    message: Message = {"type": "http.response.body", "body": part, "more_body": not last}
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError as exc:
+        raise ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has left; what it sends until then means nothing."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_large() -> BodyTooLargeError:
+    return BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")

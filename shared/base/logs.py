@@ -1,0 +1,166 @@
+"""Log lines of the services, as text or JSON. A line about a request has the request's id."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import logging
+import sys
+import time
+from collections import OrderedDict
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from io import UnsupportedOperation
+from typing import Any, Literal
+
+import msgspec
+
+from pagewire.shared.base.log_writer import LogWriter
+
+LogForm = Literal["text", "json"]
+
+STDERR = 2
+_MAX_SUBJECTS = 4096
+
+# The request that a task works on: its id, for the task's log lines.
+current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
+
+
+def configure_logging(level: str, form: LogForm = "text", service: str = "") -> None:
+    """Write Pagewire's log lines of this level and above to stderr, and warnings of libraries.
+
+    A crash in native code also writes Python's stack there. No caller waits for a line.
+
+    Args:
+        level: debug, info, warning or error.
+        form: of the lines.
+        service: name of this process in JSON.
+    """
+    handler = LogWriter(STDERR)
+    handler.setFormatter(JsonFormatter(service) if form == "json" else TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("pagewire").setLevel(level.upper())
+    logging.captureWarnings(True)
+    dump_crashes_to_stderr()
+
+
+def dump_crashes_to_stderr() -> None:
+    """Have a crash in native code write Python's stack to stderr, if that is a file."""
+    with contextlib.suppress(UnsupportedOperation, AttributeError):
+        faulthandler.enable(sys.stderr)
+
+
+def about(request_id: str | None) -> dict[str, Any]:
+    """Return the `extra` of a log line about a request, for lines that another task writes."""
+    return {"request_id": request_id}
+
+
+def request_of(record: logging.LogRecord) -> str | None:
+    """Return the id of the request that a log line is about."""
+    named: str | None = getattr(record, "request_id", None)
+    return named or current_request.get()
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level and logger, then the message, its `fields` and the request's id in brackets.
+
+    A traceback follows in lines of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the line without a traceback; line ends and control characters are escaped."""
+        record.message = _printable(record.message.rstrip("\n"))
+        line = super().formatMessage(record)
+        fields: dict[str, Any] = getattr(record, "fields", {})
+        line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        request_id = request_of(record)
+        return line if request_id is None else f"{line} [{request_id}]"
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - logging's name
+        """Return a traceback whose lines are indented, so that none looks like another record."""
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"  {_printable(line)}" for line in lines)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, service, message, the line's `fields`.
+
+    Args:
+        service: name of this process; empty leaves it out.
+    """
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = _line(
+            record.created, record.levelname, record.name, record.getMessage(), self._service
+        )
+        if (request_id := request_of(record)) is not None:
+            line["request_id"] = request_id
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        try:
+            return msgspec.json.encode(line).decode()
+        except (UnicodeEncodeError, TypeError):  # text that is not Unicode, or another object
+            return json.dumps(line, default=str)
+
+
+def json_line(level: str, logger: str, message: str, service: str) -> str:
+    """Return a line as the services write it, for a process that logs in another way."""
+    return json.dumps(_line(time.time(), level, logger, message, service))
+
+
+def _line(created: float, level: str, logger: str, message: str, service: str) -> dict[str, Any]:
+    found = {
+        "time": datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds"),
+        "level": level.lower(),
+        "logger": logger,
+        "message": message,
+    }
+    return found | ({"service": service} if service else {})
+
+
+def _printable(text: str) -> str:
+    """Return text with escapes for all that is not printable."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def _shown(value: Any) -> str:
+    """Return a field's value as one word."""
+    if isinstance(value, int | float):
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(_shown, value))
+    text = str(value)
+    return text if text.isprintable() and text and " " not in text else json.dumps(text)
+
+
+class Complaints:
+    """Warnings about repeated attempts: the same text in a row is a warning only the first time."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._last: OrderedDict[tuple[str, int], str] = OrderedDict()
+
+    def say(self, worker_id: str, epoch: int, text: str) -> None:
+        """Warn about a run of a worker; at level debug if its last warning had the same text."""
+        subject = (worker_id, epoch)
+        is_news = self._last.pop(subject, None) != text
+        self._logger.log(logging.WARNING if is_news else logging.DEBUG, "%s", text)
+        self._last[subject] = text
+        if len(self._last) > _MAX_SUBJECTS:
+            self._last.popitem(last=False)
+
+    def forget(self, worker_id: str, epoch: int) -> None:
+        """Note that the attempt succeeded: the next text is a warning again."""
+        self._last.pop((worker_id, epoch), None)

@@ -1,0 +1,56 @@
+"""The rules of one grammar in llguidance's dialect of Lark; their sizes are added up."""
+
+from __future__ import annotations
+
+from collections import UserDict
+
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
+
+# A grammar that is a little larger than a request may have is finished, and refused with its size.
+MAX_MADE_CHARS = 4 * MAX_GRAMMAR_CHARS
+
+
+class LarkRules(UserDict[str, str]):
+    """The expressions of rules, by name.
+
+    The rule that makes the grammar far too large is refused, before others take memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_chars = 0
+        self._shared: dict[str, str] = {}  # the name of a rule, by its expression
+
+    def __setitem__(self, name: str, expression: str) -> None:
+        """Add a rule.
+
+        Raises:
+            ValueError: the grammar becomes too large.
+        """
+        self._num_chars += len(name) + len(expression)
+        check_size(self._num_chars)
+        super().__setitem__(name, expression)
+
+    def add_shared(self, name: str, expression: str) -> str:
+        """Return the name of a rule with this expression, which is added if there is none yet."""
+        if expression not in self._shared:
+            self[name] = expression
+            self._shared[expression] = name
+        return self._shared[expression]
+
+    def text(self, start: str) -> str:
+        """Return the grammar whose answers the expression `start` describes."""
+        rules = {"start": start, **self}
+        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+
+
+def check_size(num_chars: int) -> None:
+    """Check the size that a grammar has while it is made.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    if num_chars > MAX_MADE_CHARS:
+        raise ValueError(
+            f"the grammar becomes too large: at most {MAX_GRAMMAR_CHARS} characters are possible"
+        )

@@ -1,0 +1,341 @@
+"""Settings of the services, and the one reader of the environment.
+
+Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
+Names, types, defaults and descriptions are only here and in two modules that this one imports:
+`base_settings.py` has the settings of all services, `common_settings.py` those of several. The
+command line's options are made from them; tests compare `.env.example` and README with them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+
+from pagewire.shared.base.addresses import usual_operator_port
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.base import ClusterSettings, Settings
+from pagewire.shared.settings.common import (
+    GENERATION_CONFIG,
+    METRICS_PORT,
+    MODEL_IMPL,
+    OPERATOR_FD,
+    OPERATOR_PORT,
+    OPERATOR_URL,
+    REASONING_PARSER,
+    RESPONSES_BYTES,
+    RESPONSES_REDIS_URL,
+    REVISION,
+    SERVED_MODEL_NAME,
+    SPECIAL_TOKENS,
+    TOOL_PARSER,
+)
+from pagewire.shared.settings.names import (
+    check_environment,
+    check_keywords,
+)
+from pagewire.shared.settings.texts import described, description
+from pagewire.shared.settings.types import (
+    ApiKeyText,
+    BlockSize,
+    Device,
+    Dtype,
+    GenerationConfig,
+    Kernels,
+    KvNetwork,
+    KvTransport,
+    LoadFormat,
+    ModelImpl,
+    ModelNames,
+    Origins,
+    Policy,
+    Port,
+    Positive,
+    ReasoningParserName,
+    Revision,
+    Seconds,
+    ServiceId,
+    ServiceIds,
+    SpecialTokens,
+    ToolParserName,
+)
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+
+class EngineSettings(Settings):
+    """The engine of a worker or of the offline `LLM`."""
+
+    model: str = described(
+        "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
+    )
+    revision: Revision | None = REVISION
+    model_impl: ModelImpl = MODEL_IMPL
+    device: Device = described("auto", "auto takes CUDA where there is a GPU.")
+    dtype: Dtype = described(
+        "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
+    )
+    load_format: LoadFormat = described(
+        "safetensors", "dummy: random weights, for benchmarks of a shape."
+    )
+    kernels: Kernels = described(
+        "auto", "Kernels that run; auto takes Triton on CUDA and torch on the CPU."
+    )
+    block_size: BlockSize = described(
+        16, "Tokens in a KV block, the same in all workers: 16, 32, 64 or 128."
+    )
+    num_blocks: Positive | None = described(
+        None, "Blocks in a worker's KV pool.", unset="as many as fit into memory"
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = described(
+        0.85,
+        "Share of the GPU's memory for weights, activations and KV pool; workers that "
+        "`pagewire up` starts on one GPU divide the default.",
+    )
+    max_model_len: Positive | None = described(
+        None,
+        "Longest prompt plus answer, in tokens.",
+        unset="the model's, or what the KV pool holds if that is less",
+    )
+    max_num_seqs: Positive = described(512, "Sequences that run at once.")
+    max_num_batched_tokens: Positive = described(
+        2048, "Tokens of one step; longer prompts run in chunks."
+    )
+    max_waiting: Positive = described(1024, "Sequences that may wait for those that run.")
+    enable_prefix_caching: bool = described(True, "Reuse blocks with equal content.")
+    cuda_graphs: bool = described(
+        True,
+        "Replay decode steps, small prefill steps and copies of KV blocks as CUDA graphs.",
+    )
+    batch_invariant: bool = described(
+        False,
+        "Make a token's log probabilities the same bits in every batch, however its prompt is cut "
+        "into chunks and whether it is recomputed; slower. The same in all workers.",
+    )
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _fits_the_blocks_asked_for(cls, value: int | None, info: ValidationInfo) -> int | None:
+        num_blocks, block_size = info.data.get("num_blocks"), info.data.get("block_size")
+        if value is None or num_blocks is None or block_size is None:
+            return value
+        if value > num_blocks * block_size:
+            raise ValueError(
+                f"at most {num_blocks * block_size}, which is what {num_blocks} KV blocks of "
+                f"{block_size} tokens hold: lower it, or raise num_blocks to "
+                f"{-(-value // block_size)}"
+            )
+        return value
+
+
+class LLMSettings(EngineSettings):
+    """The offline `LLM`."""
+
+    generation_config: GenerationConfig = GENERATION_CONFIG
+    special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    tool_parser: ToolParserName = TOOL_PARSER
+    reasoning_parser: ReasoningParserName = REASONING_PARSER
+
+
+class WorkerSettings(ClusterSettings, EngineSettings):
+    """A prefill or decode service."""
+
+    served_model_name: ModelNames | None = SERVED_MODEL_NAME
+    worker_id: ServiceId = described(
+        lambda: f"worker-{secrets.token_hex(4)}",
+        "Stable name of this worker; a restart under the same name has a new epoch.",
+        unset="a random one",
+    )
+    control_port: Port = described(0, "Port of the control socket; 0 takes a free one.")
+    metrics_port: Port = METRICS_PORT
+    kv_transport: KvTransport = described(
+        "auto",
+        "How KV blocks are sent. auto: between GPUs ipc (CUDA IPC, one host), then ucx if the KV "
+        "network is private; otherwise zmq, which is encrypted.",
+    )
+    kv_network: KvNetwork = described(
+        "untrusted",
+        "private: auto may take UCX, which is not encrypted. Anyone who reaches a UCX port can "
+        "end the worker.",
+    )
+    # Each link of a decode worker needs at least two of its staging slots.
+    staging_slots: Annotated[int, Field(ge=2, le=256)] = described(
+        16, "KV segments in flight at once; a decode worker accepts at most half as many KV links."
+    )
+    # If two workers differ, segments fit into the smaller staging slots.
+    staging_slot_bytes: Positive | None = described(
+        None,
+        "Largest KV segment, in bytes, rounded down to whole blocks.",
+        unset="by the block's size and the GPU's memory",
+    )
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = described(
+        32, "A decode worker computes up to this many uncached prompt tokens itself."
+    )
+    transfer_timeout_s: Seconds = described(
+        10.0,
+        "Seconds for the oldest KV segment under way to be acknowledged, and for each step of "
+        "opening a KV link.",
+    )
+    step_timeout_s: Seconds = described(
+        10.0,
+        "Seconds that a step may take beyond 4 times its predicted time; then its worker counts as "
+        "hanging, ends, and is started again.",
+    )
+    prefill_timeout_s: Seconds = described(
+        30.0,
+        "Seconds without a segment or a first token of a prefill job, after which another worker "
+        "gets it; at least twice step_timeout_s.",
+    )
+
+    @field_validator("prefill_timeout_s")
+    @classmethod
+    def _outlasts_a_hang(cls, value: float, info: ValidationInfo) -> float:
+        """Leave a worker that hangs time to name the job before another worker gets it."""
+        step_timeout_s = info.data.get("step_timeout_s")
+        if step_timeout_s is not None and value < 2 * step_timeout_s:
+            raise ValueError(f"at least twice step_timeout_s, which is {step_timeout_s:g}")
+        return value
+
+
+class RouterSettings(ClusterSettings):
+    """The router."""
+
+    # Of the model, the router reads only its tokenizer and configuration.
+    model: str = described(
+        EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
+    )
+    revision: Revision | None = REVISION
+    model_impl: ModelImpl = MODEL_IMPL
+    served_model_name: ModelNames | None = SERVED_MODEL_NAME
+    generation_config: GenerationConfig = GENERATION_CONFIG
+    special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    tool_parser: ToolParserName = TOOL_PARSER
+    reasoning_parser: ReasoningParserName = REASONING_PARSER
+    router_id: ServiceId = described(
+        lambda: f"router-{secrets.token_hex(4)}",
+        "Name of this router, and the label `router` of its metrics; no two have the same.",
+        unset="a random one",
+    )
+    port: Port = described(8000, "Port of the HTTP endpoint.")
+    api_key: ApiKeyText | None = described(
+        None,
+        "A key that clients must send; the commands that talk to an endpoint send it, too. Its "
+        "name in logs and metrics is `default`.",
+        unset="none: without this and a file of keys, the endpoint is open to all who reach it",
+    )
+    api_key_file: Path | None = described(
+        None,
+        "File of keys of which clients must send one: a line `NAME: KEY` for each, where KEY may "
+        "be `sha256:` and a hash. It is read again within 2 s of a change.",
+        unset="none",
+    )
+    responses_redis_url: str | None = RESPONSES_REDIS_URL
+    responses_bytes: Annotated[int, Field(ge=0)] = RESPONSES_BYTES
+    cors_origins: Origins | None = described(
+        None,
+        "Origins, separated by commas, whose pages may use the endpoint from a browser, such as "
+        "https://chat.example.com; * allows all.",
+        unset="none",
+    )
+    fd: Annotated[int, Field(ge=3)] | None = described(
+        None,
+        "File descriptor of a bound TCP socket to accept connections from, instead of host and "
+        "port. Several routers can have the same socket.",
+        unset="none",
+    )
+    metrics_port: Port = METRICS_PORT
+    operator_port: Port | None = OPERATOR_PORT
+    operator_fd: Annotated[int, Field(ge=3)] | None = OPERATOR_FD
+    policy: Policy = described(
+        "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
+    )
+    max_queue: Positive = described(
+        1024, "Requests in one router process at once; more are answered 429."
+    )
+    max_connections: Positive | None = described(
+        None,
+        "Open connections of one router. Those that wait for their clients make room for new "
+        "ones; if all are being served, new ones are answered 503.",
+        unset="what the limit of open files allows",
+    )
+    trust_proxy_protocol: bool = described(
+        False,
+        "Take the client's address from a PROXY protocol v2 header in front of a connection's "
+        "first request; only for a router that clients reach through a gateway alone.",
+    )
+    request_timeout_s: Seconds = described(
+        300.0, "A request without any token for this many seconds fails."
+    )
+    expected_workers: ServiceIds = described(
+        (),
+        "Ids, separated by commas, of the workers that /ready waits for after the start "
+        "before it answers 200; requests are served meanwhile.",
+    )
+
+    @property
+    def chosen_operator_port(self) -> int:
+        """The operator port; 0 takes a free one."""
+        if self.operator_port is not None:
+            return self.operator_port
+        return usual_operator_port(0 if self.fd is not None else self.port)
+
+
+class ClientSettings(Settings):
+    """The commands that talk to an endpoint."""
+
+    url: str = described("http://127.0.0.1:8000", "URL of the endpoint, with or without /v1.")
+    operator_url: str | None = OPERATOR_URL
+    api_key: SecretStr | None = described(
+        lambda: SecretStr(key) if (key := os.environ.get("OPENAI_API_KEY")) else None,
+        "Sent as a bearer token.",
+        unset="OPENAI_API_KEY, or none",
+    )
+
+
+# All services may share an environment; each reads only its own settings.
+_ALL_FIELDS = {
+    field
+    for kind in (LLMSettings, WorkerSettings, RouterSettings, ClientSettings)
+    for field in kind.model_fields
+}
+
+
+_SECRETS = ("cluster_secret", "api_key")  # no error shows them
+
+
+def threads_are_chosen() -> bool:
+    """Whether the environment sets how many threads torch's operations get on the CPU."""
+    return any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT:
+    """Read settings from the environment, with the command line's values on top.
+
+    Args:
+        kind: the settings class of a service.
+        overrides: values by field name; None means "not given".
+
+    Raises:
+        ConfigError: a name is unknown or misspelt, or a value is out of range; one line that
+            names it and what is right.
+    """
+    check_keywords(overrides.keys(), kind.model_fields.keys())
+    check_environment(os.environ, _ALL_FIELDS)
+    try:
+        return kind(**{name: value for name, value in overrides.items() if value is not None})
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        field, *part = map(str, first["loc"])
+        is_secret = field in _SECRETS
+        verb = "have" if part else "be"
+        problem = "is wrong" if is_secret else f"cannot {verb} {first['input']!r}"
+        rule = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "too_short":  # what pydantic says of a secret's characters
+            least, found = first["ctx"]["min_length"], first["ctx"]["actual_length"]
+            rule = f"it must have at least {least} characters, not {found}"
+        raise ConfigError(
+            f"setting {field} (PAGEWIRE_{field.upper()}) {problem}: {rule[0].lower()}{rule[1:]}"
+        ) from None if is_secret else exc

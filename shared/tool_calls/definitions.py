@@ -1,0 +1,157 @@
+"""The tools of a request and its choice among them: types with bounds, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.base.errors import InvalidRequestError
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 1 << 20  # size of all tools of a request, as JSON
+MAX_NAME_CHARS = 128
+NAME_PATTERN = rf"\A[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}\Z"
+
+FunctionName = Annotated[
+    str,
+    Meta(
+        pattern=NAME_PATTERN,
+        description=f"1 to {MAX_NAME_CHARS} letters, digits and any of _ . : -",
+    ),
+]
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that a model may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments, an object; None if there are no arguments.
+        strict: arguments always follow the schema; a request whose schema no grammar can express
+            is refused. Otherwise, they follow the part of the schema that grammars can express.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Schema of the arguments; only declared ones are allowed, unless it says otherwise."""
+        declared = self.parameters
+        if declared is None:
+            declared = {"properties": {}}
+        closed = {"additionalProperties": False} if _is_plain(declared) else {}
+        return {**closed, **declared, "type": "object"}
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool, as in OpenAI's API."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    """The function that is to be called."""
+
+    name: FunctionName
+
+
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    """The tool that is to be called."""
+
+    function: NamedFunction
+
+
+class ToolSubset(msgspec.Struct, frozen=True):
+    """The tools that may be called, and whether a call is required."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """A choice among some of the tools. The prompt has all tools, so that cached prefixes match."""
+
+    allowed_tools: ToolSubset
+
+
+Tools = Annotated[
+    list[Tool],
+    Meta(
+        min_length=1,
+        max_length=MAX_TOOLS,
+        description=f"a list of 1 to {MAX_TOOLS} tools; leave it out if there are none",
+    ),
+]
+Choice = Literal["none", "auto", "required"] | NamedTool | AllowedTools | None
+ToolChoice = Annotated[
+    Choice,
+    Meta(
+        description='"none", "auto", "required", {"type": "function", "function": {"name": NAME}} '
+        'or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+    ),
+]
+
+
+def chosen_names(choice: Choice) -> list[str] | None:
+    """Return the names of the functions that may be called; None if all may be."""
+    match choice:
+        case NamedTool(function=function):
+            return [function.name]
+        case AllowedTools(allowed_tools=subset):
+            return [tool.function.name for tool in subset.tools]
+    return None
+
+
+def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
+    """Check rules that types cannot express.
+
+    Raises:
+        InvalidRequestError: a schema is not that of an object, a name is not unique, or the choice
+            names a tool that the request does not have; the error names the field.
+    """
+    if tools is None:
+        if choice not in (None, "none"):
+            raise InvalidRequestError("tool_choice is only allowed with tools", "tool_choice")
+        return
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        field = f"tools[{index}].function"
+        parameters = tool.function.parameters
+        if parameters is not None and parameters.get("type", "object") != "object":
+            raise InvalidRequestError(
+                f'{field}.parameters must be a JSON schema with "type": "object"',
+                f"{field}.parameters",
+            )
+        if tool.function.name in names:
+            raise InvalidRequestError(
+                f"{field}.name must be unique: there is another function {tool.function.name!r}",
+                f"{field}.name",
+            )
+        names.add(tool.function.name)
+    for name in chosen_names(choice) or ():
+        if name not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {name!r}, which is not among tools", "tool_choice"
+            )
+
+
+def check_tools_size(num_bytes: int) -> None:
+    """Check the size of all tools of a request, as JSON.
+
+    Raises:
+        InvalidRequestError: they are too large.
+    """
+    if num_bytes > MAX_TOOLS_BYTES:
+        raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
+
+
+def _is_plain(schema: dict[str, Any]) -> bool:
+    """Whether a schema lists all properties itself."""
+    others = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
+    return "properties" in schema and not any(key in schema for key in others)

@@ -1,0 +1,155 @@
+"""The grammar of an answer that must have a form (structured output), perhaps after reasoning.
+
+As in vLLM, the reasoning may be any text, and the form begins after its close tag. If the model may
+call tools, an answer either has calls or the form.
+"""
+
+from __future__ import annotations
+
+import json
+
+from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tool_calls.answer import AnswerReading
+from pagewire.shared.tool_calls.asking import PROMPT_END_TOKENS, grammars_of
+from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.harmony_grammar import form_in_final
+from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
+from pagewire.shared.tool_calls.syntax import ChatSyntax
+
+_TEXT = "/(?s:.*)/"
+_NAME = "answer"
+
+
+def reasoning_before(
+    syntax: ChatSyntax,
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    reading: AnswerReading | None,
+    continued: str | None = None,
+) -> Begins | None:
+    """Return where an answer with reasoning before its form begins; None if it has no reasoning.
+
+    An answer has no reasoning if the model writes none, if the prompt ends with complete reasoning
+    (templates do this to turn thinking off), or if the answer continues text after the reasoning.
+
+    Args:
+        syntax: the model's syntax.
+        tokenizer: the model's tokenizer.
+        token_ids: the prompt.
+        reading: how the answers are parsed.
+        continued: the message that the answers continue, if they do.
+    """
+    form = syntax.reasoning
+    if form is None or reading is None or reading.reasoning in (None, "answer"):
+        return None
+    if reading.reasoning == "outside":
+        end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        if end.rstrip().endswith(form.close) or (continued or "").strip():
+            return None
+    return reading.reasoning
+
+
+def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str:
+    """Return the grammar of an answer whose form may come after reasoning.
+
+    A grammar that contains the close tag describes the whole answer; it is returned unchanged.
+
+    Args:
+        text: the form's grammar: Lark, or JSON with a list of grammars.
+        syntax: the model's syntax.
+        begins: the result of `reasoning_before`.
+    """
+    form = syntax.reasoning
+    if form is None or begins is None or _is_whole(text, form, syntax):
+        return text
+    return _named(_lark(form, syntax, begins), text)
+
+
+def form_or_calls(
+    text: str, syntax: ChatSyntax, wanted: CallsWanted | None, begins: Begins | None
+) -> tuple[str, ...]:
+    """Return the grammars of an answer that has either a form or calls, the strictest first.
+
+    A function that is not strict may have a schema that no grammar can express. The next grammar
+    then follows only the part of the schema that can be expressed; the last one allows no calls.
+    Calls are never allowed in answers with channels, if the form is the whole answer, or if calls
+    are bare JSON, which grammars cannot distinguish from JSON of another form.
+
+    Args:
+        text: the form's grammar: Lark, or JSON with a list of grammars.
+        syntax: the model's syntax.
+        wanted: the calls that the answer may have; None if it may have none.
+        begins: the result of `reasoning_before`.
+
+    Raises:
+        InvalidRequestError: the schema of a strict function cannot be followed.
+    """
+    form, calls = syntax.reasoning, syntax.tools
+    alone = after_reasoning(text, syntax, begins)
+    is_whole = form is not None and (form.answer_open or _is_whole(text, form, syntax))
+    if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
+        return (alone,)
+    reasoning = None if begins is None else form
+
+    def make(each: CallsWanted) -> str:
+        reads, start = syntax.tokens.get, f"@{_NAME}"
+        lark = tools_grammar(calls, each, reasoning, begins or "outside", reads, start)
+        return _named(lark, text)
+
+    both = grammars_of(wanted, make)
+    if any(function.strict for function in wanted.functions):
+        return (both[0],)
+    return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)
+
+
+def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:
+    """Whether a form's grammar contains the close tag of reasoning."""
+    close_id = syntax.tokens.get(form.close)
+    return form.close in text or (close_id is not None and f"<[{close_id}]>" in text)
+
+
+def _named(lark: str, text: str) -> str:
+    """Return a grammar that refers to the form's grammar `text`."""
+    grammars = _grammars(text)
+    grammars[0]["name"] = _NAME
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
+
+
+def _grammars(text: str) -> list[dict[str, object]]:
+    """Return the grammars of a grammar text; the first one is the start."""
+    try:
+        found: list[dict[str, object]] = json.loads(text)["grammars"]
+    except (ValueError, RecursionError):  # Lark
+        return [{"lark_grammar": text}]
+    return found
+
+
+def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
+    """Return the grammar of the reasoning, which refers to the form's grammar."""
+    if form.has_channels:
+        return form_in_final(_NAME, begins, syntax.tokens.get)
+    open_id, close_id = (syntax.tokens.get(text) for text in (form.open, form.close))
+    rules = ["%llguidance {}", r"LINE_BREAKS: /\n{1,8}/"]
+    if close_id is not None:
+        rest = f"{_TEXT} <[{close_id}]> LINE_BREAKS?"
+    else:
+        rest = "reasoning_end LINE_BREAKS?"
+        rules += [f"REASONING: {_TEXT} {json.dumps(form.close)}", "reasoning_end[lazy]: REASONING"]
+    answer = f"@{_NAME}"
+    if form.answer_open:
+        tags = (form.answer_open, form.answer_close)
+        opened, closed = (_tag(text, syntax.tokens.get(text)) for text in tags)
+        in_tags = f'{opened} LINE_BREAKS? @{_NAME} "\\n"? {closed}'
+        answer = f"({answer} | {in_tags})"
+    if begins == "inside":
+        rules.append(f"start: {rest} {answer}")
+    else:
+        alone = answer if form.tags_alone else f"@{_NAME}"
+        rules += [f"start: {alone} | reasoning {answer}"]
+        rules += [f"reasoning: {_tag(form.open, open_id)} {rest}"]
+    return "\n".join(rules) + "\n"
+
+
+def _tag(text: str, token_id: int | None) -> str:
+    return json.dumps(text) if token_id is None else f"<[{token_id}]>"

@@ -1,0 +1,230 @@
+"""Changes conversations so that a model's chat template renders all of their tools and calls.
+
+Templates expect tools under several names, and some leave out the calls of earlier answers. Without
+these changes the model would not know its tools, or that it has called them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from pagewire.shared.text.chat_template import Fit, Fitted
+from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
+from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
+
+_Message = dict[str, Any]
+# Field of the system message with the tools as JSON text (Phi-4-mini; OLMo 3 Think).
+_IN_SYSTEM = {"tools": ("message['tools']",), "functions": ("message.get('functions'",)}
+_VARIABLE = "xml_tools"  # SmolLM3
+_AS_PYTHON = "python_tools"
+_PLAN = "message.tool_plan"  # Command R7B and A, which leave out the content before a call
+# Templates that fail if a function has no parameters.
+_PARAMETERS = re.compile(r"parameters(?:\.properties|['\"]\] *\| *tojson)")
+_ONE_CALL = "message.tool_calls[0]"  # gpt-oss
+# Templates that write types in Python's syntax. For the type null they recurse without end (Command
+# R, Hermes 2 and 3). Some fail if a parameter has no description.
+_PYTHON_TYPES = "json_to_python_type"
+_DESCRIPTION = re.compile(r"\+ *\w+\.description *\}\}")
+
+
+def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
+    """Return a function that fits conversations to a template; None if none is needed.
+
+    Args:
+        source: source of the template.
+        form: how the model writes calls.
+    """
+    steps: list[Fit] = []
+    others = re.sub(r"message\['tools'\]|'tools' in message", "", source)
+    if re.search(r"\btools\b", others) is None:
+        names = [name for name, texts in _IN_SYSTEM.items() if any(t in source for t in texts)]
+        steps += [partial(_in_system, name) for name in names]
+    if form is not None and form.name == "smollm3_python":
+        steps.append(partial(_as_variable, _AS_PYTHON))
+    elif _VARIABLE in source:
+        steps.append(partial(_as_variable, _VARIABLE))
+    if _PLAN in source:
+        steps.append(_planned)
+    if _PARAMETERS.search(source):
+        steps.append(partial(_described, parameters={"type": "object", "properties": {}}))
+    if _PYTHON_TYPES in source:
+        missing = {"description": ""} if _DESCRIPTION.search(source) else {}
+        steps.append(partial(_with_types, missing))
+    if form is not None and form.name == "harmony":
+        steps.append(_for_harmony if _ONE_CALL in source else _described)
+    elif form is not None and "tool_calls" not in source:
+        steps.append(partial(_spelled, form))
+    return partial(_in_turn, steps) if steps else None
+
+
+def _in_turn(steps: list[Fit], given: Fitted) -> Fitted:
+    for step in steps:
+        given = step(given)
+    return given
+
+
+def _in_system(name: str, given: Fitted) -> Fitted:
+    if not given.tools:
+        return given
+    messages = given.messages
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    text = json.dumps([tool.get("function", tool) for tool in given.tools], ensure_ascii=False)
+    return given._replace(messages=[messages[0] | {name: text}, *messages[1:]])
+
+
+def _as_variable(name: str, given: Fitted) -> Fitted:
+    """Pass the tools as another variable; as Python functions, only as that variable."""
+    tools = None if name == _AS_PYTHON else given.tools
+    return given._replace(tools=tools, variables={name: given.tools} if given.tools else {})
+
+
+def _planned(given: Fitted) -> Fitted:
+    """Set the plan of calls to the text before them."""
+    messages = []
+    for message in given.messages:
+        if message.get("tool_calls"):
+            parts = (message.get("thinking"), message["content"])
+            message = message | {"tool_plan": "\n".join(part for part in parts if part)}
+        messages.append(message)
+    return given._replace(messages=messages)
+
+
+def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
+    """Move calls into the content, as the model wrote them."""
+    messages = []
+    for message in given.messages:
+        if calls := message.get("tool_calls"):
+            text = message["content"] + write_calls(form, calls)
+            others = {key: value for key, value in message.items() if key != "tool_calls"}
+            messages.append(others | {"content": text})
+        else:
+            messages.append(message)
+    return given._replace(messages=messages)
+
+
+def _described(given: Fitted, **others: Any) -> Fitted:
+    """Add missing fields of functions, such as descriptions, without which the template fails."""
+    missing = {"description": "", **others}
+    tools = []
+    for tool in given.tools or []:
+        known = {k: v for k, v in (tool.get("function") or {}).items() if v is not None}
+        tools.append(tool | {"function": missing | known})
+    if not tools:
+        return given
+    return given._replace(tools=tools)
+
+
+def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
+    """Remove the type null, and add missing fields of parameters."""
+    tools = []
+    for tool in given.tools or []:
+        function = dict(tool.get("function") or {})
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+            properties = {
+                name: {**missing, **_without_null(each)} if isinstance(each, dict) else missing
+                for name, each in parameters["properties"].items()
+            }
+            function["parameters"] = parameters | {"properties": properties}
+        tools.append(tool | {"function": function})
+    return given._replace(tools=tools) if tools else given
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Remove the type null where such templates look for types."""
+    found = dict(schema)
+    for key in ("items", "additionalProperties"):
+        if isinstance(found.get(key), dict):
+            found[key] = _without_null(found[key])
+    kinds = found.get("type")
+    if kinds == "null":
+        del found["type"]
+    elif isinstance(kinds, list) and "null" in kinds:
+        others = [kind for kind in kinds if kind != "null"]
+        found["type"] = others[0] if len(others) == 1 else others
+    return found
+
+
+def _for_harmony(given: Fitted) -> Fitted:
+    """Put each call into its own message, with the call's results after it.
+
+    The template renders only one call of a message, and refuses content together with reasoning.
+    """
+    messages: list[_Message] = []
+    rest = list(given.messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or []
+        if not calls:
+            messages.append(message)
+            continue
+        results: list[_Message] = []
+        while rest and rest[0]["role"] == "tool":
+            results.append(rest.pop(0))
+        messages += _one_by_one(_with_one_text(message), calls, results)
+    return _described(given._replace(messages=messages))
+
+
+def _with_one_text(message: _Message) -> _Message:
+    """Return the message; if it has reasoning, its content is moved into the reasoning."""
+    if not (message.get("thinking") and message["content"]):
+        return message
+    return message | {"thinking": f"{message['thinking']}\n{message['content']}", "content": ""}
+
+
+def _one_by_one(
+    message: _Message, calls: list[_Message], results: list[_Message]
+) -> Iterable[_Message]:
+    for index, call in enumerate(calls):
+        first = message if index == 0 else {"role": "assistant", "content": ""}
+        yield first | {"tool_calls": [call]}
+        own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+        if index == len(calls) - 1:  # and results that belong to none of the calls
+            ids = [each.get("id") for each in calls[:-1]]
+            own = [each for each in results if each.get("tool_call_id") not in ids]
+        yield from own
+
+
+def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
+    """Return calls as a model writes them.
+
+    Args:
+        form: how the model writes calls.
+        calls: the calls as templates expect them, with arguments as objects.
+    """
+    each = [
+        form.before + _written(form, index, call["function"]["name"], call["function"]["arguments"])
+        for index, call in enumerate(calls)
+    ]
+    if form.is_list:
+        inner = form.separator.join(call + form.after for call in each)
+        return form.open + form.begin + inner + form.end + form.close
+    return form.separator.join(form.open + call + form.after + form.close for call in each)
+
+
+def _written(form: ToolFormat, index: int, name: str, arguments: dict[str, Any]) -> str:
+    match form.kind:
+        case "object":
+            return form.head(name).replace(ID_PLACE, str(index)) + _json(arguments) + form.tail
+        case "python":
+            show = repr if form.python_constants else _json
+            return (
+                f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
+            )
+        case "xml":
+            elements = [
+                f"{PARAMETER}{key}>\n{value if isinstance(value, str) else _json(value)}\n"
+                f"{PARAMETER_END}\n"
+                for key, value in arguments.items()
+            ]
+            return f"{FUNCTION}{name}>\n{''.join(elements)}{FUNCTION_END}"
+    return name + form.mark + _json(arguments)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,13 @@
+"""Moves KV blocks from a prefill worker's pool to a decode worker's.
+
+    endpoint/         both halves: links, segments, credits
+    carriers/         send the bytes: CUDA IPC, UCX or ZeroMQ
+    messages.py       the protocol of a link; job_messages.py: of prefill jobs
+    staging.py        page-locked or GPU memory that blocks pass through
+    device_memory.py  memory that other processes may map; peer_process.py: who maps it
+
+Entry points: `KvSender` and `KvReceiver` (endpoint/).
+Read first: `endpoint/__init__.py`, `messages.py`.
+
+May import: `engine`, `kv`, `control` and what is above them in `shared`.
+"""

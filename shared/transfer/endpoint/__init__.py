@@ -1,0 +1,30 @@
+"""The KV endpoint: moves KV blocks from a prefill worker's pool into a decode worker's.
+
+    prefill worker                                        decode worker
+    pool --pack--> staging --carrier: payload-----------> staging --unpack, check--> pool
+                   sender.py --Segment, Return-> socket-> receiver.py
+                   credits.py <-Ack, Grant, Reclaim------ credits.py
+
+A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py). Both
+are step hooks: they run in the engine's thread, between steps. Nothing here waits: what takes time
+is polled.
+
+Read first: `shared/transfer/messages.py` (the protocol), `sender.py`, `receiver.py`. Who decides
+what:
+
+- `segments.py` cuts a prompt's blocks into segments. No I/O.
+- `credits.py` says how many links may be open and which staging slots each may use. No I/O.
+- `choose_carrier` (sender_link.py) chooses a link's carrier.
+- `sender.py` sends a corrupt segment again, and ends a link whose segment is not acknowledged in
+  time. If a request ends during a transfer, segments that are being packed are still sent; the
+  receiver drops them.
+- `receiver.py` activates a sequence when all of its blocks have arrived. If a request ends during a
+  transfer, it keeps the blocks pinned until nothing is written to them any more.
+
+`services/decode/prefill_links.py` opens links, also again after a loss. The messages of prefill
+jobs use the same links (`shared/transfer/job_messages.py`); the services handle them
+(`services/decode/remote_jobs.py`, `services/prefill/jobs.py`).
+
+May import: `shared.kv`, `shared.transfer.carriers`, `shared.engine`, `shared.control`, `base`,
+`settings`, `request`.
+"""

@@ -1,0 +1,102 @@
+"""The base class of `KvSender` and `KvReceiver`: their engine, their links, when they poll."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.staging import Staging
+
+DEADLINE_INTERVAL_S = 0.1
+
+LinkT = TypeVar("LinkT")
+
+
+@dataclass(slots=True)
+class KvStats:
+    """Counters since the start.
+
+    Attributes:
+        outcomes: segments by outcome; a sender also counts those as "lost" whose link ended.
+        bytes: bytes that were sent and acknowledged, or received, by (peer, carrier).
+        resends: segments that were packed again.
+        lost_links: links that ended because of a fault.
+        strays: messages that belong to no open link.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    resends: int = 0
+    lost_links: int = 0
+    strays: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class KvHalf(ABC, Generic[LinkT]):
+    """One half of a KV endpoint, as a step hook of its engine.
+
+    Attributes:
+        core: the engine, whose sequences are looked up, and activated or freed.
+        moves: packs and unpacks the engine's blocks.
+        staging: the staging slots for payloads.
+        groups: layer groups of a block.
+        carriers: the carriers that are open in this process, by name, the preferred one first.
+        watch, unwatch: called with file descriptors that should wake the engine's thread.
+        on_link_lost: called with a link that has ended because of a fault, and why.
+        links: those that are open. Other threads may read a copy.
+    """
+
+    core: EngineCore
+    moves: BlockMoves
+    staging: Staging
+    groups: LayerGroups
+    carriers: Mapping[str, Carrier]
+    watch: Callable[[int], None] = lambda _fd: None
+    unwatch: Callable[[int], None] = lambda _fd: None
+    on_link_lost: Callable[[LinkT, str], None] = lambda _link, _reason: None
+    links: list[LinkT] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    stats: KvStats = field(default_factory=KvStats)
+    _next_deadlines_s: float = 0.0
+
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Do what can be done now; return whether to poll this hook again soon."""
+        for carrier in self.carriers.values():
+            carrier.poll()
+        is_busy = self._poll(plan)
+        if self.clock() >= self._next_deadlines_s:
+            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
+            self._check_deadlines()
+        return is_busy
+
+    def close_all(self) -> None:
+        """End all links; the engine's thread has ended."""
+        for link in list(self.links):
+            self.close(link)
+
+    @abstractmethod
+    def close(self, link: LinkT) -> None:
+        """End a link, if it is open."""
+
+    def _lose(self, link: LinkT, reason: str) -> None:
+        if link in self.links:
+            self.stats.lost_links += 1
+            self.close(link)
+            self.on_link_lost(link, reason)
+
+    @abstractmethod
+    def _poll(self, plan: StepPlan | None) -> bool:
+        """Handle a plan, messages and ended operations; return whether to poll again soon."""
+
+    @abstractmethod
+    def _check_deadlines(self) -> None:
+        """End the links or jobs whose peers are too late."""

@@ -1,0 +1,115 @@
+"""The sender's staging slots: segments are packed there, and sent by the carrier."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.transfer.carriers.base import has_ended
+from pagewire.shared.transfer.endpoint.segments import Cut
+from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """The segments in the sender's staging slots.
+
+    Attributes:
+        staging: the staging slots.
+        moves: packs the engine's blocks.
+        groups: layer groups of a block.
+        clock: returns a time in seconds.
+        may_pack: something has changed since nothing more could be packed.
+        sending: segments that are being packed or sent, in the order of their launch.
+    """
+
+    staging: Staging
+    moves: BlockMoves
+    groups: LayerGroups
+    clock: Callable[[], float]
+    may_pack: bool = False
+    sending: list[OutgoingSegment] = field(default_factory=list)
+
+    def is_due(self) -> bool:
+        """Send what is packed; return whether something has been sent or has failed; quick."""
+        return any(has_ended(segment.pending) for segment in self.sending)
+
+    def has_room(self, link: SenderLink, num_links: int) -> bool:
+        """Whether there is a staging slot and a credit for a link's next segment.
+
+        The last free staging slot is kept for a link that uses none, so that a receiver that has
+        stopped does not delay the others.
+        """
+        if not link.credits.idle or not self.staging.num_free:
+            return False
+        if self.staging.num_free > 1 or num_links == 1:
+            return True
+        return all(segment.job.link is not link for segment in self.sending)
+
+    def launch(self, job: SenderJob, cut: Cut, blocks: list[int], plan: int) -> OutgoingSegment:
+        """Launch the packing and sending of a segment; `has_room` said that there is room.
+
+        Args:
+            job: the job.
+            cut: the part of the job that it has.
+            blocks: of the cut.
+            plan: that makes them final.
+
+        Raises:
+            TransferError: the link is broken.
+            Exception: whatever the packing raises.
+        """
+        slot, seed = self.staging.acquire(), secrets.randbits(64) - 2**63
+        link, now = job.link, self.clock()
+        try:
+            packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
+            credit, use = link.credits.take()  # after the packing, which may fail
+            segment = Segment(
+                credit=credit,
+                use=use,
+                job=job.name,
+                first=cut.positions.start,
+                count=len(cut.positions),
+                first_group=cut.groups.start,
+                num_groups=len(cut.groups),
+                seed=seed,
+                nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
+            )
+            try:
+                pending = link.outbound.send(segment, slot, packed)
+            except Exception as exc:  # of the device or a library: a copy may be queued
+                raise TransferError(f"a KV segment cannot be sent: {exc}") from exc
+        except BaseException:  # whatever a device raises: the staging slot may not leak
+            self.release(slot)
+            raise
+        self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, pending, now))
+        return self.sending[-1]
+
+    def advance(self, on_failed: Callable[[SenderLink, str], None]) -> None:
+        """Send what is packed, and free staging slots.
+
+        Args:
+            on_failed: called with a link whose carrier has failed, and why.
+        """
+        for segment in list(self.sending):
+            try:
+                is_over = segment.pending.is_done()
+            except TransferError as exc:
+                is_over = True
+                on_failed(segment.job.link, str(exc))
+            if not segment.is_packed and (is_over or segment.packed.is_done()):
+                segment.is_packed, segment.since = True, self.clock()
+            if is_over:
+                self.sending.remove(segment)
+                self.release(segment.slot)
+
+    def release(self, slot: int) -> None:
+        """Free a staging slot."""
+        self.staging.release(slot)
+        self.may_pack = True

@@ -1,0 +1,351 @@
+"""The decode worker's half of a KV endpoint: receives and checks KV blocks, activates sequences.
+
+    Expect in a plan --> on_reserved
+    Segment --> payload in staging --> unpack and check --> Ack --> all there: activate the sequence
+
+Blocks are pinned while they are written. So if their request ends meanwhile, no other sequence gets
+them too early. Unpacking runs at the same time as steps. That is safe: nothing reads a reserved
+block before its sequence is activated, and unpacking waits for all steps that were launched before
+the reservation and may still write to the block. Everything runs in the engine's thread, which
+activates the sequence at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from pagewire.shared.base.errors import ProtocolError, TransferError
+from pagewire.shared.engine.execution.block_mover import PendingCheck
+from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
+from pagewire.shared.transfer.carriers.base import Pending, has_ended
+from pagewire.shared.transfer.endpoint.credits import ReceiverCredits
+from pagewire.shared.transfer.endpoint.half import KvHalf
+from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
+from pagewire.shared.transfer.job_messages import JobRequest
+from pagewire.shared.transfer.messages import (
+    TEST_JOB,
+    Ack,
+    Open,
+    Outcome,
+    Return,
+    Segment,
+    ToSender,
+)
+
+logger = logging.getLogger(__name__)
+
+# How long to poll after a job's last message. A prompt that waits longer may wait for a long time,
+# and polling takes most of a core; later messages wake the thread up.
+POLLED_S = 1.0
+# Meanwhile, this often: after a pause, the same calls take several times as long.
+REHEARSAL_INTERVAL_S = 0.003
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiving:
+    link: ReceiverLink
+    segment: Segment
+    pending: Pending
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacking:
+    link: ReceiverLink
+    segment: Segment
+    job: ReceiverJob | None  # None: a test of the link
+    blocks: list[int]
+    check: PendingCheck
+
+
+@dataclass(slots=True, kw_only=True)
+class KvReceiver(KvHalf[ReceiverLink]):
+    """The step hook of a decode engine: links and jobs. Its staging slots are credits.
+
+    Attributes:
+        socket: the socket of all links.
+        credits: which link may use which staging slot.
+        jobs: of the reserved sequences, and which of their blocks have arrived.
+        callbacks: called back about reserved sequences, and with messages of their jobs.
+        on_link_tested: called with a link that has passed its test.
+    """
+
+    socket: ReceiverSocket
+    callbacks: JobCallbacks = field(default_factory=JobCallbacks)
+    on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
+    credits: ReceiverCredits = field(init=False)
+    jobs: ReceiverJobs = field(init=False)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _receiving: list[_Receiving] = field(default_factory=list)
+    _unpacking: deque[_Unpacking] = field(default_factory=deque)
+    _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
+    _next_rehearsal_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.credits = ReceiverCredits(self.staging.num_slots)
+        self.jobs = ReceiverJobs(self.core, self.groups, self.clock)
+        self.watch(self.socket.fd)
+
+    # Verbs
+
+    def offer(self, peer: str, epoch: int, without: Collection[str] = ()) -> ReceiverLink:
+        """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
+
+        Args:
+            peer: name of the sender.
+            epoch: number of its run.
+            without: carriers that are not offered.
+
+        Raises:
+            TransferError: as many links are open as fit the staging slots, or there is no carrier
+                to offer.
+        """
+        self._end_quarantine()
+        self.credits.check_room(len(self.links))
+        link = ReceiverLink(next(self._numbers), peer, epoch, secrets.token_bytes(TOKEN_BYTES))
+        problems = []
+        for name, carrier in self.carriers.items():
+            if name not in without:
+                try:
+                    link.offers[name] = carrier.offer(link.number)
+                except TransferError as exc:
+                    problems.append(f"{name}: {exc}")
+                except Exception:  # whatever a library raises: the others are offered
+                    logger.exception("%s cannot be offered to %s", name, peer)
+        if not link.offers:
+            raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
+        self.links.append(link)
+        return link
+
+    def close(self, link: ReceiverLink) -> None:
+        """End a link with all its credits, if it is open."""
+        if link not in self.links:
+            return
+        self.links.remove(link)
+        slots, messages = self.credits.close(link.number)
+        self._receiving = [entry for entry in self._receiving if entry.link is not link]
+        if link.inbound is None:
+            for carrier in self.carriers.values():
+                carrier.withdraw(link.number)
+        else:
+            self._quarantine.append((link.inbound.close(), slots))
+        self._send_all(messages)
+        self.callbacks.on_link_closed(link)
+
+    def post(self, link: ReceiverLink, message: JobRequest) -> bool:
+        """Send a message about a job; return whether the link is open afterwards."""
+        self._send_all([(link.number, message)])
+        return link in self.links
+
+    def close_all(self) -> None:
+        """End all links and close the socket; the engine's thread has ended."""
+        self.callbacks = JobCallbacks()
+        KvHalf.close_all(self)
+        self.unwatch(self.socket.fd)
+        self.socket.close()
+
+    def fault_counts(self) -> dict[str, int]:
+        """Return the number of faults so far, by kind."""
+        stats, socket = self.stats, self.socket
+        counts = {"lost": stats.lost_links, "malformed": socket.num_malformed}
+        return counts | {"stray": stats.strays, "denied": socket.shared.denied}
+
+    # Between two steps
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Handle a plan's reservations: prefill workers may begin while the plan is launched."""
+        for work in plan.kv:
+            if isinstance(work, Withdraw):
+                if (job := self.jobs.remove(work.request_id)) is not None:
+                    self.callbacks.on_withdrawn(job)
+            elif isinstance(work, Expect):
+                self.callbacks.on_reserved(self.jobs.add(work, after=plan.number - 1))
+
+    def is_due(self) -> bool:
+        """Whether `after_launch` has something to do; takes little time."""
+        has_unpacked = bool(self._unpacking) and self._unpacking[0].check.is_done()
+        if has_unpacked or self.socket.is_due():
+            return True
+        has_progressed = any(carrier.poll() for carrier in self.carriers.values())
+        has_arrived = any(has_ended(entry.pending) for entry in self._receiving)
+        return has_progressed or has_arrived or self.clock() >= self._next_rehearsal_s
+
+    def _poll(self, plan: StepPlan | None) -> bool:
+        for token, message, body in self.socket.receive():
+            link = next((link for link in self.links if link.token == token), None)
+            if link is None:
+                self.stats.strays += 1  # mostly of a link that has just ended
+                continue
+            try:
+                if isinstance(message, ProtocolError):
+                    self._lose(link, str(message))
+                elif isinstance(message, Segment):
+                    self._receive(link, message, body)
+                elif isinstance(message, Open):
+                    self._on_open(link, message)
+                elif isinstance(message, Return):
+                    self._send_all(self.credits.take_back(link.number, message.credit))
+                else:
+                    self.callbacks.on_message(link, message)
+            except (ProtocolError, TransferError) as exc:
+                self._lose(link, str(exc))
+            except Exception as exc:  # whatever a device or a library raises: this link alone
+                logger.exception("a message from %s cannot be handled", link.peer)
+                self._lose(link, str(exc))
+            self._unpack_received()
+        self._unpack_received()
+        while self._unpacking and self._unpacking[0].check.is_done():
+            self._on_unpacked(self._unpacking.popleft())
+        self._end_quarantine()
+        # A thread that has slept activates a sequence later. Without a GPU, polling would only take
+        # time from workers that compute.
+        is_gpu, now = self.staging.memory.is_cuda, self.clock()
+        awaits_job = is_gpu and self.jobs.any_active_since(now - POLLED_S)
+        if not awaits_job or self._unpacking or self.core.awaits_step:
+            self._next_rehearsal_s = math.inf
+        elif self._next_rehearsal_s == math.inf:
+            self._next_rehearsal_s = now + REHEARSAL_INTERVAL_S
+        elif now >= self._next_rehearsal_s:
+            self._next_rehearsal_s = now + REHEARSAL_INTERVAL_S
+            self.moves.rehearse_launch()
+        return bool(self._receiving or self._unpacking) or awaits_job
+
+    def _check_deadlines(self) -> None:
+        """Check the deadlines of jobs. A payload that does not arrive is noticed by its sender."""
+        self.callbacks.check_deadlines()
+
+    # A segment comes
+
+    def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
+        self.credits.fill(link.number, segment.credit, segment.use)
+        size = self.staging.slot_bytes
+        if segment.nbytes > size or link.inbound is None:
+            raise ProtocolError(f"a segment of {segment.nbytes} bytes in a staging slot of {size}")
+        self._receiving.append(_Receiving(link, segment, link.inbound.receive(segment, body)))
+
+    def _unpack_received(self) -> None:
+        """Launch the unpacking of the payloads that have arrived in their staging slots."""
+        for entry in list(self._receiving):
+            if entry not in self._receiving:  # its link has just ended
+                continue
+            try:
+                if entry.pending.is_done():
+                    self._receiving.remove(entry)
+                    self._unpack(entry.link, entry.segment)
+            except TransferError as exc:
+                self._lose(entry.link, str(exc))
+
+    def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
+        """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
+        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+        job = self.jobs.note_activity(segment.job)
+        positions, groups = segment.positions, segment.groups
+        is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, len(groups))
+        if job is None:
+            is_wanted &= segment.job == TEST_JOB and groups == self.groups.whole
+        else:
+            is_wanted &= job.coverage.allows(positions, groups)
+        if not is_wanted:
+            self._acknowledge(link, segment, "dropped")
+            return
+        blocks, after = [-1] * segment.count, 0
+        if job is not None:
+            blocks, after = job.block_ids[positions.start : positions.stop], job.after
+        payload = self.staging.buffers[segment.credit]
+        try:
+            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after)
+        except Exception:  # whatever a device raises: the sender packs the segment again
+            logger.exception("a KV segment from %s cannot be unpacked", link.peer)
+            self._acknowledge(link, segment, "corrupt")
+            return
+        if job is not None:
+            job.coverage.add(positions, groups)
+            job.note_segment(segment.nbytes)
+            job.num_unpacking += 1
+            self.core.scheduler.pin(blocks)
+        self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
+
+    def _on_unpacked(self, done: _Unpacking) -> None:
+        intact = done.check.is_intact()
+        job, segment = done.job, done.segment
+        if job is not None:
+            self.core.unpin(done.blocks)
+            job.num_unpacking -= 1
+            if not intact:
+                logger.error("a KV segment from %s arrived corrupt", done.link.peer)
+                job.coverage.remove(segment.positions, segment.groups)
+            self._activate_if_complete(job)
+        elif intact and not done.link.is_tested:
+            done.link.is_tested = True
+            self.on_link_tested(done.link)
+        self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
+
+    def complete(self, job: ReceiverJob, first_token: int) -> None:
+        """Set a reserved sequence's first token; activate it as soon as its blocks have arrived."""
+        job.first_token = first_token
+        self._activate_if_complete(job)
+
+    def _activate_if_complete(self, job: ReceiverJob) -> None:
+        if self.jobs.activate_if_complete(job):
+            self.callbacks.on_activated(job)
+
+    def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
+        if segment.job != TEST_JOB:
+            self.stats.outcomes[outcome] += 1
+        if link not in self.links:
+            return
+        messages = self.credits.empty(link.number, segment.credit)
+        self._send_all([(link.number, Ack(segment.credit, segment.use, outcome)), *messages])
+
+    # Links
+
+    def _on_open(self, link: ReceiverLink, message: Open) -> None:
+        """Open a link's inbound half with the carrier that the sender has chosen.
+
+        Raises:
+            ProtocolError: the link was opened already, or this carrier was not offered.
+            TransferError: the carrier's reply makes no sense.
+        """
+        if link.inbound is not None:
+            raise ProtocolError("the link was opened twice")
+        if message.carrier not in link.offers:
+            raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        link.carrier = message.carrier  # first: if it fails, it is not offered again
+        link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
+        for name, other in self.carriers.items():
+            if name != link.carrier:
+                other.withdraw(link.number)
+        self._send_all(self.credits.open(link.number))
+
+    def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
+        """Send messages to links by their numbers, and end those that cannot be reached."""
+        lost: list[tuple[ReceiverLink, str]] = []
+        for number, message in messages:
+            link = next((link for link in self.links if link.number == number), None)
+            if link is None:
+                continue
+            try:
+                self.socket.send(link.token, message)
+                link.is_granted = True  # the first message of a link is a `Grant`
+            except TransferError as exc:
+                lost.append((link, str(exc)))
+        for link, reason in lost:  # not before: this sends messages that come after those above
+            self._lose(link, reason)
+
+    def _end_quarantine(self) -> None:
+        """Release staging slots of ended links once nothing writes to them or reads them."""
+        read = {entry.segment.credit for entry in self._unpacking}
+        for entry in list(self._quarantine):
+            pending, slots = entry
+            if pending.is_done() and read.isdisjoint(slots):
+                self._quarantine.remove(entry)
+                self._send_all(self.credits.release(slots))

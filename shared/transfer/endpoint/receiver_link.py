@@ -1,0 +1,34 @@
+"""The receiver's state of a KV link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagewire.shared.transfer.carriers.base import Inbound
+
+
+@dataclass(slots=True, eq=False)
+class ReceiverLink:
+    """A link to one run of a prefill worker.
+
+    Attributes:
+        number: counts up; never used again in this process.
+        peer: name of the prefill worker.
+        epoch: number of its run.
+        token: identifies the link on the socket.
+        offers: what a sender needs to know, by carrier.
+        carrier: name of the carrier; empty until the sender has chosen one.
+        inbound: the receiver's half of the carrier; None until then.
+        is_granted: the sender was given credits.
+        is_tested: the first segment has arrived intact.
+    """
+
+    number: int
+    peer: str
+    epoch: int
+    token: bytes
+    offers: dict[str, bytes] = field(default_factory=dict)
+    carrier: str = ""
+    inbound: Inbound | None = None
+    is_granted: bool = False
+    is_tested: bool = False

@@ -1,0 +1,120 @@
+"""The sender's state of a KV link, its jobs and segments; the choice of the link's carrier."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagewire.shared.base.errors import TransferError
+from pagewire.shared.control.protocol import KvHello
+from pagewire.shared.transfer.carriers.base import Carrier, Outbound, Pending
+from pagewire.shared.transfer.endpoint.credits import SenderCredits
+from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
+from pagewire.shared.transfer.endpoint.sockets import SenderSocket
+from pagewire.shared.transfer.messages import Segment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class SenderJob:
+    """A job in the engine, or a link's test, which has no sequence there.
+
+    Attributes:
+        name: of the job, and of its sequence in the engine; or `TEST_JOB`.
+        unacknowledged: number of layer groups of blocks without an acknowledgement.
+        resends: how often each cut was packed again.
+        is_over: it has ended here. The receiver drops segments that still arrive for it.
+    """
+
+    name: str
+    link: SenderLink
+    queue: ExportQueue
+    unacknowledged: int
+    resends: Counter[Cut] = field(default_factory=Counter)
+    is_over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OutgoingSegment:
+    """A segment, from its packing until it is acknowledged.
+
+    Attributes:
+        cut: the part of the job that the segment has.
+        slot: the sender's staging slot, until the payload is sent.
+        packed: the packing.
+        pending: the sending.
+        since: when the packing was launched, then when its end was seen.
+        is_packed: the end of the packing was seen.
+    """
+
+    job: SenderJob
+    cut: Cut
+    segment: Segment
+    slot: int
+    packed: Pending
+    pending: Pending
+    since: float
+    is_packed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SenderLink:
+    """A link to one run of a decode worker.
+
+    Attributes:
+        peer: name of the decode worker.
+        carrier: name of the carrier.
+        slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
+        gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
+        sent: segments that are not acknowledged, by credit, in the order of their sending.
+        acked_s: when the segment that was the first in `sent` was acknowledged, most recently.
+        test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
+    """
+
+    peer: str
+    carrier: str
+    slot_bytes: int
+    socket: SenderSocket
+    outbound: Outbound
+    credits: SenderCredits = field(default_factory=SenderCredits)
+    sent: dict[int, OutgoingSegment] = field(default_factory=dict)
+    gb_per_s: float = 0.0
+    acked_s: float = -math.inf
+    test: SenderJob = field(init=False)
+
+
+def choose_carrier(
+    hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
+) -> tuple[str, Outbound]:
+    """Return the receiver's first carrier that works from here, and the sender's half of it.
+
+    Args:
+        hello: the receiver's offer.
+        carriers: the carriers that are open in this process, by name.
+        socket: for the link's announcements.
+
+    Raises:
+        TransferError: none works; says why each does not.
+    """
+    problems = []
+    for name, offer in hello.carriers.items():
+        carrier = carriers.get(name)
+        if carrier is None:
+            problems.append(f"{name}: this worker does not have it")
+            continue
+        try:
+            outbound = carrier.outbound(hello.link, offer, socket)
+        except TransferError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        if problems:
+            text = "; ".join(problems)
+            logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
+        return name, outbound
+    raise TransferError(
+        f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
+    )
