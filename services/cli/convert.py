@@ -6,16 +6,18 @@ from typing import Annotated
 
 import typer
 
-from pagewire.services.cli import options
 from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.options import with_settings
 from pagewire.shared.model.source import resolve_model
+from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, or a hub id.")]
 
 
-def convert(model: Model, revision: options.Revision = None) -> None:
+@with_settings(WorkerSettings, only=("revision",))
+def convert(ctx: typer.Context, model: Model) -> None:
     """Write a tokenizer.json for a model that lacks one.
 
     It is made from tokenizer.model (SentencePiece), or from vocab.json and merges.txt; this needs
@@ -24,7 +26,7 @@ def convert(model: Model, revision: options.Revision = None) -> None:
     Example: pagewire convert models/my-llama
     """
     with one_line_errors():
-        path = resolve_model(model, weights=False, revision=revision)
+        path = resolve_model(model, weights=False, revision=ctx.params["revision"])
         file = convert_tokenizer(path)
         size = Tokenizer.from_dir(path).vocab_size
         print(f"{file}: {size:,} tokens")

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagewire.services.cli import options
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.options import with_settings
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.kv.cache_groups import CacheGroups
@@ -36,6 +36,18 @@ GPUS = {
     "B200": 178.4,
 }
 OWN = ("length", "memory", "as_json")
+SIZES = (
+    "revision",
+    "dtype",
+    "block_size",
+    "gpu_memory_utilization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "cuda_graphs",
+    "staging_slots",
+    "staging_slot_bytes",
+)
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a hub id, or demo.")]
 Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer.")]
@@ -46,21 +58,12 @@ Memory = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, with all numbers in bytes.")]
 
 
+@with_settings(WorkerSettings, only=SIZES)
 def estimate(
     ctx: typer.Context,
     model: Model,
-    revision: options.Revision = None,
     memory: Memory = None,
     length: Length = 4096,
-    dtype: options.Dtype = None,
-    block_size: options.BlockSize = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    cuda_graphs: options.CudaGraphs = None,
-    staging_slots: options.StagingSlots = None,
-    staging_slot_bytes: options.StagingSlotBytes = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate which GPUs fit a model, and how many tokens of KV.

@@ -1,120 +1,100 @@
-"""Command-line options that several commands share; each sets the setting of the same name.
+"""Command-line options, made from the settings of the same names.
 
-An option that is not given is None, so that the environment variable is used. Its help is the
-description and default from the settings class.
+An option that is not given is None, so that the environment variable is used. A setting with a
+panel is an option of each command that has its class; its help is its description and default.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic_settings import BaseSettings
 
-from pagewire.shared.settings import types as setting_types
-from pagewire.shared.settings.base import ClusterSettings
-from pagewire.shared.settings.config import EngineSettings, RouterSettings, WorkerSettings
-from pagewire.shared.settings.texts import default_text, description
+from pagewire.shared.settings.texts import default_text, description, panel_of
 
-ENGINE = "Engine"
-NETWORK = "Network"
+_NOTES = {
+    "redis_url": "Put one with a password into PAGEWIRE_REDIS_URL: other users can see this "
+    "command line.",
+}
+DECODE_ONLY = ("local_prefill_tokens",)
+OWN_REDIS = "a private server is started"
+_AS_GIVEN = (int, float, bool, str, Path)
 
 
 def setting(
-    kind: type[BaseSettings],
-    name: str,
-    panel: str | None = None,
-    *,
-    note: str = "",
-    unset: str | None = None,
-    flags: tuple[str, ...] = (),
+    kind: type[BaseSettings], name: str, *, note: str = "", unset: str | None = None
 ) -> Any:
     """Return an option for a field of a settings class.
 
     Args:
         kind: the settings class.
         name: name of the field.
-        panel: group of the help page; None is the first group.
         note: text after the field's description.
         unset: what the command does by default, if that is not the field's default.
-        flags: the option's names; by default, one made from the parameter's name.
     """
-    text = f"{description(kind, name)} {note}".rstrip()
-    default = unset or default_text(kind, name)
+    text = f"{description(kind, name)} {note or _NOTES.get(name, '')}".rstrip()
+    default, flag = unset or default_text(kind, name), name.replace("_", "-")
+    is_switch = _plain_type(kind.model_fields[name].annotation) is bool
+    flags = (f"--{flag}/--no-{flag}",) if is_switch else (f"--{flag}",)
+    panel = panel_of(kind, name) or None
     return typer.Option(*flags, help=f"{text}  [default: {default}]", rich_help_panel=panel)
 
 
-def _engine(name: str, *flags: str) -> Any:
-    return setting(EngineSettings, name, ENGINE, flags=flags)
+def with_settings(
+    *kinds: type[BaseSettings],
+    only: tuple[str, ...] = (),
+    omit: tuple[str, ...] = (),
+    unset: Mapping[str, str] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of settings classes, after its own parameters.
+
+    The command reads them from `ctx.params`.
+
+    Args:
+        kinds: the settings classes; the first one that has a setting describes it.
+        only: names of the settings; by default all that have a panel.
+        omit: names of settings that the command does not have.
+        unset: what the command does by default, by names of settings whose default is another.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command, eval_str=True).parameters
+        found: dict[str, inspect.Parameter] = {}
+        for kind in kinds:
+            for name, field in kind.model_fields.items():
+                wanted = name in only if only else panel_of(kind, name) is not None
+                if wanted and name not in (*own, *omit, *found):
+                    option = setting(kind, name, unset=(unset or {}).get(name))
+                    found[name] = inspect.Parameter(
+                        name,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=None,
+                        annotation=Annotated[_plain_type(field.annotation) | None, option],
+                    )
+
+        @functools.wraps(command)
+        def run(**params: Any) -> None:
+            command(**{name: params[name] for name in own})
+
+        parameters = [*own.values(), *found.values()]
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
-def _network(kind: type[ClusterSettings], name: str) -> Any:
-    return setting(kind, name, NETWORK)
-
-
-def redis_url(unset: str | None = None) -> Any:
-    """Return the option for Redis; `unset` says what the command does without it."""
-    note = "Put one with a password into PAGEWIRE_REDIS_URL: other users can see this command line."
-    return setting(ClusterSettings, "redis_url", NETWORK, note=note, unset=unset)
-
-
-Model = Annotated[str | None, setting(EngineSettings, "model")]
-Revision = Annotated[str | None, setting(EngineSettings, "revision")]
-ModelImpl = Annotated[setting_types.ModelImpl | None, setting(EngineSettings, "model_impl")]
-ServedModelName = Annotated[str | None, setting(RouterSettings, "served_model_name")]
-ApiKeyFile = Annotated[Path | None, _network(RouterSettings, "api_key_file")]
-CorsOrigins = Annotated[str | None, _network(RouterSettings, "cors_origins")]
-GenerationConfig = Annotated[
-    setting_types.GenerationConfig | None, setting(RouterSettings, "generation_config")
-]
-SpecialTokensInMessages = Annotated[
-    setting_types.SpecialTokens | None, setting(RouterSettings, "special_tokens_in_messages")
-]
-ToolParser = Annotated[setting_types.ToolParserName | None, setting(RouterSettings, "tool_parser")]
-ReasoningParser = Annotated[
-    setting_types.ReasoningParserName | None, setting(RouterSettings, "reasoning_parser")
-]
-Device = Annotated[setting_types.Device | None, _engine("device")]
-Dtype = Annotated[setting_types.Dtype | None, _engine("dtype")]
-LoadFormat = Annotated[setting_types.LoadFormat | None, _engine("load_format")]
-Kernels = Annotated[setting_types.Kernels | None, _engine("kernels")]
-BlockSize = Annotated[int | None, _engine("block_size")]
-NumBlocks = Annotated[int | None, _engine("num_blocks")]
-GpuMemoryUtilization = Annotated[float | None, _engine("gpu_memory_utilization")]
-MaxModelLen = Annotated[int | None, _engine("max_model_len")]
-MaxNumSeqs = Annotated[int | None, _engine("max_num_seqs")]
-MaxNumBatchedTokens = Annotated[int | None, _engine("max_num_batched_tokens")]
-MaxWaiting = Annotated[int | None, _engine("max_waiting")]
-EnablePrefixCaching = Annotated[
-    bool | None,
-    _engine("enable_prefix_caching", "--enable-prefix-caching/--no-enable-prefix-caching"),
-]
-CudaGraphs = Annotated[bool | None, _engine("cuda_graphs", "--cuda-graphs/--no-cuda-graphs")]
-BatchInvariant = Annotated[
-    bool | None, _engine("batch_invariant", "--batch-invariant/--no-batch-invariant")
-]
-LocalPrefillTokens = Annotated[int | None, setting(WorkerSettings, "local_prefill_tokens", ENGINE)]
-KvTransport = Annotated[setting_types.KvTransport | None, _network(WorkerSettings, "kv_transport")]
-KvNetwork = Annotated[setting_types.KvNetwork | None, _network(WorkerSettings, "kv_network")]
-StagingSlots = Annotated[int | None, _network(WorkerSettings, "staging_slots")]
-StagingSlotBytes = Annotated[int | None, _network(WorkerSettings, "staging_slot_bytes")]
-WorkerId = Annotated[str | None, _network(WorkerSettings, "worker_id")]
-ControlPort = Annotated[int | None, _network(WorkerSettings, "control_port")]
-MetricsPort = Annotated[int | None, _network(WorkerSettings, "metrics_port")]
-RedisUrl = Annotated[str | None, redis_url()]
-OwnRedisUrl = Annotated[str | None, redis_url("a private server is started")]
-Host = Annotated[str | None, _network(ClusterSettings, "host")]
-Port = Annotated[int | None, _network(RouterSettings, "port")]
-Fd = Annotated[int | None, _network(RouterSettings, "fd")]
-OperatorPort = Annotated[int | None, _network(RouterSettings, "operator_port")]
-OperatorFd = Annotated[int | None, _network(RouterSettings, "operator_fd")]
-RouterId = Annotated[str | None, _network(RouterSettings, "router_id")]
-Policy = Annotated[setting_types.Policy | None, _network(RouterSettings, "policy")]
-MaxQueue = Annotated[int | None, _network(RouterSettings, "max_queue")]
-DrainTimeoutS = Annotated[float | None, _network(ClusterSettings, "drain_timeout_s")]
-OwnDrainTimeoutS = Annotated[
-    float | None, setting(ClusterSettings, "drain_timeout_s", NETWORK, unset="30")
-]
-LogLevel = Annotated[setting_types.LogLevel | None, setting(ClusterSettings, "log_level")]
-LogFormat = Annotated[setting_types.LogFormat | None, setting(ClusterSettings, "log_format")]
+def _plain_type(annotation: Any) -> Any:
+    """Return the type of a setting as the command line reads it; the class checks it further."""
+    while get_origin(annotation) is not Literal and (inner := get_args(annotation)):
+        annotation = inner[0]  # of Annotated[X, ...], X | None
+        if annotation in _AS_GIVEN:
+            break
+    if get_origin(annotation) is Literal:
+        return annotation if isinstance(get_args(annotation)[0], str) else int
+    return annotation if annotation in _AS_GIVEN else str

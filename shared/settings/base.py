@@ -18,7 +18,7 @@ from pydantic_settings import (
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.settings.common import RESTARTS
 from pagewire.shared.settings.names import PREFIX, is_from_kubernetes
-from pagewire.shared.settings.texts import described
+from pagewire.shared.settings.texts import MAIN, NETWORK, described
 from pagewire.shared.settings.types import HostName, LogFormat, LogLevel, OtlpEndpoint, Seconds
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,9 @@ class ClusterSettings(Settings):
         "redis://127.0.0.1:6379/0",
         "Redis with prefix index and worker records: redis://[:password@]host:port/db or "
         "unix:///path.",
+        panel=NETWORK,
     )
-    host: str = described("127.0.0.1", "Address to listen on.")
+    host: str = described("127.0.0.1", "Address to listen on.", panel=NETWORK)
     advertise_host: HostName | None = described(
         None,
         "Name or address that other services reach this one by.",
@@ -80,11 +81,12 @@ class ClusterSettings(Settings):
         300.0,
         "Seconds for running requests to finish after SIGTERM. After that, a router's end with an "
         "error, and a decode worker's migrate to another one.",
+        panel=NETWORK,
     )
-    log_level: LogLevel = described("info", "Level of the services' logs.")
+    log_level: LogLevel = described("info", "Level of the services' logs.", panel=MAIN)
     restarts: Annotated[int, Field(ge=0)] = RESTARTS
     log_format: LogFormat = described(
-        "text", "Form of the services' log lines; json: each line is a JSON object."
+        "text", "Form of the services' log lines; json: each line is a JSON object.", panel=MAIN
     )
 
     otlp_endpoint: OtlpEndpoint | None = described(

@@ -37,7 +37,7 @@ from pagewire.shared.settings.names import (
     check_environment,
     check_keywords,
 )
-from pagewire.shared.settings.texts import described, description
+from pagewire.shared.settings.texts import ENGINE, MAIN, NETWORK, described, description
 from pagewire.shared.settings.types import (
     ApiKeyText,
     BlockSize,
@@ -70,50 +70,58 @@ class EngineSettings(Settings):
     """The engine of a worker or of the offline `LLM`."""
 
     model: str = described(
-        "demo", 'A Hugging Face directory, a hub id, or "demo" for the model in the package.'
+        "demo",
+        'A Hugging Face directory, a hub id, or "demo" for the model in the package.',
+        panel=MAIN,
     )
     revision: Revision | None = REVISION
     model_impl: ModelImpl = MODEL_IMPL
-    device: Device = described("auto", "auto takes CUDA where there is a GPU.")
+    device: Device = described("auto", "auto takes CUDA where there is a GPU.", panel=ENGINE)
     dtype: Dtype = described(
-        "auto", "Data type of weights and KV cache; auto takes the checkpoint's."
+        "auto", "Data type of weights and KV cache; auto takes the checkpoint's.", panel=ENGINE
     )
     load_format: LoadFormat = described(
-        "safetensors", "dummy: random weights, for benchmarks of a shape."
+        "safetensors", "dummy: random weights, for benchmarks of a shape.", panel=ENGINE
     )
     kernels: Kernels = described(
-        "auto", "Kernels that run; auto takes Triton on CUDA and torch on the CPU."
+        "auto", "Kernels that run; auto takes Triton on CUDA and torch on the CPU.", panel=ENGINE
     )
     block_size: BlockSize = described(
-        16, "Tokens in a KV block, the same in all workers: 16, 32, 64 or 128."
+        16, "Tokens in a KV block, the same in all workers: 16, 32, 64 or 128.", panel=ENGINE
     )
     num_blocks: Positive | None = described(
-        None, "Blocks in a worker's KV pool.", unset="as many as fit into memory"
+        None, "Blocks in a worker's KV pool.", unset="as many as fit into memory", panel=ENGINE
     )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=0.98)] = described(
         0.85,
         "Share of the GPU's memory for weights, activations and KV pool; workers that "
         "`pagewire up` starts on one GPU divide the default.",
+        panel=ENGINE,
     )
     max_model_len: Positive | None = described(
         None,
         "Longest prompt plus answer, in tokens.",
         unset="the model's, or what the KV pool holds if that is less",
+        panel=ENGINE,
     )
-    max_num_seqs: Positive = described(512, "Sequences that run at once.")
+    max_num_seqs: Positive = described(512, "Sequences that run at once.", panel=ENGINE)
     max_num_batched_tokens: Positive = described(
-        2048, "Tokens of one step; longer prompts run in chunks."
+        2048, "Tokens of one step; longer prompts run in chunks.", panel=ENGINE
     )
-    max_waiting: Positive = described(1024, "Sequences that may wait for those that run.")
-    enable_prefix_caching: bool = described(True, "Reuse blocks with equal content.")
+    max_waiting: Positive = described(
+        1024, "Sequences that may wait for those that run.", panel=ENGINE
+    )
+    enable_prefix_caching: bool = described(True, "Reuse blocks with equal content.", panel=ENGINE)
     cuda_graphs: bool = described(
         True,
         "Replay decode steps, small prefill steps and copies of KV blocks as CUDA graphs.",
+        panel=ENGINE,
     )
     batch_invariant: bool = described(
         False,
         "Make a token's log probabilities the same bits in every batch, however its prompt is cut "
         "into chunks and whether it is recomputed; slower. The same in all workers.",
+        panel=ENGINE,
     )
 
     @field_validator("max_model_len")
@@ -148,31 +156,39 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         lambda: f"worker-{secrets.token_hex(4)}",
         "Stable name of this worker; a restart under the same name has a new epoch.",
         unset="a random one",
+        panel=NETWORK,
     )
-    control_port: Port = described(0, "Port of the control socket; 0 takes a free one.")
+    control_port: Port = described(
+        0, "Port of the control socket; 0 takes a free one.", panel=NETWORK
+    )
     metrics_port: Port = METRICS_PORT
     kv_transport: KvTransport = described(
         "auto",
         "How KV blocks are sent. auto: between GPUs ipc (CUDA IPC, one host), then ucx if the KV "
         "network is private; otherwise zmq, which is encrypted.",
+        panel=NETWORK,
     )
     kv_network: KvNetwork = described(
         "untrusted",
         "private: auto may take UCX, which is not encrypted. Anyone who reaches a UCX port can "
         "end the worker.",
+        panel=NETWORK,
     )
     # Each link of a decode worker needs at least two of its staging slots.
     staging_slots: Annotated[int, Field(ge=2, le=256)] = described(
-        16, "KV segments in flight at once; a decode worker accepts at most half as many KV links."
+        16,
+        "KV segments in flight at once; a decode worker accepts at most half as many KV links.",
+        panel=NETWORK,
     )
     # If two workers differ, segments fit into the smaller staging slots.
     staging_slot_bytes: Positive | None = described(
         None,
         "Largest KV segment, in bytes, rounded down to whole blocks.",
         unset="by the block's size and the GPU's memory",
+        panel=NETWORK,
     )
     local_prefill_tokens: Annotated[int, Field(ge=0)] = described(
-        32, "A decode worker computes up to this many uncached prompt tokens itself."
+        32, "A decode worker computes up to this many uncached prompt tokens itself.", panel=ENGINE
     )
     transfer_timeout_s: Seconds = described(
         10.0,
@@ -205,7 +221,9 @@ class RouterSettings(ClusterSettings):
 
     # Of the model, the router reads only its tokenizer and configuration.
     model: str = described(
-        EngineSettings.model_fields["model"].default, description(EngineSettings, "model")
+        EngineSettings.model_fields["model"].default,
+        description(EngineSettings, "model"),
+        panel=MAIN,
     )
     revision: Revision | None = REVISION
     model_impl: ModelImpl = MODEL_IMPL
@@ -218,8 +236,9 @@ class RouterSettings(ClusterSettings):
         lambda: f"router-{secrets.token_hex(4)}",
         "Name of this router, and the label `router` of its metrics; no two have the same.",
         unset="a random one",
+        panel=NETWORK,
     )
-    port: Port = described(8000, "Port of the HTTP endpoint.")
+    port: Port = described(8000, "Port of the HTTP endpoint.", panel=NETWORK)
     api_key: ApiKeyText | None = described(
         None,
         "A key that clients must send; the commands that talk to an endpoint send it, too. Its "
@@ -231,6 +250,7 @@ class RouterSettings(ClusterSettings):
         "File of keys of which clients must send one: a line `NAME: KEY` for each, where KEY may "
         "be `sha256:` and a hash. It is read again within 2 s of a change.",
         unset="none",
+        panel=NETWORK,
     )
     responses_redis_url: str | None = RESPONSES_REDIS_URL
     responses_bytes: Annotated[int, Field(ge=0)] = RESPONSES_BYTES
@@ -239,21 +259,25 @@ class RouterSettings(ClusterSettings):
         "Origins, separated by commas, whose pages may use the endpoint from a browser, such as "
         "https://chat.example.com; * allows all.",
         unset="none",
+        panel=NETWORK,
     )
     fd: Annotated[int, Field(ge=3)] | None = described(
         None,
         "File descriptor of a bound TCP socket to accept connections from, instead of host and "
         "port. Several routers can have the same socket.",
         unset="none",
+        panel=NETWORK,
     )
     metrics_port: Port = METRICS_PORT
     operator_port: Port | None = OPERATOR_PORT
     operator_fd: Annotated[int, Field(ge=3)] | None = OPERATOR_FD
     policy: Policy = described(
-        "prefix", "prefix places requests by cached prefix and load; round_robin, in turn."
+        "prefix",
+        "prefix places requests by cached prefix and load; round_robin, in turn.",
+        panel=NETWORK,
     )
     max_queue: Positive = described(
-        1024, "Requests in one router process at once; more are answered 429."
+        1024, "Requests in one router process at once; more are answered 429.", panel=NETWORK
     )
     max_connections: Positive | None = described(
         None,

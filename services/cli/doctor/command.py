@@ -15,7 +15,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pagewire.services.cli import options
 from pagewire.services.cli.doctor.checks import (
     Finding,
     exit_code,
@@ -31,6 +30,7 @@ from pagewire.services.cli.doctor.checks import (
 )
 from pagewire.services.cli.doctor.memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.services.cli.program import own_command
 from pagewire.services.cli.up.machine import (
     LOOPBACK,
@@ -57,9 +57,8 @@ SAMPLE = "def f(x): return x  # a lambda, äöü"
 CUT_AT = 300
 
 
-def doctor(
-    host: options.Host = None, port: options.Port = None, redis_url: options.OwnRedisUrl = None
-) -> None:
+@with_settings(RouterSettings, only=("host", "port", "redis_url"), unset={"redis_url": OWN_REDIS})
+def doctor(ctx: typer.Context) -> None:
     """Check whether this machine can run Pagewire.
 
     It says how to fix what is missing. Exit code 0 if the demo can run here.
@@ -68,9 +67,7 @@ def doctor(
     """
     console = Console()
     with one_line_errors():
-        findings = asyncio.run(
-            _examine(console, {"host": host, "port": port, "redis_url": redis_url})
-        )
+        findings = asyncio.run(_examine(console, ctx.params))
     code = exit_code(findings)
     console.print()
     if code:

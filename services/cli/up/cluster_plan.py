@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pagewire.services.cli.options import DECODE_ONLY
 from pagewire.services.cli.up.machine import LOOPBACK, Machine
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.config import EngineSettings, threads_are_chosen
 
 MAX_GPU_SHARE = 0.98
-DECODE_ONLY = ("local_prefill_tokens",)
 EXPECTED = "PAGEWIRE_EXPECTED_WORKERS"
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic_settings import BaseSettings
 
-from pagewire.services.cli import options
 from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
 from pagewire.services.cli.up.cluster_plan import ClusterOptions
 from pagewire.services.cli.up.machine import inspect_machine
@@ -25,17 +26,14 @@ from pagewire.shared.model.source import resolve_model
 from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
-ROUTER_ONLY = (
-    "generation_config",
-    "special_tokens_in_messages",
-    "tool_parser",
-    "reasoning_parser",
-    "api_key_file",
-    "cors_origins",
-    "policy",
-    "max_queue",
+OF_ONE_SERVICE = (
+    "worker_id",
+    "router_id",
+    "control_port",
+    "metrics_port",
+    "fd",
+    "operator_fd",
 )
-BOTH = ("model", "model_impl", "revision", "served_model_name", "log_level", "log_format")
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
 NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
@@ -63,47 +61,17 @@ ReadyFilePath = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", help="Print the services' logs, too.")]
 
 
+@with_settings(
+    RouterSettings,
+    WorkerSettings,
+    omit=OF_ONE_SERVICE,
+    unset={"redis_url": OWN_REDIS, "drain_timeout_s": f"{DRAIN_TIMEOUT_S:g}"},
+)
 def up(
     ctx: typer.Context,
     prefill: Prefill = 1,
     decode: Decode = 1,
     routers: Routers = 2,
-    model: options.Model = None,
-    revision: options.Revision = None,
-    model_impl: options.ModelImpl = None,
-    served_model_name: options.ServedModelName = None,
-    generation_config: options.GenerationConfig = None,
-    special_tokens_in_messages: options.SpecialTokensInMessages = None,
-    tool_parser: options.ToolParser = None,
-    reasoning_parser: options.ReasoningParser = None,
-    host: options.Host = None,
-    port: options.Port = None,
-    operator_port: options.OperatorPort = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    load_format: options.LoadFormat = None,
-    kernels: options.Kernels = None,
-    block_size: options.BlockSize = None,
-    num_blocks: options.NumBlocks = None,
-    gpu_memory_utilization: options.GpuMemoryUtilization = None,
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    max_waiting: options.MaxWaiting = None,
-    local_prefill_tokens: options.LocalPrefillTokens = None,
-    enable_prefix_caching: options.EnablePrefixCaching = None,
-    cuda_graphs: options.CudaGraphs = None,
-    batch_invariant: options.BatchInvariant = None,
-    kv_transport: options.KvTransport = None,
-    kv_network: options.KvNetwork = None,
-    api_key_file: options.ApiKeyFile = None,
-    cors_origins: options.CorsOrigins = None,
-    policy: options.Policy = None,
-    max_queue: options.MaxQueue = None,
-    redis_url: options.OwnRedisUrl = None,
-    drain_timeout_s: options.OwnDrainTimeoutS = None,
-    log_level: options.LogLevel = None,
-    log_format: options.LogFormat = None,
     log_dir: LogDir = None,
     ready_file: ReadyFilePath = None,
     verbose: Verbose = False,
@@ -121,6 +89,11 @@ def up(
         asyncio.run(run_cluster(context))
 
 
+def options_of(kind: type[BaseSettings], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are settings of a class."""
+    return {name: value for name, value in given.items() if name in kind.model_fields}
+
+
 def prepare(params: dict[str, Any]) -> ClusterContext:
     """Check everything that can be checked before the first process starts.
 
@@ -128,8 +101,8 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
         ConfigError: a setting is out of range, the port is taken, or the model is unusable.
     """
     given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
-    router_options = {name: given[name] for name in (*ROUTER_ONLY, *BOTH)}
-    worker_options = {name: value for name, value in given.items() if name not in ROUTER_ONLY}
+    router_options = options_of(RouterSettings, given)
+    worker_options = options_of(WorkerSettings, given)
     others = {name: params[name] for name in OWN}
     router = load_settings(RouterSettings, {**router_options, **others})
     worker = load_settings(WorkerSettings, worker_options)

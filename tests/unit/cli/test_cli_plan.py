@@ -31,6 +31,7 @@ from pagewire.services.cli.up.machine import (
 )
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.config import RouterSettings, WorkerSettings
 
 SHARED = {"PAGEWIRE_CLUSTER_SECRET": "s", "PAGEWIRE_REDIS_URL": "unix:///x"}
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - what a user may ask for
@@ -267,8 +268,7 @@ def test_every_option_of_up_is_one_of_the_services_that_get_it() -> None:
     given = {param.name or "": 1 for param in commands["up"].params}
     for name in up.NOT_SETTINGS:
         del given[name]
-    router = {name: given[name] for name in (*up.ROUTER_ONLY, *up.BOTH)}
-    workers = {name: value for name, value in given.items() if name not in up.ROUTER_ONLY}
+    router, workers = (up.options_of(kind, given) for kind in (RouterSettings, WorkerSettings))
     reached: set[str] = set()
     for spec in plan(router_options=router, worker_options=workers).values():
         command = spec.argv[spec.argv.index("pagewire.services.cli.main") + 1]
