@@ -26,7 +26,7 @@ def install_command(extra: str, *options: str, only: str | None = None) -> str:
     try:
         lines = metadata.requires("pagewire") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was never installed
-        root = Path(__file__).resolve().parents[1]
+        root = Path(__file__).resolve().parents[2]
         return shlex.join([*pip, "--editable", f"{root}[{extra}]"])
     requirements = [
         f"{requirement.name}{requirement.specifier}"

@@ -3,7 +3,7 @@
     worker's faulthandler --text--> socket --> report in Redis, then the text goes to stderr
     step under way --> shared memory --/
 
-faulthandler writes the stack in many small pieces, of which the socket holds about six. So the
+faulthandler writes the stack in many small parts, of which the socket holds about six. So the
 crashed process waits until its report is written and this process reads on, and its connections end
 after that. Without any text, the worker did not crash.
 """

@@ -52,7 +52,7 @@ class CrashWatch:
     Args:
         settings: the worker's settings.
         epoch: number of this run of the worker.
-        steps: tells which step runs.
+        steps: has the step that runs.
         names_of: returns what peers call the requests of a sequence; called in the engine's thread.
 
     Raises:
@@ -144,7 +144,7 @@ class CrashWatch:
 def _start_reporter() -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap]:
     """Start a reporter; returns it, this process's end of the socket, and the shared memory.
 
-    The memory is no file on a disk: on one that is full, a write would end the process.
+    The memory is not a file on a disk: if that were full, a write would end the process.
 
     Raises:
         OSError: there are too few processes, descriptors or bytes.
