@@ -9,18 +9,12 @@ from __future__ import annotations
 import torch
 
 from pagewire.kernels.reference.sampling import thresholds
+from pagewire.kernels.sampling_signatures import Limits
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def processed_logits(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
+def processed_logits(logits: torch.Tensor, tokens: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return logits divided by their temperature, -inf for tokens that were not candidates.
 
     A greedy row keeps its logits: its temperature counts as 1, and it has no limits. The token
@@ -29,18 +23,15 @@ def processed_logits(
     Args:
         logits: [N, V], as `ShapeLogits` returns them, or raw logits of a row without shaping.
         tokens: [N] int64, the tokens that were drawn.
-        temperature: [N], as the other parameters; see `pagewire.kernels.Sample`.
-        top_k: largest number of candidates; 0 for all tokens.
-        top_p: candidates are the most likely tokens that together reach this probability.
-        min_p: candidates have at least this probability, relative to the most probable token.
+        limits: of the N rows.
 
     Returns:
         [N, V] float32; the largest of a row is 0.
     """
     scores = logits.float().nan_to_num(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
-    is_greedy = temperature <= 0
-    temperature = torch.where(is_greedy, 1.0, temperature)
-    lowest = thresholds(scores, temperature, top_k, top_p, min_p)
+    is_greedy = limits.temperature <= 0
+    temperature = torch.where(is_greedy, 1.0, limits.temperature)
+    lowest = thresholds(scores, limits._replace(temperature=temperature))
     lowest = torch.minimum(lowest, scores.gather(1, tokens[:, None]))
     lowest = torch.where(is_greedy[:, None], -torch.inf, lowest)
     scaled = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +73,32 @@ class NoteTokens(Protocol):
         slots: torch.Tensor,  # [B] int64
         positions: torch.Tensor,  # [B] int64, of the tokens
     ) -> None: ...
+
+
+class Limits(NamedTuple):
+    """The parameters of N rows that decide which tokens are candidates; see `Sample`.
+
+    Whatever needs the candidates takes all of them: sampling and processed log probabilities.
+    """
+
+    temperature: torch.Tensor  # [N] float32, 0 = greedy
+    top_k: torch.Tensor  # [N] int32, 0 = all
+    top_p: torch.Tensor  # [N] float32 in (0, 1]
+    min_p: torch.Tensor  # [N] float32 in [0, 1], 0 = all
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, torch.Tensor]) -> Limits:
+        """Return those among the parameters of rows, by name."""
+        return cls(*(parameters[name] for name in cls._fields))
+
+    def of_rows(self, rows: torch.Tensor) -> Limits:
+        """Return the limits of some of the rows."""
+        return Limits(*(each[rows] for each in self))
+
+    def are_set(self, vocab_size: int) -> torch.Tensor:
+        """Whether a row may have fewer candidates than tokens, `[N]` bool."""
+        top_k = (self.top_k > 0) & (self.top_k < vocab_size)
+        return top_k | (self.top_p < 1.0) | (self.min_p > 0.0)
 
 
 class Sample(Protocol):

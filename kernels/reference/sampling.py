@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 from pagewire.kernels.reference.philox import gumbel_noise
+from pagewire.kernels.sampling_signatures import Limits
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def thresholds(
-    scores: torch.Tensor,  # [N, V] float32
-    temperature: torch.Tensor,  # [N]
-    top_k: torch.Tensor,  # [N]
-    top_p: torch.Tensor,  # [N]
-    min_p: torch.Tensor,  # [N]
-) -> torch.Tensor:
+def thresholds(scores: torch.Tensor, limits: Limits) -> torch.Tensor:
     """Return the smallest score of each row's candidates, `[N, 1]`.
 
     Top-k and min-p limit the candidates first, and top-p those that are left.
+
+    Args:
+        scores: [N, V] float32.
+        limits: of the N rows.
     """
+    temperature, top_k, top_p, min_p = limits
     vocab_size = scores.shape[1]
     ordered = scores.sort(dim=-1, descending=True).values
     k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()
@@ -36,24 +36,16 @@ def thresholds(
 
 
 def _draw(
-    scores: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
+    scores: torch.Tensor, limits: Limits, seeds: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
     """Return one drawn token per row, `[N]`, by the Gumbel-max trick; temperatures are above 0."""
     vocab_size = scores.shape[1]
-    perturbed = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
+    perturbed = (scores - scores.amax(-1, keepdim=True)) / limits.temperature[:, None]
     perturbed += gumbel_noise(seeds, positions, vocab_size)
-    is_limited = ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
-    limited = is_limited.nonzero()[:, 0]
+    limited = limits.are_set(vocab_size).nonzero()[:, 0]
     if limited.numel():
         rows = scores[limited]
-        limits = [each[limited] for each in (temperature, top_k, top_p, min_p)]
-        threshold = thresholds(rows, *limits)
+        threshold = thresholds(rows, limits.of_rows(limited))
         perturbed[limited] = perturbed[limited].masked_fill(rows < threshold, -torch.inf)
     return perturbed.argmax(-1)
 
@@ -77,13 +69,6 @@ def sample(
     tokens = scores.argmax(-1)
     random = (temperature > 0).nonzero()[:, 0]
     if random.numel():
-        tokens[random] = _draw(
-            scores[random],
-            temperature[random],
-            top_k[random],
-            top_p[random],
-            min_p[random],
-            seeds[random],
-            positions[random],
-        )
+        limits = Limits(temperature, top_k, top_p, min_p).of_rows(random)
+        tokens[random] = _draw(scores[random], limits, seeds[random], positions[random])
     return tokens if out is None else out.copy_(tokens)

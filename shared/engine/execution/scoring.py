@@ -13,6 +13,7 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.processed_logits import processed_logits
+from pagewire.kernels.sampling_signatures import Limits
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepScores
@@ -128,8 +129,7 @@ class Scoring:
             return self.ops.token_logprobs(sampled.logits, index, sampled.tokens, top)
         index, of_rows = self.state.upload([rows, [slots[row] for row in rows]])
         tokens, parameters = sampled.tokens[index], self.state.sampling(of_rows)
-        limits = {name: parameters[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-        logits = processed_logits(shaped[index], tokens, **limits)
+        logits = processed_logits(shaped[index], tokens, Limits.of(parameters))
         own = torch.arange(len(rows), device=tokens.device)
         return self.ops.token_logprobs(logits, own, tokens, top)
 
