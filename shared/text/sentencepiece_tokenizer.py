@@ -10,20 +10,14 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.text.sentencepiece_file import (
-    CONTROL,
-    NORMAL,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    SentencePieceModel,
-)
+from pagewire.shared.text.sentencepiece_file import KINDS
 
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # of a token's `type`
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how tokens spell a space
 
 
 def sentencepiece_tokenizer(
-    model: SentencePieceModel, config: Mapping[str, Any], added: Mapping[int, AddedToken]
+    model: Any, config: Mapping[str, Any], added: Mapping[int, AddedToken]
 ) -> tokenizers.Tokenizer:
     """Return a tokenizer that cuts a text as SentencePiece does.
 
@@ -32,7 +26,7 @@ def sentencepiece_tokenizer(
     SentencePiece would add.
 
     Args:
-        model: the file's content.
+        model: the file's `ModelProto`.
         config: of tokenizer_config.json; may be empty.
         added: further tokens, by their ids.
 
@@ -40,7 +34,7 @@ def sentencepiece_tokenizer(
         ModelLoadError: an added token has another id than it would get; one line.
     """
     backend = tokenizers.Tokenizer(_pieces_model(model))
-    prefix = bool(config.get("add_prefix_space", True)) and model.add_dummy_prefix
+    prefix = bool(config.get("add_prefix_space", True)) and model.normalizer_spec.add_dummy_prefix
     steps = _cleaning(model)
     if prefix and config.get("legacy") is False:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "first", split=False)
@@ -56,60 +50,60 @@ def sentencepiece_tokenizer(
     return backend
 
 
-def _pieces_model(model: SentencePieceModel) -> Any:
-    unknown = model.pieces[model.unk_id].text if model.unk_id >= 0 else None
-    if model.kind == "unigram":
-        scored = [(piece.text, piece.score) for piece in model.pieces]
-        unk_id = model.unk_id if model.unk_id >= 0 else None
-        return models.Unigram(scored, unk_id, model.byte_fallback)
-    vocab = {piece.text: index for index, piece in enumerate(model.pieces)}
+def _pieces_model(model: Any) -> Any:
+    trainer = model.trainer_spec
+    unk_id = trainer.unk_id if trainer.unk_id >= 0 else None
+    if KINDS[trainer.model_type] == "unigram":
+        scored = [(token.piece, token.score) for token in model.pieces]
+        return models.Unigram(scored, unk_id, trainer.byte_fallback)
+    vocab = {token.piece: index for index, token in enumerate(model.pieces)}
     return models.BPE(
         vocab,
         _merges(model),
-        unk_token=unknown,
+        unk_token=None if unk_id is None else model.pieces[unk_id].piece,
         fuse_unk=True,
-        byte_fallback=model.byte_fallback,
+        byte_fallback=trainer.byte_fallback,
     )
 
 
-def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
+def _merges(model: Any) -> list[tuple[str, str]]:
     """Return the pairs of tokens that make another one, those of the highest score first.
 
     SentencePiece joins any two neighbours that make a token, in this order.
     """
     joined = (NORMAL, UNUSED)
-    ids = {piece.text: index for index, piece in enumerate(model.pieces) if piece.kind in joined}
+    ids = {token.piece: index for index, token in enumerate(model.pieces) if token.type in joined}
+    scores = [token.score for token in model.pieces]
     merges = []
-    for text in sorted(ids, key=lambda text: (-model.pieces[ids[text]].score, ids[text])):
+    for text in sorted(ids, key=lambda text: (-scores[ids[text]], ids[text])):
         pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
         known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]
         merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return merges
 
 
-def _cleaning(model: SentencePieceModel) -> list[Any]:
+def _cleaning(model: Any) -> list[Any]:
     steps: list[Any] = []
-    if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
-    if model.remove_extra_whitespaces:
+    rules = model.normalizer_spec
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    if rules.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     return steps
 
 
-def _add_tokens(
-    backend: tokenizers.Tokenizer, model: SentencePieceModel, added: Mapping[int, AddedToken]
-) -> None:
+def _add_tokens(backend: tokenizers.Tokenizer, model: Any, added: Mapping[int, AddedToken]) -> None:
     """Add the tokens that are found in a text before it is cut."""
     own = {
         index: AddedToken(
-            piece.text,
+            token.piece,
             # Of spaces that are spelled already.
-            normalized=SPACE in piece.text,
-            special=piece.kind != USER_DEFINED,
+            normalized=SPACE in token.piece,
+            special=token.type != USER_DEFINED,
         )
-        for index, piece in enumerate(model.pieces)
-        if piece.kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        for index, token in enumerate(model.pieces)
+        if token.type in (UNKNOWN, CONTROL, USER_DEFINED)
     }
     tokens = dict(sorted({**own, **added}.items()))  # further ones get their ids in this order
     for special, group in itertools.groupby(tokens.values(), lambda token: bool(token.special)):
@@ -122,19 +116,18 @@ def _add_tokens(
             )
 
 
-def _add_ends(
-    backend: tokenizers.Tokenizer, model: SentencePieceModel, config: Mapping[str, Any]
-) -> None:
+def _add_ends(backend: tokenizers.Tokenizer, model: Any, config: Mapping[str, Any]) -> None:
     """Begin and end texts with special tokens, by default as Llama's and Gemma's tokenizers do."""
-    begins = bool(config.get("add_bos_token", True)) and model.bos_id >= 0
-    ends = bool(config.get("add_eos_token", False)) and model.eos_id >= 0
-    ids = [model.bos_id] * begins, [model.eos_id] * ends
-    names = [[model.pieces[index].text for index in side] for side in ids]
+    bos_id, eos_id = model.trainer_spec.bos_id, model.trainer_spec.eos_id
+    begins = bool(config.get("add_bos_token", True)) and bos_id >= 0
+    ends = bool(config.get("add_eos_token", False)) and eos_id >= 0
+    ids = [bos_id] * begins, [eos_id] * ends
+    names = [[model.pieces[index].piece for index in side] for side in ids]
     if begins or ends:
         single, pair = ([*names[0], f"${text}", *names[1]] for text in "AB")
         second = [f"{part}:1" for part in pair]
         backend.post_processor = processors.TemplateProcessing(
             single=single,
             pair=[*single, *second],
-            special_tokens=[(model.pieces[index].text, index) for index in ids[0] + ids[1]],
+            special_tokens=[(model.pieces[index].piece, index) for index in ids[0] + ids[1]],
         )

@@ -77,6 +77,7 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
     "ucxx": "ucxx-cu13",
     "cuda": "cuda-bindings",
+    "google": "protobuf",
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 MAY_TOUCH_THE_ENVIRONMENT = {
