@@ -106,18 +106,28 @@ def test_openai_client_streams_a_chat_answer(client: openai.OpenAI) -> None:
         stream=True,
         stream_options={"include_usage": True},
     )
-    text, usage, chunks = "", None, 0
+    text, usage = "", None
     for chunk in stream:
-        chunks += 1
         usage = chunk.usage or usage
         for choice in chunk.choices:
             text += choice.delta.content or ""
     assert text == whole.choices[0].message.content
-    assert chunks > 5
     assert usage is not None
     assert whole.usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert usage.prompt_tokens == whole.usage.prompt_tokens
+
+
+def test_a_streams_first_text_comes_while_the_answer_is_generated(
+    cluster: LocalCluster, client: openai.OpenAI
+) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt="def", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
+    with stream:
+        assert next(chunk for chunk in stream if chunk.choices[0].text)
+        assert cluster.total("vllm:num_requests_running") == 1
+    cluster.wait_idle(workers=3)
 
 
 def test_metrics_name_the_kv_bytes_that_crossed(
