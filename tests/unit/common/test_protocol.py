@@ -234,16 +234,16 @@ def test_text_that_is_no_unicode_is_a_protocol_error() -> None:
 
 
 TORCH_FREE = [
-    "aio",
+    "base.aio",
+    "base.errors",
     "cluster.redis_client",
     "cluster.registry",
-    "config",
     "control.channel",
     "control.protocol",
     "engine.scheduling.status",
-    "errors",
     "index.prefix_index",
     "kv.block_hash",
+    "settings.config",
     "text.tokenizer",
 ]
 
