@@ -38,6 +38,10 @@ MAX_LAYER_GROUPS = 8  # of a block
 MAX_FORKS = 127  # of one `Generate`
 # A request is suspected of making workers hang or die; so strongly suspected, it is to blame.
 MAX_STRIKES = 2
+# When a worker is lost, its peers lack the newest few tokens. So a request that makes each worker
+# crash at the same token does so within this many tokens of the next worker. With more, it is not
+# suspected any more.
+CLEARING_TOKENS = 8
 Strikes = Annotated[int, Meta(ge=0, le=MAX_STRIKES)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]

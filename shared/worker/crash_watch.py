@@ -7,6 +7,7 @@ chunks are mostly those of the step before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import logging
 import mmap
@@ -69,10 +70,6 @@ class CrashWatch:
         self._names_of = names_of
         self._recorded: DecodeRows | None = None
         self._length = _NO_STEP
-        try:
-            self.reporter, self._socket, self._memory = _start_reporter()
-        except OSError as exc:
-            raise ConfigError(f"the crash reporter cannot be started: {exc}") from exc
         setup = Setup(
             worker_id=settings.worker_id,
             epoch=epoch,
@@ -81,7 +78,10 @@ class CrashWatch:
             log_level=settings.log_level,
             log_format=settings.log_format,
         )
-        self._socket.sendall(msgspec.json.encode(setup) + b"\n")
+        try:
+            self.reporter, self._socket, self._memory = _start_reporter(setup)
+        except OSError as exc:
+            raise ConfigError(f"the crash reporter cannot be started: {exc}") from exc
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         # Disabled first: libraries that were loaded meanwhile may have set their own handlers.
         faulthandler.disable()
@@ -141,7 +141,7 @@ class CrashWatch:
             await asyncio.to_thread(self.reporter.wait, STOP_S)
 
 
-def _start_reporter() -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap]:
+def _start_reporter(setup: Setup) -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap]:
     """Start a reporter; returns it, this process's end of the socket, and the shared memory.
 
     The memory is not a file on a disk: if that were full, a write would end the process.
@@ -150,19 +150,23 @@ def _start_reporter() -> tuple[subprocess.Popen[bytes], socket.socket, mmap.mmap
         OSError: there are too few processes, descriptors or bytes.
     """
     ours, theirs = socket.socketpair()
-    with theirs, os.fdopen(os.memfd_create("pagewire-step"), "wb") as file:
-        try:
-            file.truncate(MEMORY_BYTES)
-            memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
-            fds = theirs.fileno(), file.fileno()
-            reporter = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=fds,
-                start_new_session=True,  # a terminal's Ctrl-C must not end it first
-            )
-        except BaseException:
-            ours.close()
-            raise
+    with (
+        contextlib.ExitStack() as stack,
+        theirs,
+        os.fdopen(os.memfd_create("pagewire-step"), "wb") as file,
+    ):
+        stack.callback(ours.close)
+        ours.sendall(msgspec.json.encode(setup) + b"\n")
+        file.truncate(MEMORY_BYTES)
+        memory = mmap.mmap(file.fileno(), MEMORY_BYTES)
+        stack.callback(memory.close)
+        fds = theirs.fileno(), file.fileno()
+        reporter = subprocess.Popen(
+            [sys.executable, "-P", "-m", PROGRAM, *map(str, fds)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=fds,
+            start_new_session=True,  # a terminal's Ctrl-C must not end it first
+        )
+        stack.pop_all()  # the caller closes them
     return reporter, ours, memory

@@ -145,7 +145,7 @@ def test_a_step_that_hangs_among_prompts_costs_none_of_them(small: GreedyPrompts
 def test_a_request_that_crashes_workers_ends_two_of_them(
     small: GreedyPrompts, prefill: int, decode: int
 ) -> None:
-    """A crash is no proof, so a second worker gets the request, and no third one."""
+    """One crash proves nothing: a second worker gets the request, and no third one."""
     with trapped_cluster("crash", prefill, decode) as cluster:
         response = run_async(amid_small_requests(cluster, small, POISON), 110)
         check_refusal(response, "crashed (Segmentation fault) in a step of")

@@ -14,6 +14,7 @@ from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoa
 from pagewire.shared.base.errors import ChannelError, HarmfulRequestError
 from pagewire.shared.base.logs import about
 from pagewire.shared.control.protocol import (
+    CLEARING_TOKENS,
     MAX_STRIKES,
     Cancel,
     Embed,
@@ -23,10 +24,6 @@ from pagewire.shared.control.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-# With more tokens than this a request has come further than with the worker that it may have made
-# crash; it is not suspected any more.
-CLEARING_TOKENS = 8
 
 OnOutput = Callable[[TokenOutput, float], None]
 

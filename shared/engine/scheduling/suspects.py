@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pagewire.shared.control.protocol import CLEARING_TOKENS
 from pagewire.shared.engine.scheduling.sequence import Sequence
-
-# When a worker is lost, its peers lack the newest few tokens. So a sequence that makes each worker
-# crash at the same token does so within this many tokens after those that the next worker gets.
-CLEARING_TOKENS = 8
 
 
 @dataclass(slots=True)

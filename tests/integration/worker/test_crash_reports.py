@@ -52,7 +52,7 @@ def test_a_crash_is_reported_with_those_in_the_step(
     assert report.suspects == ["job-a", "job-b"]
     assert f"Fatal Python error: {why}" in text
     assert "in main" in text  # the stack
-    line = json.loads(text.splitlines()[0])  # whole, before the text that is no JSON
+    line = json.loads(text.splitlines()[0])  # whole, and before the stack, which has another form
     assert (line["level"], line["service"], line["logger"]) == ("error", WORKER_ID, REPORTER)
     assert "suspected requests: a, b" in line["message"]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from pagewire.shared.control.protocol import CLEARING_TOKENS
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.engine.scheduling.suspects import CLEARING_TOKENS
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 
 
@@ -81,7 +81,7 @@ def test_rows_go_on_in_the_steps_of_suspects() -> None:
 
 
 def test_suspect_that_no_other_prompt_waits_with_runs_in_every_step() -> None:
-    """There is no room for the other one, which must not cost the suspect its steps."""
+    """The other prompt has no room for its blocks: the suspect does not lose steps to it."""
     scheduler = make_scheduler(num_blocks=16)
     add(scheduler, "suspect", 60, strikes=1)
     add(scheduler, "too long", 40)
