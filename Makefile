@@ -40,8 +40,13 @@ else
 	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
 endif
 
-test-gpu: $(STAMP) ## Run the tests that need a CUDA device
+test-gpu: $(STAMP) redis ## Run the tests that need a CUDA device (10 minutes)
+ifneq ($(ARGS),)
 	$(BIN)/pytest -m gpu $(ARGS)
+else
+	$(BIN)/pytest -m gpu -n 12 --dist worksteal tests/kernels tests/integration tests/e2e
+	$(BIN)/pytest -m gpu -n 5 --dist worksteal tests/gpu
+endif
 
 test-clients: $(CLIENTS)/.installed ## Run the tests with client libraries, in an environment of their own (3 minutes; 1.5 GB)
 	@$(PYTHON) .ci/bootstrap.py redis

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ from pagewire.tests.support.tiny_models import write_tiny_model
 from pagewire.tools.invariance import Measurement, Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+# Tests of other processes use the same GPU: a pool sized by what is free would depend on them.
+POOL: dict[str, Any] = {"num_blocks": 4096}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def test_demo_tokens_equal_the_cpus() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     truth = [output.token_ids for output in cpu.generate(prompts, greedy)]
     for options in ({}, {"cuda_graphs": False}, {"num_blocks": 300, "max_num_batched_tokens": 100}):
-        llm = LLM("demo", device="cuda", gpu_memory_utilization=0.2, **options)
+        llm = LLM("demo", device="cuda", **POOL | options)
         got = [output.token_ids for output in llm.generate(prompts, greedy)]
         different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
         assert not different, f"{options}: prompts {different}"
@@ -74,7 +78,7 @@ def test_log_probabilities_equal_the_cpus() -> None:
     ]
     truth = cpu.generate(prompts, params)
     for options in ({}, {"cuda_graphs": False}, {"max_num_batched_tokens": 100}):
-        llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+        llm = LLM("demo", device="cuda", dtype="float32", **POOL | options)
         for got, want in zip(llm.generate(prompts, params), truth, strict=True):
             assert got.token_ids == want.token_ids
             pairs = [(got.outputs[0].logprobs, want.outputs[0].logprobs)]
@@ -92,7 +96,7 @@ def test_log_probabilities_equal_the_cpus() -> None:
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
-    llm = LLM("demo", device="cuda", gpu_memory_utilization=0.2)
+    llm = LLM("demo", device="cuda", **POOL)
     prompts = _prompts(llm, 16, 600)
     sampling = SamplingParams(temperature=0.8, top_p=0.95, top_k=40, seed=11, max_tokens=48)
     together = [output.token_ids for output in llm.generate(prompts, sampling)]
@@ -104,7 +108,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
 def test_supplied_steps_give_the_cpus_tokens(options: dict[str, bool]) -> None:
     truth = run_supplied_steps(LLM("demo", device="cpu", dtype="float32").engine.runner)
     assert [truth[1][row] for row in ALLOWED] == list(ALLOWED.values())
-    llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+    llm = LLM("demo", device="cuda", dtype="float32", **POOL | options)
     assert run_supplied_steps(llm.engine.runner) == truth
 
 
@@ -119,7 +123,7 @@ def test_shaped_tokens_equal_the_cpus(options: dict[str, bool]) -> None:
     prompts = _prompts(cpu, 32, 700)
     params = [SamplingParams(**shaped_fields(i), max_tokens=48) for i in range(32)]
     truth = [output.token_ids for output in cpu.generate(prompts, params)]
-    llm = LLM("demo", device="cuda", dtype="float32", gpu_memory_utilization=0.2, **options)
+    llm = LLM("demo", device="cuda", dtype="float32", **POOL | options)
     for _ in range(2):
         got = [output.token_ids for output in llm.generate(prompts, params)]
         different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
@@ -139,8 +143,7 @@ def test_greedy_tokens_are_those_of_float32_wherever_its_choice_is_clear(
         dtype="bfloat16",
         max_model_len=4096,
         max_num_batched_tokens=512,
-        gpu_memory_utilization=0.3,
-        **options,
+        **POOL | options,
     )
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = [output.token_ids for output in llm.generate(prompts, greedy)]
@@ -161,6 +164,7 @@ def test_llama_8b_shape_with_random_weights(tmp_path: Path) -> None:
         max_model_len=16384,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
+        gpu_memory_utilization=0.6,  # beside the tests of other processes
     )
     rng = random.Random(0)
     prompts = [[rng.randrange(10, 128000) for _ in range(n)] for n in (1, 100, 1024, 9000)]
@@ -200,7 +204,7 @@ def test_log_probabilities_do_not_depend_on_the_batch(
         changes = {"vocab_size": 2048, "max_position_embeddings": 2048}
         write_tiny_model(tmp_path, "gptoss", "windows-by-layer", **changes)
         model = str(tmp_path)
-    settings = {"dtype": dtype, "cuda_graphs": cuda_graphs, "gpu_memory_utilization": 0.2}
+    settings = {"dtype": dtype, "cuda_graphs": cuda_graphs, **POOL}
     measurement = Measurement(model, Workload(), device="cuda", batch_invariant=True, **settings)
     found = dict(measurement.differences())
     # The other model's windows free enough blocks for both answers.

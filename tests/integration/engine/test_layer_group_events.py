@@ -112,7 +112,7 @@ def on_gpu(*, cuda_graphs: bool = True) -> LLM:
     return LLM(
         "demo",
         device="cuda",
-        gpu_memory_utilization=0.2,
+        num_blocks=4096,
         max_num_batched_tokens=1024,
         cuda_graphs=cuda_graphs,
     )

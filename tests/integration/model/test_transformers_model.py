@@ -94,7 +94,7 @@ def test_offline_llm_generates_hugging_faces_tokens(
 ) -> None:
     """The engine preempts and reuses prefixes as with any model: twice the same prompt."""
     theirs = write_tiny(tmp_path, architecture)
-    settings = {"model_impl": "transformers", "dtype": "float32", "gpu_memory_utilization": 0.2}
+    settings = {"model_impl": "transformers", "dtype": "float32", "num_blocks": 1024}
     llm = LLM(str(tmp_path), device=device, **settings)
     prompt = [(n * 37) % VOCAB for n in range(50)]
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)

@@ -42,7 +42,7 @@ EACH_DEVICE = pytest.mark.parametrize(
 
 
 def load(path: Path | str, device: str = "cpu") -> LLM:
-    settings = {"dtype": "float32", "max_num_batched_tokens": 64, "gpu_memory_utilization": 0.2}
+    settings = {"dtype": "float32", "max_num_batched_tokens": 64, "num_blocks": 1024}
     return LLM(str(path), device=device, **settings)
 
 
