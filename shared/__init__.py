@@ -3,12 +3,12 @@
     base/        errors, logs, addresses, asyncio tasks, queues
     settings/    settings of all services
     request/     what a client may ask for: sampling, log probabilities, structured output
+    kv/          KV blocks: hashes, pool, layout
     control/     messages between services, over ZeroMQ
     cluster/     the directory of workers and routers, in Redis
     http/        bounds and deadlines of HTTP ports, API keys
     metrics/     Prometheus metrics of several services
     model/       configuration, weights, layers
-    kv/          KV blocks: hashes, pool, layout
     index/       the prefix index, in Redis
     text/        tokenizer, chat templates, text of answers
     grammar/     structured output

@@ -26,7 +26,6 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.offline.outputs import Logprob, Logprobs, RequestOutput
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.source import resolve_model
 
@@ -100,7 +99,7 @@ class Measurement:
             temperature=0, max_tokens=work.answer, ignore_eos=True, logprobs=20
         )
         self._config = load_config(resolve_model(model))
-        self._num_groups = len(CacheGroups.of(self._config.windows, BLOCK_SIZE))
+        self._num_groups = len(self._config.kv_layout(BLOCK_SIZE, self._config.dtype).groups)
 
     def differences(self) -> Iterator[tuple[str, Difference]]:
         """Yield each circumstance and what it changes."""

@@ -33,7 +33,6 @@ from pagewire.loadtest.bench.shapes import (
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 
 CONTEXT = 1024  # tokens of a sequence before its decode steps
@@ -151,8 +150,8 @@ class Bench:
 
     def _fits(self, batch: int) -> bool:
         """Whether the KV pool holds a batch until its last step."""
-        groups = CacheGroups.of(self._config.windows, self._llm.settings.block_size)
-        blocks = groups.held_blocks(self._context + (self._times + 2) * SEGMENT)
+        layout = self._llm.engine.core.scheduler.pool.layout
+        blocks = layout.held_blocks(self._context + (self._times + 2) * SEGMENT)
         return batch * blocks <= self._llm.block_counts().total
 
     def _step_times(self, batch: int, segments: int) -> tuple[list[float], float | None]:

@@ -36,10 +36,15 @@ from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.request.sampling import RequestSpec
 
 BLOCK_SIZE = 16
+IDENTITY = ModelIdentity(
+    fingerprint="bench", dtype="float32", kv_format="float32", block_size=BLOCK_SIZE
+)
 PROMPT = 1000  # tokens of the first sequence; each next one has one more, so blocks fill up in turn
 MAX_MODEL_LEN = 16384
 WINDOW = 64  # steps
@@ -99,12 +104,12 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
     """Return an engine for some sequences of up to `longest` tokens."""
     num_blocks = rows * (-(-longest // BLOCK_SIZE) + 1)
     limits = SchedulerLimits(rows, 8192, MAX_MODEL_LEN, max_waiting=rows)
-    hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
-    groups = CacheGroups.of([None], BLOCK_SIZE)
-    scheduler = TimedScheduler(limits, BlockPool(num_blocks, groups, caching), hasher)
+    hasher = BlockHasher("bench", IDENTITY)
+    layout = KvLayout.of([None], CachedToken(2, 1, 1), BLOCK_SIZE, "float32")
+    scheduler = TimedScheduler(limits, BlockPool(num_blocks, layout, caching), hasher)
     state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
-    pool = torch.zeros((1, 1, 2, 1, BLOCK_SIZE, 1))
-    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, groups, state, vocab_size=1)
+    pool = allocate_pool(layout, 1, state.device)
+    runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, layout, state, vocab_size=1)
     return EngineCore(scheduler, runner, overlap=True), scheduler, runner
 
 

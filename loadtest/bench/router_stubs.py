@@ -24,27 +24,19 @@ from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerLo
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import (
     PROTOCOL_VERSION,
-    BlockLayout,
     ControlMessage,
     Generate,
     Timings,
     TokenBatch,
     TokenOutput,
 )
+from pagewire.shared.kv.model_identity import ModelIdentity
 
 HEARTBEAT_S, LEASE_S = 1.0, 5.0
 MAX_MODEL_LEN = 1 << 20
 BLOCKS = 1 << 20
 CREDIT_BYTES = 1 << 16
-LAYOUT = BlockLayout(
-    fingerprint="stub",
-    dtype="bfloat16",
-    block_size=16,
-    num_layers=32,
-    num_kv_heads=8,
-    head_dim=128,
-    block_bytes=1 << 21,
-)
+IDENTITY = ModelIdentity(fingerprint="stub", dtype="bfloat16", kv_format="bfloat16", block_size=16)
 
 Template = tuple[bytes, bytes]  # an event's bytes before and after its text
 
@@ -115,7 +107,7 @@ class StubWorker(Source):
             endpoint=endpoint,
             metrics_endpoint=f"http://{HOST}:9",
             model=MODEL,
-            layout=LAYOUT,
+            model_identity=IDENTITY,
             max_model_len=MAX_MODEL_LEN,
             kv_transports=["zmq"],
             protocol=PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.experts_config import MoeConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.worker.estimate import weight_bytes
@@ -163,6 +163,6 @@ def weights_read(config: ModelConfig, experts: float | None) -> float:
 
 def kv_read(config: ModelConfig, context: float) -> float:
     """Return the bytes of bf16 KV that a decode step reads of a sequence of `context` tokens."""
-    of_a_layer = KvShape(1, config.cached_token, 1, torch.bfloat16).block_bytes
+    of_a_layer = KvLayout.of([None], config.cached_token, 1, "bfloat16").block_bytes
     tokens = sum(min(context, window or context) for window in config.windows)
     return of_a_layer * tokens

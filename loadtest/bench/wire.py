@@ -30,6 +30,7 @@ import torch
 
 from pagewire.loadtest.bench.wire_sides import (
     BLOCK_SIZE,
+    LAYOUT,
     MOST_IN_A_ROW,
     Engine,
     Receiving,
@@ -128,7 +129,7 @@ def measure(options: argparse.Namespace) -> None:
     engine = Engine(torch.device(options.target), options.tokens, options.stepping)
     engine.runner.mover.capture_unpacking(engine.staging.buffers)
     receiving = Receiving(engine, options.carrier)
-    total = -(-options.tokens // BLOCK_SIZE) * engine.block_bytes
+    total = -(-options.tokens // BLOCK_SIZE) * LAYOUT.block_bytes
     bench = Bench(options, receiving, total, copy_gb_per_s(options.source, options.target, total))
     engine.thread.start()
     with ExitStack() as stack:

@@ -23,7 +23,7 @@ import torch
 from pagewire.kernels import load_ops
 from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
-from pagewire.shared.control.protocol import BlockLayout, KvHello
+from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -36,7 +36,10 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.shared.kv.packing import packed_bytes
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
@@ -46,7 +49,12 @@ from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.kv import open_carrier
 
-LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM = 32, 8, 16, 128  # Llama-3.1-8B: blocks of 2 MiB
+BLOCK_SIZE = 16
+IDENTITY = ModelIdentity(
+    fingerprint="bench", dtype="bfloat16", kv_format="bfloat16", block_size=BLOCK_SIZE
+)
+# Of Llama-3.1-8B: blocks of 2 MiB.
+LAYOUT = KvLayout.of([None] * 32, CachedToken(2, 8, 128), BLOCK_SIZE, "bfloat16")
 MOST_IN_A_ROW = 8  # prompts
 STAGING_SLOTS = 16
 STAGING_SLOT_BLOCKS = 64
@@ -134,42 +142,24 @@ class Engine:
             torch.cuda.set_device(self.device)
         num_blocks = (MOST_IN_A_ROW + 1) * self.num_tokens // BLOCK_SIZE
         num_blocks += STEPPING_ROWS * STEPPING_ROW_BLOCKS if self.stepping else 0
-        shape = (num_blocks, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        pool = torch.zeros(shape, dtype=torch.bfloat16, device=self.device)
+        pool = allocate_pool(LAYOUT, num_blocks, self.device)
         longest = self.num_tokens + 64
         limits = SchedulerLimits(256, 8 * self.num_tokens, longest, max_waiting=256)
-        hasher = BlockHasher("bench", "bench", "bench", BLOCK_SIZE)
-        groups = CacheGroups.of([None] * LAYERS, BLOCK_SIZE)
-        scheduler = Scheduler(limits, BlockPool(num_blocks, groups, False), hasher)
+        scheduler = Scheduler(
+            limits, BlockPool(num_blocks, LAYOUT, False), BlockHasher("bench", IDENTITY)
+        )
         state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
         ops = load_ops("auto", self.device.type)
-        self.runner = ProductsRunner(NoModel(), ops, pool, groups, state, vocab_size=1)
+        self.runner = ProductsRunner(NoModel(), ops, pool, LAYOUT, state, vocab_size=1)
         if self.device.type == "cuda":
             self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
         is_gpu = self.device.type == "cuda"
         self.thread = EngineThread(self.core, self._on_outputs, busy_polls=is_gpu)
-        slot_bytes = self.runner.mover.groups.packed_bytes(STAGING_SLOT_BLOCKS)
+        slot_bytes = packed_bytes(LAYOUT, STAGING_SLOT_BLOCKS)
         self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
         self.sockets: KvSockets | None = None
         self.open = ExitStack()  # what is closed after the thread has ended
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block over all layers."""
-        return self.runner.mover.groups.block_bytes
-
-    def layout(self) -> BlockLayout:
-        """Describe the pool to the other side."""
-        return BlockLayout(
-            fingerprint="bench",
-            dtype="bfloat16",
-            block_size=BLOCK_SIZE,
-            num_layers=LAYERS,
-            num_kv_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            block_bytes=self.block_bytes,
-        )
 
     def start_stepping(self) -> None:
         """Add sequences that decode until the bench ends; only for the engine's thread."""
@@ -197,7 +187,7 @@ class Engine:
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
-            "groups": self.runner.mover.groups,
+            "layout": LAYOUT,
             "carriers": {carrier: opened},
             "watch": self.thread.watch,
             "unwatch": self.thread.unwatch,
@@ -311,7 +301,8 @@ class Receiving(JobCallbacks):
         hello = KvHello(
             worker_id="receiver",
             epoch=1,
-            layout=self._engine.layout(),
+            model_identity=IDENTITY,
+            layout=LAYOUT,
             link=link.number,
             token=link.token,
             endpoint=self._receiver.socket.endpoint,

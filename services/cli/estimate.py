@@ -14,7 +14,6 @@ from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
 from pagewire.services.cli.options import with_settings
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.model.config import has_dtype, load_config
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.source import resolve_model
@@ -104,8 +103,8 @@ def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: M
     """Return how many sequences of a length run at once: `max_num_seqs` at most."""
     if length > found.context:
         return 0
-    groups = CacheGroups.of(config.windows, settings.block_size)
-    return min(settings.max_num_seqs, found.kv_blocks // groups.held_blocks(length))
+    layout = config.kv_layout(settings.block_size, found.dtype)
+    return min(settings.max_num_seqs, found.kv_blocks // layout.held_blocks(length))
 
 
 def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> dict[str, object]:

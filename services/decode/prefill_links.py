@@ -164,6 +164,7 @@ class PrefillLinks:
         hello = KvHello(
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
+            model_identity=self.engine.model_identity,
             layout=self.engine.layout,
             link=kv.number,
             token=kv.token,

@@ -13,6 +13,7 @@ from pagewire.shared.base.addresses import numeric_endpoint
 from pagewire.shared.base.errors import LayoutMismatchError, PagewireError, TransferError
 from pagewire.shared.base.logs import Complaints
 from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal, clip_text
+from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
@@ -74,8 +75,9 @@ class DecodeLinks:
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
-        theirs, ours = hello.layout, self.engine.layout
-        difference = theirs.difference(ours, hello.worker_id, "the prefill worker")
+        ours, names = self.engine, (hello.worker_id, "the prefill worker")
+        difference = first_difference(hello.model_identity, ours.model_identity, *names)
+        difference = difference or first_difference(hello.layout, ours.layout, *names)
         if difference is not None:
             raise LayoutMismatchError(difference)
         try:

@@ -121,7 +121,7 @@ class PrefillJobs:
         sequence.strikes = message.strikes
         core = self.engine.core
         core.add(sequence)
-        num_blocks = core.scheduler.pool.groups.num_job_blocks(len(message.token_ids))
+        num_blocks = core.scheduler.pool.layout.held_blocks(len(message.token_ids))
         try:
             self.sender.export(message.job_id, link, message.first_block, num_blocks)
         except TransferError:

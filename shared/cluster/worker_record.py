@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
-from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout, Count, Epoch, Id, Role
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, Count, Epoch, Id, Role
+from pagewire.shared.kv.model_identity import ModelIdentity
 
 MAX_RECORD_BYTES = 1 << 20
 # How long the KV links of ready workers are waited for: a decode worker without one computes
@@ -67,6 +68,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         endpoint: address of the control server.
         metrics_endpoint: base URL of `/metrics` and `/health`.
         model: the model's name for clients.
+        model_identity: workers with the same one continue each other's requests.
+        resume_blocks: see `KvLayout`.
         max_model_len: longest prompt plus answer that the worker accepts.
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
         state: a draining worker accepts no new requests.
@@ -80,7 +83,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: _Endpoint
     metrics_endpoint: _Endpoint
     model: Annotated[str, Meta(max_length=256)]
-    layout: BlockLayout
+    model_identity: ModelIdentity
+    resume_blocks: Count = 0
     max_model_len: Count
     full_model_len: Count = 0
     state: Literal["ready", "draining"] = "ready"

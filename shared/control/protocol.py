@@ -21,6 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError, VersionMismatchError
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.request.sampling_types import LogId
@@ -34,7 +36,6 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
-MAX_LAYER_GROUPS = 8  # of a block
 MAX_FORKS = 127  # of one `Generate`
 # A request is suspected of making workers hang or die; so strongly suspected, it is to blame.
 MAX_STRIKES = 2
@@ -280,42 +281,6 @@ class EngineLost(Message, frozen=True, kw_only=True):
     error: Text
 
 
-class BlockLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What two workers must agree on before they may send each other blocks.
-
-    Attributes:
-        fingerprint: hash of the model's configuration and weights.
-        dtype: the KV cache's, as torch names it without the prefix, e.g. "bfloat16".
-        num_layers: layers in a block, which are those of one cache group.
-        num_components: parts of a token in a layer: two, keys and values, or one latent vector.
-        num_kv_heads: heads of each component.
-        head_dim: numbers of each head.
-        block_bytes: size of one block.
-        resume_blocks: how many of a prefix's last blocks a worker needs to continue after it; 0
-            means all.
-        batch_invariant: whether blocks do not depend on the batches that computed them.
-    """
-
-    fingerprint: Id
-    dtype: Annotated[str, Meta(max_length=32)]
-    block_size: Annotated[int, Meta(ge=1, le=1024)]
-    num_layers: Annotated[int, Meta(ge=1, le=4096)]
-    num_components: Annotated[int, Meta(ge=1, le=2)] = 2
-    num_kv_heads: Annotated[int, Meta(ge=1, le=4096)]
-    head_dim: Annotated[int, Meta(ge=1, le=4096)]
-    block_bytes: Annotated[int, Meta(ge=1, lt=2**40)]
-    resume_blocks: Count = 0
-    batch_invariant: bool = False
-
-    def difference(self, other: BlockLayout, its_name: str, other_name: str) -> str | None:
-        """Return the first field in which another layout differs, with both values, or None."""
-        for field in self.__struct_fields__:
-            here, there = getattr(self, field), getattr(other, field)
-            if here != there:
-                return f"{its_name} has {field} {here}, {other_name} {there}"
-        return None
-
-
 class KvHello(Message, frozen=True, kw_only=True):
     """A decode worker opens a KV link to a prefill worker.
 
@@ -329,7 +294,8 @@ class KvHello(Message, frozen=True, kw_only=True):
 
     worker_id: Id
     epoch: Epoch
-    layout: BlockLayout
+    model_identity: ModelIdentity
+    layout: KvLayout
     link: Count
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
     endpoint: Text

@@ -17,7 +17,6 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.base.errors import ConfigError
-from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.builds import count_kernels
@@ -33,9 +32,9 @@ from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
-from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.kv.layer_groups import LayerGroups
-from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.loaded_model import LoadedModel
 from pagewire.shared.model.loader import load_model
@@ -50,7 +49,7 @@ CPU_POOL_BYTES = 256 << 20
 # Steps on a CPU may be long. With this length, other requests do not wait long for their tokens,
 # and a step that hangs is soon noticed.
 CPU_STEP_S = 1.0
-OtherMemory = Callable[[LayerGroups, int], int]
+OtherMemory = Callable[[KvLayout, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,8 @@ class BuiltEngine:
     runner: ModelRunner
     config: ModelConfig
     model_path: Path
-    layout: BlockLayout
+    model_identity: ModelIdentity
+    layout: KvLayout
     device: torch.device
     max_model_len: int
     full_model_len: int
@@ -78,7 +78,7 @@ def build_engine(
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
-    other_memory: OtherMemory = lambda _groups, _total_bytes: 0,
+    other_memory: OtherMemory = lambda _layout, _total_bytes: 0,
 ) -> BuiltEngine:
     """Load a model and make an engine with it.
 
@@ -90,22 +90,22 @@ def build_engine(
         local_prefill_tokens: see `SchedulerLimits`.
         progress: called with a line for people at each stage.
         other_memory: returns the bytes that the caller will allocate on the device itself, given
-            the layer groups of a KV block and the device's memory in bytes.
+            the layout of KV blocks and the device's memory in bytes.
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.
     """
     loaded = _load(settings, progress)
-    settings, config, device, groups = loaded.settings, loaded.config, loaded.device, loaded.groups
+    settings, config, device, layout = loaded.settings, loaded.config, loaded.device, loaded.layout
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(loaded, other_memory)
-    max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, groups)
-    _log_pool(loaded.shape, num_blocks, device)
+    max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, layout)
+    _log_pool(layout, num_blocks, device)
     runner = _make_runner(loaded, num_blocks, max_model_len)
     if device.type == "cuda":
         prepare(runner, config, settings, max_model_len, progress)
-    layout = _layout(loaded)
-    pool = BlockPool(num_blocks, groups, settings.enable_prefix_caching, listener)
+    identity = _identity(loaded)
+    pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener)
     is_timed = device.type == "cpu" and loaded.ops.backend == "torch"  # not Triton's interpreter
     limits = SchedulerLimits(
         max_num_seqs=settings.max_num_seqs,
@@ -116,7 +116,8 @@ def build_engine(
         local_prefill_tokens=local_prefill_tokens,
         step_s=CPU_STEP_S if is_timed else math.inf,
     )
-    scheduler = Scheduler(limits, pool, _hasher(hash_secret or secrets.token_hex(32), layout))
+    hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
+    scheduler = Scheduler(limits, pool, hasher)
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
     if limits.step_s != math.inf:
         calibrate(runner, scheduler.costs, max_model_len)
@@ -127,6 +128,7 @@ def build_engine(
         runner=runner,
         config=config,
         model_path=loaded.path,
+        model_identity=identity,
         layout=layout,
         device=device,
         max_model_len=max_model_len,
@@ -136,7 +138,7 @@ def build_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A model on its device, and the shape of its KV blocks.
+    """A model on its device, and the layout of its KV blocks.
 
     Attributes:
         settings: as given, without what cannot be done for this model.
@@ -149,8 +151,7 @@ class _Loaded:
     device: torch.device
     ops: Ops
     model: LoadedModel
-    shape: KvShape
-    groups: CacheGroups
+    layout: KvLayout
     full_model_len: int
 
 
@@ -181,8 +182,7 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
         device=device,
         ops=ops,
         model=model,
-        shape=KvShape.of(config, settings.block_size, dtype),
-        groups=CacheGroups.of(config.windows, settings.block_size),
+        layout=config.kv_layout(settings.block_size, str(dtype).removeprefix("torch.")),
         full_model_len=full_model_len,
     )
 
@@ -206,26 +206,17 @@ def _load_by_transformers(
     return load_transformers_model(path, config, device, dtype, ops, settings.load_format)
 
 
-def _layout(loaded: _Loaded) -> BlockLayout:
-    settings, shape = loaded.settings, loaded.shape
-    return BlockLayout(
+def _identity(loaded: _Loaded) -> ModelIdentity:
+    settings, layout = loaded.settings, loaded.layout
+    return ModelIdentity(
         fingerprint=model_fingerprint(
             loaded.path, loaded.config, settings.load_format, loaded.full_model_len
         ),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        block_size=shape.block_size,
-        num_layers=shape.num_layers,
-        num_components=shape.token.components,
-        num_kv_heads=shape.token.heads,
-        head_dim=shape.token.size,
-        block_bytes=shape.block_bytes,
-        resume_blocks=loaded.groups.resume_blocks,
+        dtype=layout.dtype,
+        kv_format=layout.dtype,
+        block_size=layout.block_size,
         batch_invariant=settings.batch_invariant,
     )
-
-
-def _hasher(secret: str, layout: BlockLayout) -> BlockHasher:
-    return BlockHasher(secret, layout.fingerprint, layout.dtype, layout.block_size)
 
 
 def choose_device(name: str) -> torch.device:
@@ -261,21 +252,20 @@ def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
     return asked or config.max_position_embeddings
 
 
-def _log_pool(shape: KvShape, num_blocks: int, device: torch.device) -> None:
-    gib = num_blocks * shape.block_bytes / (1 << 30)
-    dtype = str(shape.dtype).removeprefix("torch.")
+def _log_pool(layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    gib = num_blocks * layout.block_bytes / (1 << 30)
     logger.info(
         "the KV pool has %d blocks of %d tokens (%.2f GiB, %s) on %s",
         num_blocks,
-        shape.block_size,
+        layout.block_size,
         gib,
-        dtype,
+        layout.dtype,
         device,
     )
 
 
 def fit_context(
-    settings: EngineSettings, full_model_len: int, num_blocks: int, groups: CacheGroups
+    settings: EngineSettings, full_model_len: int, num_blocks: int, layout: KvLayout
 ) -> int:
     """Return the length of the longest sequence; log it if the KV pool shortens it.
 
@@ -283,12 +273,12 @@ def fit_context(
         settings: if `max_model_len` was set, a pool that is too small for it is an error.
         full_model_len: the length that was set, else the model's own.
         num_blocks: blocks of the pool.
-        groups: the cache groups that share the pool.
+        layout: of the blocks.
 
     Raises:
         ConfigError: the pool does not hold the length that was set.
     """
-    fits = groups.longest_sequence(num_blocks, settings.max_num_batched_tokens)
+    fits = layout.longest_sequence(num_blocks, settings.max_num_batched_tokens)
     if full_model_len <= fits:
         return full_model_len
     if settings.max_model_len is not None:
@@ -307,11 +297,11 @@ def fit_context(
 
 
 def _make_runner(loaded: _Loaded, num_blocks: int, max_model_len: int) -> ModelRunner:
-    settings, device, groups = loaded.settings, loaded.device, loaded.groups
+    settings, device, layout = loaded.settings, loaded.device, loaded.layout
     max_blocks = -(-max_model_len // settings.block_size)
-    state = DeviceState(settings.max_num_seqs, max_blocks, device, len(groups))
-    kv_pool = loaded.shape.allocate(num_blocks, device)
-    return ModelRunner(loaded.model, loaded.ops, kv_pool, groups, state, loaded.config.vocab_size)
+    state = DeviceState(settings.max_num_seqs, max_blocks, device, len(layout.groups))
+    kv_pool = allocate_pool(layout, num_blocks, device)
+    return ModelRunner(loaded.model, loaded.ops, kv_pool, layout, state, loaded.config.vocab_size)
 
 
 def _fitting_blocks(loaded: _Loaded, other_memory: OtherMemory) -> int:
@@ -320,12 +310,12 @@ def _fitting_blocks(loaded: _Loaded, other_memory: OtherMemory) -> int:
     Raises:
         ConfigError: nothing is left.
     """
-    settings, device, shape = loaded.settings, loaded.device, loaded.shape
+    settings, device, layout = loaded.settings, loaded.device, loaded.layout
     max_tokens = settings.max_num_batched_tokens
     if device.type != "cuda":
-        longest = loaded.groups.most_blocks(loaded.full_model_len, max_tokens)
-        return max(CPU_POOL_BYTES // shape.block_bytes, longest)
-    blocks = trial_blocks(max_tokens, loaded.groups)
+        longest = layout.most_blocks(loaded.full_model_len, max_tokens)
+        return max(CPU_POOL_BYTES // layout.block_bytes, longest)
+    blocks = trial_blocks(max_tokens, layout)
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(loaded, blocks, loaded.full_model_len)
     warm_up(runner, min(max_tokens, loaded.full_model_len - 1))
@@ -339,10 +329,10 @@ def _fitting_blocks(loaded: _Loaded, other_memory: OtherMemory) -> int:
         settings.gpu_memory_utilization,
         peak,
         cuda_graphs=settings.cuda_graphs,
-        staging=other_memory(shape.groups, total),
+        staging=other_memory(layout, total),
         in_use_by_others=in_use_by_others,
     )
-    num_blocks = budget // shape.block_bytes
+    num_blocks = budget // layout.block_bytes
     if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"the model leaves no memory for KV blocks on {torch.cuda.get_device_name(device)}: "

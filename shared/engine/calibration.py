@@ -23,11 +23,11 @@ def calibrate(runner: ModelRunner, costs: StepCosts, max_model_len: int) -> None
 
     The first runs twice, since the first time takes longer. All write only to blocks that are free.
     """
-    groups, max_blocks = runner.groups, runner.state.max_blocks
-    per_group = min(max_blocks, runner.kv_pool.shape[0] // len(groups))
-    count = min(per_group, groups.blocks_for(FAR + SMALL))
+    layout, max_blocks = runner.layout, runner.state.max_blocks
+    per_group = min(max_blocks, runner.kv_pool.shape[0] // len(layout.groups))
+    count = min(per_group, layout.blocks_for(FAR + SMALL))
     blocks = TableEntries()
-    for group in range(len(groups)):
+    for group in range(len(layout.groups)):
         blocks.add(0, group * max_blocks, list(range(group * count, (group + 1) * count)))
     slot = NewDeviceSlot(0, RequestSpec(seed=0))
     runner.execute(StepPlan(number=0, new_slots=[slot], blocks=blocks)).wait()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 
 GRAPH_BYTES = 1 << 30  # for CUDA graphs
 MIN_BLOCKS = 16  # of a KV pool
 
 
-def trial_blocks(max_num_batched_tokens: int, groups: CacheGroups) -> int:
+def trial_blocks(max_num_batched_tokens: int, layout: KvLayout) -> int:
     """Return the blocks of the pool with which a worker measures a full step."""
-    return (groups.blocks_for(max_num_batched_tokens) + 1) * len(groups)
+    return (layout.blocks_for(max_num_batched_tokens) + 1) * len(layout.groups)
 
 
 def pool_bytes(

@@ -31,6 +31,7 @@ from pagewire.shared.engine.scheduling.step import (
     Supply,
     TableEntries,
 )
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.request.sampling import RequestSpec
@@ -122,23 +123,23 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
     plan = StepPlan(number=0, freed=[0], new_slots=[shaped], inputs=again, decodes=[0])
     runner.execute(plan).wait()
     runner.execute(StepPlan(number=0, freed=[0]))
-    groups = runner.mover.groups
-    size = groups.packed_bytes(1)
+    layout = runner.layout
+    size = packed_bytes(layout, 1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], groups.whole, staging, 1, after=0)
-    if not runner.unpack(staging, [0], groups.whole, 1, after=0).is_intact():
+    runner.pack([0], layout.layer_groups, staging, 1, after=0)
+    if not runner.unpack(staging, [0], layout.layer_groups, 1, after=0).is_intact():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")
 
 
 def _tokens_of_pool(runner: ModelRunner) -> int:
     """Return how many tokens of one sequence the KV pool holds."""
-    return int(runner.kv_pool.shape[0]) // len(runner.groups) * runner.block_size
+    return int(runner.kv_pool.shape[0]) // len(runner.layout.groups) * runner.block_size
 
 
 def _free_blocks(runner: ModelRunner, tokens: int) -> TableEntries:
     """Return the table entries with which device slot 0 holds this many tokens."""
-    blocks, count = TableEntries(), runner.groups.blocks_for(tokens)
-    for group in range(len(runner.groups)):
+    blocks, count = TableEntries(), runner.layout.blocks_for(tokens)
+    for group in range(len(runner.layout.groups)):
         ids = list(range(group * count, (group + 1) * count))
         blocks.add(0, group * runner.state.max_blocks, ids)
     return blocks

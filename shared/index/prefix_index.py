@@ -103,7 +103,7 @@ class PrefixIndex:
         Args:
             hashes: of the prompt's full blocks, in order; the first `MAX_LOOKUP_BLOCKS` count.
             epochs: epochs of the live workers, by id. Entries of other epochs are ignored.
-            resume_blocks: see `BlockLayout`.
+            resume_blocks: see `KvLayout`.
         """
         hashes = hashes[:MAX_LOOKUP_BLOCKS]
         if not epochs:

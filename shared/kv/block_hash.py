@@ -1,9 +1,9 @@
 """Content hashes of full KV blocks: chained, keyed, equal in every process of a cluster.
 
 hash = blake2b(parent hash | token ids, 4 bytes each | extra), 16 bytes. `extra` is what else the
-content depends on, e.g. a request's salt. The key derives from the cluster secret and from all that
-shapes a block's content, so workers that disagree on any of it share no hash, and nobody outside
-the cluster can name one.
+content depends on, e.g. a request's salt. The key derives from the cluster secret and the
+`ModelIdentity`, so workers that disagree on any of it share no hash, and nobody outside the cluster
+can name one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ import sys
 from array import array
 from collections.abc import Sequence
 from typing import NewType
+
+import msgspec
+
+from pagewire.shared.kv.model_identity import ModelIdentity
 
 BlockHash = NewType("BlockHash", bytes)
 
@@ -28,13 +32,9 @@ class BlockHasher:
         block_size: tokens in a block.
     """
 
-    def __init__(
-        self, cluster_secret: bytes | str, fingerprint: str, dtype: str, block_size: int
-    ) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, not {block_size}")
-        self.block_size = block_size
-        key = _derive_key(cluster_secret, fingerprint, dtype, block_size)
+    def __init__(self, cluster_secret: str, identity: ModelIdentity) -> None:
+        self.block_size = identity.block_size
+        key = _derive_key(cluster_secret, identity)
         # Copying a keyed state skips the compression of the key for every block.
         self._keyed = hashlib.blake2b(digest_size=HASH_BYTES, key=key)
 
@@ -80,12 +80,9 @@ class BlockHasher:
         return end - first
 
 
-def _derive_key(secret: bytes | str, fingerprint: str, dtype: str, block_size: int) -> bytes:
-    material = secret.encode() if isinstance(secret, str) else secret
+def _derive_key(secret: str, identity: ModelIdentity) -> bytes:
     state = hashlib.blake2b(digest_size=32, person=b"pagewire-blocks")
-    for part in (material, fingerprint.encode(), dtype.encode(), str(block_size).encode()):
-        # The length in front keeps ("ab", "c") and ("a", "bc") apart.
-        state.update(len(part).to_bytes(8, "little") + part)
+    state.update(msgspec.msgpack.encode((secret, identity)))
     return state.digest()
 
 

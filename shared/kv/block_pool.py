@@ -24,7 +24,7 @@ from typing import Protocol
 from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_table import NO_BLOCK, BlockTable
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 
 
 class CacheListener(Protocol):
@@ -58,13 +58,13 @@ class BlockPool:
 
     Attributes:
         num_blocks: size of the pool.
-        groups: the cache groups, which all take blocks from this pool.
+        layout: its cache groups all take blocks from this pool.
         enable_caching: if false, no block is registered.
         listener: notified of each change of the cache's content.
     """
 
     num_blocks: int
-    groups: CacheGroups
+    layout: KvLayout
     enable_caching: bool = True
     listener: CacheListener | None = None
     _refs: list[int] = field(init=False)
@@ -78,7 +78,7 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._hash_of = [None] * self.num_blocks
         self._group_of = [0] * self.num_blocks
-        self._by_hash = [{} for _ in range(len(self.groups))]
+        self._by_hash = [{} for _ in self.layout.groups]
         self._free = list(range(self.num_blocks - 1, -1, -1))
 
     @property
@@ -98,14 +98,14 @@ class BlockPool:
             A table for each group, all equally long.
         """
         count = len(hashes)
-        for group, by_hash in zip(self.groups.groups, self._by_hash, strict=True):
+        for group, by_hash in zip(self.layout.groups, self._by_hash, strict=True):
             if group.window is None:
                 count = _run_length(by_hash, hashes[:count])
-        if self.groups.has_windows:
+        if self.layout.has_windows:
             count = self._resumable_end(hashes[:count])
         tables = []
         for number, by_hash in enumerate(self._by_hash):
-            first = self.groups.first_block(number, count * self.groups.block_size)
+            first = self.layout.first_block(number, count * self.layout.block_size)
             found = [by_hash[block_hash] for block_hash in hashes[first:count]]
             tables.append(BlockTable([NO_BLOCK] * first + found, first))
         return tables
@@ -114,12 +114,12 @@ class BlockPool:
         """Return the longest prefix at whose end each window's blocks are cached."""
         runs = [
             (number, _runs(self._by_hash[number], hashes))
-            for number, group in enumerate(self.groups.groups)
+            for number, group in enumerate(self.layout.groups)
             if group.window is not None
         ]
-        size = self.groups.block_size
+        size = self.layout.block_size
         for end in range(len(hashes), 0, -1):
-            if all(run[end - 1] >= end - self.groups.first_block(n, end * size) for n, run in runs):
+            if all(run[end - 1] >= end - self.layout.first_block(n, end * size) for n, run in runs):
                 return end
         return 0
 
@@ -225,7 +225,7 @@ class BlockPool:
     ) -> None:
         """Register one group's blocks; append to `added` the hashes that all groups now have."""
         by_hash, blocks = self._by_hash[number], table.block_ids
-        has_window = self.groups.groups[number].window is not None
+        has_window = self.layout.groups[number].window is not None
         for i in range(max(start, table.first), end):
             block, block_hash = blocks[i], hashes[i]
             if self._hash_of[block] is not None:

@@ -10,10 +10,10 @@ import math
 from dataclasses import dataclass
 
 from pagewire.kernels.routing import Routing
+from pagewire.shared.kv.kv_layout import CachedToken
 from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import (
-    CachedToken,
     Defaults,
     read_config,
     read_head_dim,

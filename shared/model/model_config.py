@@ -9,27 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 # A configuration has entries for each layer, which take memory before any weight is read.
 MAX_LAYERS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class CachedToken:
-    """What a layer caches of a token: components of equal size, each `[heads, size]`.
-
-    Attributes:
-        components: two, keys and values; or one, if attention makes both of one latent vector.
-        heads: number of heads of each component.
-        size: size of each head.
-    """
-
-    components: int
-    heads: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +60,10 @@ class ModelConfig:
     def cached_token(self) -> CachedToken:
         """What each layer caches of a token."""
         return CachedToken(2, self.num_kv_heads, self.head_dim)
+
+    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
+        """Return the layout of KV blocks of this many tokens, in numbers of this dtype."""
+        return KvLayout.of(self.windows, self.cached_token, block_size, dtype)
 
     @property
     def attention_width(self) -> int:

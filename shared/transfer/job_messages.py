@@ -29,7 +29,7 @@ class Prefill(Message, frozen=True, kw_only=True):
     Attributes:
         token_ids: prompt, and the output of an interrupted answer after it.
         num_prompt_tokens: how many of them are the prompt; the first token may depend on it.
-        first_block: number of the first block that is wanted, see `CacheGroups.job_blocks`; the
+        first_block: number of the first block that is wanted, see `KvLayout.job_blocks`; the
             decode worker holds those before it.
         trace: the decode worker's span, which is the parent of the job's.
         strikes: how strongly the request is suspected of making workers hang or die.

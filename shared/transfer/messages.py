@@ -25,7 +25,8 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
-from pagewire.shared.control.protocol import MAX_FRAME_BYTES, MAX_LAYER_GROUPS, Count, Id, Int64
+from pagewire.shared.control.protocol import MAX_FRAME_BYTES, Count, Id, Int64
+from pagewire.shared.kv.kv_layout import MAX_LAYER_GROUPS
 from pagewire.shared.transfer.job_messages import JobReport, JobRequest
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES  # a `Prefill` with a long prompt is the largest
@@ -62,7 +63,7 @@ class Segment(_Message, frozen=True):
         credit, use: the staging slot of the payload, and the number of this use.
         job: the job's id, from `Prefill`; or `TEST_JOB`: the segment tests the link, is checked and
             goes into no block.
-        first, count: numbers of the blocks in the job, see `CacheGroups.job_blocks`.
+        first, count: numbers of the blocks in the job, see `KvLayout.job_blocks`.
         first_group, num_groups: layer groups of each block.
         seed: added to the checksums after the blocks.
         nbytes: size of the payload: blocks and checksums.

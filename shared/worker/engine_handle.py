@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar, cast
 
 from pagewire.shared.base.errors import PagewireError, TransferError, TransferTimeoutError
-from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ class EngineHandle:
         core: the engine; use it only in the engine's thread.
         moves: moves its KV blocks; use it only in the engine's thread.
         thread: the thread that runs it.
+        model_identity: what its blocks depend on.
         layout: layout of its blocks.
         vocab_size: token ids are below it.
         eos_token_ids: the model's end-of-sequence tokens.
@@ -38,15 +39,11 @@ class EngineHandle:
     core: EngineCore
     moves: BlockMoves
     thread: EngineThread
-    layout: BlockLayout
+    model_identity: ModelIdentity
+    layout: KvLayout
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     in_loop: Callable[[Callable[..., None]], Callable[..., None]]
-
-    @property
-    def groups(self) -> LayerGroups:
-        """How a block is divided."""
-        return LayerGroups.of_layout(self.layout)
 
     def submit(self, command: Command, *, admitted: bool = False) -> None:
         """Have a command run in the engine's thread; see `EngineThread.submit`.

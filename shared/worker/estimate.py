@@ -14,12 +14,11 @@ from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.execution.scoring import TILE_ROWS
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
-from pagewire.shared.kv.cache_groups import CacheGroups
-from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.worker.staging_size import slot_share, slot_size
+from pagewire.shared.worker.staging_size import staging_bytes
 
 META = torch.device("meta")
 # Of a GPU's libraries, in torch's memory: cuBLAS, and the partial results of split attention.
@@ -66,15 +65,12 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     """
     dtype = choose_dtype(settings.dtype, config)
     model_len = choose_max_model_len(settings.max_model_len, config)
-    shape = KvShape.of(config, settings.block_size, dtype)
+    layout = config.kv_layout(settings.block_size, str(dtype).removeprefix("torch."))
     weights = weight_bytes(config, dtype)
-    tables = _table_bytes(config, settings, model_len)
+    tables = _table_bytes(config, settings, model_len, len(layout.groups))
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
-    groups = CacheGroups.of(config.windows, settings.block_size)
-    trial = trial_blocks(settings.max_num_batched_tokens, groups) * shape.block_bytes
-    share = slot_share(total, settings.staging_slots)
-    slot = slot_size(settings.staging_slot_bytes, shape.groups, share)
-    staging = settings.staging_slots * slot
+    trial = trial_blocks(settings.max_num_batched_tokens, layout) * layout.block_bytes
+    staging = staging_bytes(settings, layout, total)
     left = pool_bytes(
         total,
         settings.gpu_memory_utilization,
@@ -82,31 +78,31 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
         cuda_graphs=settings.cuda_graphs,
         staging=staging,
     )
-    blocks = max(0, left // shape.block_bytes)
+    blocks = max(0, left // layout.block_bytes)
     blocks = blocks if blocks >= MIN_BLOCKS else 0
-    longest = groups.longest_sequence(blocks, settings.max_num_batched_tokens)
+    longest = layout.longest_sequence(blocks, settings.max_num_batched_tokens)
     context = min(model_len, longest)
     return Estimate(
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=layout.dtype,
         total=total,
         weights=weights,
         tables=tables,
         activations=activations,
         trial_pool=trial,
         staging=staging,
-        kv_pool=blocks * shape.block_bytes,
-        kv_bytes_per_token=len(groups) * shape.block_bytes // settings.block_size,
+        kv_pool=blocks * layout.block_bytes,
+        kv_bytes_per_token=len(layout.groups) * layout.block_bytes // settings.block_size,
         kv_blocks=blocks,
-        kv_tokens=_pool_tokens(blocks, groups, context),
+        kv_tokens=_pool_tokens(blocks, layout, context),
         context=context,
     )
 
 
-def _pool_tokens(blocks: int, groups: CacheGroups, context: int) -> int:
+def _pool_tokens(blocks: int, layout: KvLayout, context: int) -> int:
     """Return the tokens that a pool holds, in sequences as long as can be."""
-    if groups.is_plain or not context:
-        return blocks * groups.block_size
-    return blocks * context // groups.held_blocks(context)
+    if not (layout.has_windows and context):
+        return blocks * layout.block_size
+    return blocks * context // layout.held_blocks(context)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -115,9 +111,10 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(target.numel() * target.itemsize for _, target in model.targets())
 
 
-def _table_bytes(config: ModelConfig, settings: WorkerSettings, model_len: int) -> int:
+def _table_bytes(
+    config: ModelConfig, settings: WorkerSettings, model_len: int, num_groups: int
+) -> int:
     max_blocks = -(-model_len // settings.block_size)
-    num_groups = len(CacheGroups.of(config.windows, settings.block_size))
     state = DeviceState(settings.max_num_seqs, max_blocks, META, num_groups)
     stage = SamplingStage(load_ops("torch", "cpu"), state, config.vocab_size)
     angles = model_len * config.rope.rotated(config.head_dim) * torch.float32.itemsize

@@ -117,7 +117,7 @@ async def open_endpoint(
         core=engine.core,
         moves=engine.moves,
         staging=staging,
-        groups=engine.groups,
+        layout=engine.layout,
         carriers=carriers,
         watch=engine.thread.watch,
         unwatch=engine.thread.unwatch,

@@ -38,7 +38,6 @@ from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
-from pagewire.shared.kv.layer_groups import LayerGroups
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
@@ -122,6 +121,7 @@ class WorkerRuntime:
             core=built.core,
             moves=built.runner,
             thread=self.engine,
+            model_identity=built.model_identity,
             layout=built.layout,
             vocab_size=built.config.vocab_size,
             eos_token_ids=built.config.eos_token_ids,
@@ -241,8 +241,8 @@ class WorkerRuntime:
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
-        groups, device = LayerGroups.of_layout(self.built.layout), self.built.device
-        slot_bytes = staging_slot_bytes(settings, groups, device_memory(device))
+        layout, device = self.built.layout, self.built.device
+        slot_bytes = staging_slot_bytes(settings, layout, device_memory(device))
         staging = make_staging(settings.staging_slots, slot_bytes, device)
         self.kv = await open_endpoint(
             stack,
@@ -374,7 +374,8 @@ class WorkerRuntime:
             endpoint=self._endpoint,
             metrics_endpoint=self._metrics_endpoint,
             model=default_served_name(self.settings.model),
-            layout=self.built.layout,
+            model_identity=self.built.model_identity,
+            resume_blocks=self.built.layout.resume_blocks,
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",

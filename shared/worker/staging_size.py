@@ -7,7 +7,8 @@ import sys
 import torch
 
 from pagewire.shared.base.errors import ConfigError
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.settings.config import WorkerSettings
 
 # Unless one is asked for, or a single block is larger. A segment costs each side a fraction of a
@@ -26,36 +27,31 @@ def device_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def staging_bytes(settings: WorkerSettings, groups: LayerGroups, total_bytes: int) -> int:
+def staging_bytes(settings: WorkerSettings, layout: KvLayout, total_bytes: int) -> int:
     """Return how much of a device's memory, in bytes, a worker's staging takes."""
-    return settings.staging_slots * staging_slot_bytes(settings, groups, total_bytes)
+    return settings.staging_slots * staging_slot_bytes(settings, layout, total_bytes)
 
 
-def staging_slot_bytes(settings: WorkerSettings, groups: LayerGroups, total_bytes: int) -> int:
+def staging_slot_bytes(settings: WorkerSettings, layout: KvLayout, total_bytes: int) -> int:
     """Return the size of a worker's staging slots: see `slot_size`."""
-    share = slot_share(total_bytes, settings.staging_slots)
-    return slot_size(settings.staging_slot_bytes, groups, share)
+    share = int(total_bytes * STAGING_SHARE / settings.staging_slots)
+    return slot_size(settings.staging_slot_bytes, layout, share)
 
 
-def slot_share(total_bytes: int, num_slots: int) -> int:
-    """Return what each of the staging slots may take of a device's memory, in bytes."""
-    return int(total_bytes * STAGING_SHARE / num_slots)
-
-
-def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_BYTES) -> int:
+def slot_size(asked: int | None, layout: KvLayout, share: int = LARGEST_SLOT_BYTES) -> int:
     """Size staging slots: whole blocks, and their checksums on top.
 
     Args:
         asked: an upper bound of the blocks in bytes. None: large segments keep a link busy, but
             small blocks need no large ones.
-        groups: layer groups of a block.
+        layout: of the blocks.
         share: what a staging slot may take of the device's memory, unless one is asked for or
             a single block is larger.
 
     Raises:
         ConfigError: what was asked for holds no block, or more than a staging slot may.
     """
-    block_bytes = groups.block_bytes
+    block_bytes = layout.block_bytes
     if asked is None:
         largest = min(LARGEST_SLOT_BYTES, share)
         asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes
@@ -66,4 +62,4 @@ def slot_size(asked: int | None, groups: LayerGroups, share: int = LARGEST_SLOT_
             f"holds 1 to {MAX_BLOCKS_PER_SLOT} KV blocks, here {block_bytes} to "
             f"{MAX_BLOCKS_PER_SLOT * block_bytes} bytes"
         )
-    return groups.packed_bytes(blocks)
+    return packed_bytes(layout, blocks)

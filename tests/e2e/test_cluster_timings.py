@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
@@ -78,9 +79,9 @@ def test_the_bytes_are_those_of_the_blocks(cluster: LocalCluster) -> None:
     layers, heads, width = (
         model[name] for name in ("num_hidden_layers", "num_key_value_heads", "head_dim")
     )
-    groups = LayerGroups.of(layers, 2 * layers * heads * width * 4 * BLOCK)
+    layout = KvLayout.of([None] * layers, CachedToken(2, heads, width), BLOCK, "float32")
     assert transfer["segments"] >= 1
-    assert transfer["bytes"] == groups.packed_bytes(-(-NUM_TOKENS // BLOCK))
+    assert transfer["bytes"] == packed_bytes(layout, -(-NUM_TOKENS // BLOCK))
 
 
 def test_a_second_request_says_where_its_prompt_was_cached(cluster: LocalCluster) -> None:

@@ -11,7 +11,6 @@ import msgspec
 
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.scheduling.step import StepPlan, Supply
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.executor_pipe import (
     Command,
     Done,
@@ -60,10 +59,7 @@ class Child:
                 self._executor.supply(command)
                 return Sampled(self._awaiting.wait())
             case NewDevice():
-                groups = CacheGroups.of(command.windows, command.block_size)
-                self._executor = FakeDevice(
-                    command.limits, command.num_blocks, command.block_size, groups
-                )
+                self._executor = FakeDevice(command.limits, command.num_blocks, command.layout)
             case NewModel():
                 self._executor = _model(command.settings)
             case Put():

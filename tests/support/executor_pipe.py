@@ -18,7 +18,7 @@ from pagewire.shared.engine.execution.executor import PendingStep
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 
 REPLY_S = 60.0
 _LENGTH = struct.Struct("<I")
@@ -29,8 +29,7 @@ class NewDevice(msgspec.Struct, tag=True):
 
     limits: SchedulerLimits
     num_blocks: int
-    block_size: int
-    windows: list[int | None]
+    layout: KvLayout
 
 
 class NewModel(msgspec.Struct, tag=True):
@@ -201,15 +200,13 @@ class PipeDevice(PipeExecutor):
         pipe: Pipe,
         limits: SchedulerLimits,
         num_blocks: int,
-        block_size: int,
-        groups: CacheGroups,
+        layout: KvLayout,
     ) -> None:
         super().__init__(pipe)
         self.limits = limits
         self.has_run = True
-        self._block_size = block_size
-        windows = [groups.groups[group].window for group, _ in groups.rows]
-        pipe.ask(NewDevice(limits, num_blocks, block_size, windows))
+        self._block_size = layout.block_size
+        pipe.ask(NewDevice(limits, num_blocks, layout))
 
     def execute(self, plan: StepPlan) -> PendingStep:
         return HeldPending(self, self._pipe, self._pipe.send(plan))

@@ -18,7 +18,6 @@ from pagewire.shared.cluster.registry import (
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import (
     PROTOCOL_VERSION,
-    BlockLayout,
     Cancel,
     ControlMessage,
     Embed,
@@ -33,18 +32,10 @@ from pagewire.shared.control.protocol import (
 )
 from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.tests.support.fake_device import score
+from pagewire.tests.support.worker_records import IDENTITY
 
 HEARTBEAT_S = 0.1
 LEASE_S = 1.0
-LAYOUT = BlockLayout(
-    fingerprint="fake",
-    dtype="float32",
-    block_size=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=16,
-    block_bytes=8192,
-)
 
 
 def _record(**fields: Any) -> WorkerRecord:
@@ -52,7 +43,7 @@ def _record(**fields: Any) -> WorkerRecord:
         "endpoint": "",
         "metrics_endpoint": "http://127.0.0.1:9",
         "model": "fake",
-        "layout": LAYOUT,
+        "model_identity": IDENTITY,
         "max_model_len": 1 << 20,
         "kv_transports": ["zmq"],
         "protocol": PROTOCOL_VERSION,

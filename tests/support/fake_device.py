@@ -30,12 +30,16 @@ from pagewire.shared.engine.scheduling.step import (
     Supply,
 )
 from pagewire.shared.kv.block_table import NO_BLOCK
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.request.logprobs import Logprobs
 
 VOCAB = 7
-BYTES_PER_TOKEN = 4  # size of the fake KV
 NUM_GROUPS = 2  # layer groups of a block; here each is a part of its tokens, not of its layers
+
+
+def fake_layout(block_size: int) -> KvLayout:
+    """Return the layout that the fake KV has for an endpoint: a token takes four bytes."""
+    return KvLayout.of([None] * NUM_GROUPS, CachedToken(1, 1, 1), block_size, "float16")
 
 
 def next_token(seed: int, tokens: list[int]) -> int:
@@ -135,8 +139,8 @@ class FakeDevice:
 
     limits: SchedulerLimits
     num_blocks: int
-    block_size: int
-    groups: CacheGroups = field(default_factory=lambda: CacheGroups.of([None], 1))
+    layout: KvLayout
+    block_size: int = field(init=False)
     cells: list[list[int | None]] = field(init=False)
     batches: list[tuple[int, int]] = field(default_factory=list)
     num_decode_rows: int = 0
@@ -157,6 +161,7 @@ class FakeDevice:
     _written: dict[int, int] = field(default_factory=dict)  # block -> last plan that wrote there
 
     def __post_init__(self) -> None:
+        self.block_size = self.layout.block_size
         self.cells = [[None] * self.block_size for _ in range(self.num_blocks)]
         self._max_blocks = -(-self.limits.max_model_len // self.block_size)
 
@@ -295,7 +300,7 @@ class FakeDevice:
             assert owner is None or owner.computed is None, "the device slot has an owner"
             self.new_slots.append(new)
             scores = new.spec.logprobs is not None
-            tables: list[list[int]] = [[] for _ in range(len(self.groups))]
+            tables: list[list[int]] = [[] for _ in self.layout.groups]
             self._slots[new.slot] = FakeSlot(new.spec.seed or 0, scores, tables)
             if new.slot not in running:
                 self.prepared.append(new.slot)
@@ -305,7 +310,7 @@ class FakeDevice:
         ):
             group, position = divmod(entry, self._max_blocks)
             table = self._slots[slot].tables[group]
-            if self.groups.groups[group].window is not None:
+            if self.layout.groups[group].window is not None:
                 table += [NO_BLOCK] * (position - len(table))
             assert len(table) == position
             table.append(block)
@@ -338,7 +343,7 @@ class FakeDevice:
 
     def _check_windows(self, slot: FakeSlot, position: int) -> None:
         """Check that groups with a window have the first group's content where a token reads."""
-        for group, table in zip(self.groups.groups, slot.tables, strict=True):
+        for group, table in zip(self.layout.groups, slot.tables, strict=True):
             first = 0 if group.window is None else max(0, position - group.window + 1)
             for before in range(first, position):
                 block, offset = divmod(before, self.block_size)

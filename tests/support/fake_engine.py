@@ -10,9 +10,10 @@ from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.fake_device import FakeDevice, next_token
+from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 
 
 def generate(sequence: Sequence, max_model_len: int) -> list[int]:
@@ -51,7 +52,7 @@ def make_sequence(
 
 
 # Makes the devices of engines; the fixture `each_executor` sets one in another process here.
-make_device: Callable[[SchedulerLimits, int, int, CacheGroups], FakeDevice] = FakeDevice
+make_device: Callable[[SchedulerLimits, int, KvLayout], FakeDevice] = FakeDevice
 
 
 def make_core(
@@ -70,8 +71,8 @@ def make_core(
     windows: tuple[int | None, ...] = (None,),
 ) -> tuple[EngineCore, FakeDevice]:
     """Return an engine and its fake device; sequences are bounded by the pool's size."""
-    groups = CacheGroups.of(windows, block_size)
-    fits = groups.longest_sequence(num_blocks, max_num_batched_tokens)
+    layout = kv_layout(windows, block_size)
+    fits = layout.longest_sequence(num_blocks, max_num_batched_tokens)
     limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -80,7 +81,8 @@ def make_core(
         watermark_blocks=watermark_blocks,
         local_prefill_tokens=local_prefill_tokens,
     )
-    pool = BlockPool(num_blocks, groups, caching, listener)
-    scheduler = Scheduler(limits, pool, BlockHasher("secret", "fake", "int", block_size))
-    device = make_device(limits, num_blocks, block_size, groups)
+    pool = BlockPool(num_blocks, layout, caching, listener)
+    hasher = BlockHasher("secret", model_identity(block_size=block_size))
+    scheduler = Scheduler(limits, pool, hasher)
+    device = make_device(limits, num_blocks, layout)
     return EngineCore(scheduler, device, overlap), device

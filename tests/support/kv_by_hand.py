@@ -16,7 +16,7 @@ from pagewire.shared.control.protocol import (
     KvRefusal,
     LoadReport,
 )
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.job_messages import Prefill, PrefillDone, PrefillFailed
 from pagewire.shared.transfer.messages import (
     TEST_JOB,
@@ -31,7 +31,7 @@ from pagewire.shared.transfer.messages import (
     encode,
 )
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.kv_workers import HOST, KEYS, LAYOUT, PrefillWorker
+from pagewire.tests.support.kv_workers import HOST, IDENTITY, KEYS, LAYOUT, PrefillWorker
 from pagewire.tests.support.worker_records import record
 
 WAIT_MS = 5000
@@ -62,7 +62,7 @@ class PrefillByHand:
 
     def record(self, **changes: Any) -> WorkerRecord:
         """Return this worker's record."""
-        fields = {"role": "prefill", "endpoint": self.endpoint, "layout": LAYOUT}
+        fields = {"role": "prefill", "endpoint": self.endpoint}
         return record(self.worker_id, self.epoch, **(fields | changes))
 
     def post(self, message: ControlMessage) -> None:
@@ -136,8 +136,7 @@ class KvLinkByHand:
     def send_blocks(self, job: str, count: int) -> None:
         """Send the first blocks of a job, all zeros, and wait for their acknowledgement."""
         self._in_use = self._credit
-        groups = LayerGroups.of_layout(LAYOUT)
-        payload = bytes(groups.packed_bytes(count))  # intact for seed 0: checksums are zero, too
+        payload = bytes(packed_bytes(LAYOUT, count))  # intact for seed 0: checksums are zero, too
         self._uses += 1
         segment = Segment(
             credit=self._in_use,
@@ -146,7 +145,7 @@ class KvLinkByHand:
             first=0,
             count=count,
             first_group=0,
-            num_groups=groups.count,
+            num_groups=len(LAYOUT.layer_groups),
             seed=0,
             nbytes=len(payload),
         )
@@ -214,6 +213,7 @@ class DecodeByHand:
         fields: dict[str, Any] = {
             "worker_id": "decode-0",
             "epoch": 1,
+            "model_identity": IDENTITY,
             "layout": LAYOUT,
             "link": 1,
             "token": bytes(16),

@@ -359,7 +359,7 @@ def kv_pair(
         divided_bytes: see `KvSender`.
         prefill: arguments of `make_core` for prefill sides.
         decode: arguments of `make_core` for decode sides.
-        windows: window of each layer; see `CacheGroups`.
+        windows: window of each layer; see `KvLayout`.
         linked: whether links are opened.
     """
     kinds = (kind,) if isinstance(kind, str) else kind

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.tests.support.kv_services import prefill_worker
-from pagewire.tests.support.kv_workers import LAYOUT, Times
+from pagewire.tests.support.kv_workers import Times
 from pagewire.tests.support.worker_records import record
 
 _START_S = 60.0
@@ -32,9 +32,7 @@ class PrefillProcess:
 
     def record(self) -> WorkerRecord:
         """Return the worker's record."""
-        return record(
-            self.worker_id, self.epoch, role="prefill", endpoint=self._endpoint, layout=LAYOUT
-        )
+        return record(self.worker_id, self.epoch, role="prefill", endpoint=self._endpoint)
 
     def hold(self, **flags: bool) -> None:
         """Set flags of the fake device: `has_run`, `has_moved`."""

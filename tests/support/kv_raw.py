@@ -10,6 +10,7 @@ import msgspec
 import zmq
 
 from pagewire.shared.control.protocol import KvHello
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.transfer.messages import (
@@ -25,7 +26,7 @@ from pagewire.shared.transfer.messages import (
 )
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import GROUPS, LAYOUT, DecodeSide, PrefillSide
+from pagewire.tests.support.kv_sides import IDENTITY, LAYOUT, DecodeSide, PrefillSide
 
 OPEN = Open("zmq", b"")
 _TOKEN = b"0123456789abcdef"
@@ -134,6 +135,7 @@ def raw_receiver(
     hello = KvHello(
         worker_id="raw",
         epoch=1,
+        model_identity=IDENTITY,
         layout=LAYOUT,
         link=1,
         token=_TOKEN,
@@ -167,7 +169,7 @@ def cells(pair: KvPair) -> list[list[int | None]]:
 
 def size(count: int, num_groups: int = NUM_GROUPS) -> int:
     """Return the bytes of a payload of some blocks and layer groups."""
-    return GROUPS.packed_bytes(count, num_groups)
+    return packed_bytes(LAYOUT, count, num_groups)
 
 
 def payload(count: int, num_groups: int = NUM_GROUPS) -> bytes:

@@ -18,9 +18,10 @@ from pagewire.services.decode.service import DecodeService
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
-from pagewire.shared.control.protocol import BlockLayout
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
@@ -35,6 +36,7 @@ from pagewire.tests.support.fake_engine import make_core
 from pagewire.tests.support.kv_workers import (
     BLOCK_SIZE,
     HOST,
+    IDENTITY,
     KEYS,
     LAYOUT,
     DecodeWorker,
@@ -49,8 +51,8 @@ USUAL_TIMES = Times()
 MakeCarrier = Callable[[Staging, BlockMoves], Carrier]
 
 
-def _staging(layout: BlockLayout, slots: int) -> Staging:
-    size = LayerGroups.of_layout(layout).packed_bytes(BLOCKS_PER_SLOT)
+def _staging(layout: KvLayout, slots: int) -> Staging:
+    size = packed_bytes(layout, BLOCKS_PER_SLOT)
     return make_staging(slots, size, torch.device("cpu"))
 
 
@@ -97,20 +99,23 @@ async def prefill_worker(
     *,
     slots: int = 4,
     carriers: Sequence[MakeCarrier] = (ZmqCarrier,),
-    layout: BlockLayout = LAYOUT,
+    model_identity: ModelIdentity = IDENTITY,
+    layout: KvLayout = LAYOUT,
     times: Times = USUAL_TIMES,
     **engine: Any,
 ) -> AsyncIterator[PrefillWorker]:
     """Run a prefill worker."""
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
     identity = WorkerIdentity(worker_id, epoch)
-    worker = PrefillWorker(identity, core, device, _staging(layout, slots), layout, times)
+    worker = PrefillWorker(
+        identity, core, device, _staging(layout, slots), model_identity, layout, times
+    )
     async with _open(worker, carriers) as (sockets, opened):
         worker.sender = KvSender(
             core=core,
             moves=device,
             staging=worker.staging,
-            groups=worker.engine.groups,
+            layout=layout,
             sockets=sockets,
             carriers=opened,
             timeout_s=times.transfer_s,
@@ -138,20 +143,23 @@ async def decode_worker(
     *,
     slots: int = 8,
     carriers: Sequence[MakeCarrier] = (ZmqCarrier,),
-    layout: BlockLayout = LAYOUT,
+    model_identity: ModelIdentity = IDENTITY,
+    layout: KvLayout = LAYOUT,
     times: Times = USUAL_TIMES,
     **engine: Any,
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker, which knows no prefill worker yet."""
     core, device = make_core(block_size=BLOCK_SIZE, **engine)
     identity = WorkerIdentity(worker_id, 1)
-    worker = DecodeWorker(identity, core, device, _staging(layout, slots), layout, times)
+    worker = DecodeWorker(
+        identity, core, device, _staging(layout, slots), model_identity, layout, times
+    )
     async with _open(worker, carriers) as (sockets, opened):
         worker.receiver = receiver = KvReceiver(
             core=core,
             moves=device,
             staging=worker.staging,
-            groups=worker.engine.groups,
+            layout=layout,
             socket=ReceiverSocket(sockets, HOST, HOST),
             carriers=opened,
             watch=worker.engine.thread.watch,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pagewire.shared.control.protocol import BlockLayout, KvHello
+from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
@@ -21,27 +21,20 @@ from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
-from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, NUM_GROUPS
+from pagewire.tests.support.fake_device import fake_layout
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+from pagewire.tests.support.kv_layouts import model_identity
 from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
 BLOCK_SIZE = 4
-GROUPS = LayerGroups.of(NUM_GROUPS, BLOCK_SIZE * BYTES_PER_TOKEN)
 TIMEOUT_S = 5.0  # of endpoints, by the test's clock
 _LOOPBACK = "127.0.0.1"
 _CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
 KINDS = tuple(_CARRIERS)
 CARRIERS = pytest.mark.parametrize("kind", KINDS)
-LAYOUT = BlockLayout(
-    fingerprint="fake",
-    dtype="int32",
-    block_size=BLOCK_SIZE,
-    num_layers=NUM_GROUPS,
-    num_kv_heads=1,
-    head_dim=1,
-    block_bytes=GROUPS.block_bytes,
-)
+LAYOUT = fake_layout(BLOCK_SIZE)
+IDENTITY = model_identity(block_size=BLOCK_SIZE)
 
 
 def _ignore(_fd: int) -> None:
@@ -65,7 +58,7 @@ class Side(ABC):
     Attributes:
         kinds: names of its carriers.
         engine: arguments of `make_core`.
-        windows: window of each layer; see `CacheGroups`.
+        windows: window of each layer; see `KvLayout`.
         lost: links that have ended by themselves, and the reasons.
         is_dead: whether its process has ended.
         worked: whether the last iteration did anything.
@@ -88,9 +81,9 @@ class Side(ABC):
 
     def __post_init__(self) -> None:
         self.core, device = make_core(block_size=BLOCK_SIZE, windows=self.windows, **self.engine)
-        self.device = LateDevice(device.limits, device.num_blocks, device.block_size, device.groups)
+        self.device = LateDevice(device.limits, device.num_blocks, device.layout)
         self.core.executor = self.device
-        slot_bytes = GROUPS.packed_bytes(self.blocks_per_slot)
+        slot_bytes = packed_bytes(LAYOUT, self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
         self.carriers = {kind: self._open(_CARRIERS[kind]) for kind in self.kinds}
         self.sockets = KvSockets(None, slot_bytes)
@@ -152,7 +145,7 @@ class PrefillSide(Side):
             core=self.core,
             moves=self.device,
             staging=self.staging,
-            groups=GROUPS,
+            layout=LAYOUT,
             sockets=self.sockets,
             carriers=self.carriers,
             timeout_s=TIMEOUT_S,
@@ -197,7 +190,7 @@ class DecodeSide(Side):
             core=self.core,
             moves=self.device,
             staging=self.staging,
-            groups=GROUPS,
+            layout=LAYOUT,
             socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
             carriers=self.carriers,
             on_link_tested=self.tested.append,
@@ -230,6 +223,7 @@ def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
     return KvHello(
         worker_id=decode.name,
         epoch=1,
+        model_identity=IDENTITY,
         layout=LAYOUT,
         link=link.number,
         token=link.token,

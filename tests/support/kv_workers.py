@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 from prometheus_client import CollectorRegistry
 
 from pagewire.services.decode.prefill_links import PrefillLinks
@@ -21,10 +20,12 @@ from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
-from pagewire.shared.control.protocol import BlockLayout, ControlMessage
+from pagewire.shared.control.protocol import ControlMessage
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -37,16 +38,15 @@ from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.fake_device import BYTES_PER_TOKEN, VOCAB, FakeDevice
-from pagewire.tests.support.worker_records import LAYOUT as DEMO_LAYOUT
+from pagewire.tests.support.fake_device import VOCAB, FakeDevice, fake_layout
+from pagewire.tests.support.kv_layouts import model_identity
 from pagewire.tests.support.worker_records import record
 
 KEYS = ClusterKeys.derive("the cluster's secret")
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4
-LAYOUT = msgspec.structs.replace(
-    DEMO_LAYOUT, block_size=BLOCK_SIZE, block_bytes=BLOCK_SIZE * BYTES_PER_TOKEN
-)
+LAYOUT = fake_layout(BLOCK_SIZE)
+IDENTITY = model_identity(block_size=BLOCK_SIZE)
 
 T = TypeVar("T")
 
@@ -87,7 +87,8 @@ class Worker(ABC):
     core: EngineCore
     device: FakeDevice
     staging: Staging
-    layout: BlockLayout
+    model_identity: ModelIdentity
+    layout: KvLayout
     times: Times
     service: PrefillService | DecodeService = field(init=False)
     server: ControlServer = field(init=False)
@@ -109,6 +110,7 @@ class Worker(ABC):
             core=self.core,
             moves=self.device,
             thread=thread,
+            model_identity=self.model_identity,
             layout=self.layout,
             vocab_size=VOCAB,
             eos_token_ids=(),
@@ -186,7 +188,7 @@ class Worker(ABC):
             "epoch": self.identity.epoch,
             "role": "prefill",
             "endpoint": self.endpoint,
-            "layout": self.layout,
+            "model_identity": self.model_identity,
         }
         return record(**(fields | changes))
 

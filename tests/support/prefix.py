@@ -10,9 +10,10 @@ from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
+from pagewire.tests.support.kv_layouts import model_identity
 
 TAG = "0123abcd"
-HASHER = BlockHasher("secret", "model", "float32", 4)
+HASHER = BlockHasher("secret", model_identity())
 EPOCH = 1_790_000_000_000_000_001  # greater than 2**53
 
 

@@ -11,8 +11,8 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect, Export, StepPlan, Withdraw
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
+from pagewire.tests.support.kv_layouts import kv_layout
 
 Outcome = Literal["arrives", "is recomputed", "is recomputed after its first token"]
 Failure = Literal["launch", "result", "two results"]
@@ -84,9 +84,9 @@ def worlds(draw: st.DrawFn) -> World:
     """Draw engines under pressure: running sequences need more blocks than there are."""
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
     windows = draw(st.sampled_from(WINDOWS))
-    groups = CacheGroups.of(windows, block_size)
-    num_blocks, budget = draw(st.integers(3, 14)) * len(groups), draw(st.integers(1, 12))
-    capacity = groups.longest_sequence(num_blocks, budget)
+    layout = kv_layout(windows, block_size)
+    num_blocks, budget = draw(st.integers(3, 14)) * len(layout.groups), draw(st.integers(1, 12))
+    capacity = layout.longest_sequence(num_blocks, budget)
     return World(
         block_size=block_size,
         windows=windows,
@@ -276,12 +276,12 @@ class Simulation:
         return False
 
     def on_reserved(self, sequence: Sequence, expect: Expect) -> None:
-        groups, num_tokens = self.core.scheduler.pool.groups, len(sequence.token_ids)
-        assert expect.block_ids == groups.job_blocks(sequence.tables, num_tokens)
+        layout, num_tokens = self.core.scheduler.pool.layout, len(sequence.token_ids)
+        assert expect.block_ids == layout.job_blocks(sequence.tables, num_tokens)
         assert min(expect.block_ids) >= 0
         assert len(sequence.tables[0]) * self.world.block_size >= num_tokens
         first, rest = divmod(sequence.num_computed_tokens, self.world.block_size)
-        assert rest == 0 and expect.first == groups.job_index(first, num_tokens)
+        assert rest == 0 and expect.first == layout.job_index(first, num_tokens)
         assert len(sequence.token_ids) - sequence.num_computed_tokens > (
             self.world.local_prefill_tokens
         )
@@ -289,17 +289,17 @@ class Simulation:
 
     def on_export(self, sequence: Sequence, export: Export) -> None:
         """Check that blocks come in order, once, and were written by steps launched so far."""
-        groups, size = self.core.scheduler.pool.groups, self.world.block_size
+        layout, size = self.core.scheduler.pool.layout, self.world.block_size
         assert export.first == self.exported.get(export.request_id, 0)
         end = self.exported[export.request_id] = export.first + len(export.block_ids)
         prompt = sequence.token_ids[: sequence.num_prompt_tokens]
         positions = [
             position
             for position in range(-(-len(prompt) // size))
-            for group in groups.groups
+            for group in layout.groups
             if group.window is None or (position + 1) * size > len(prompt) - group.window
         ]
-        assert export.is_last == (end == len(positions) == groups.num_job_blocks(len(prompt)))
+        assert export.is_last == (end == len(positions) == layout.held_blocks(len(prompt)))
         for position, block in zip(positions[export.first : end], export.block_ids, strict=True):
             tokens = prompt[position * size :][:size]
             assert self.device.cells[block][: len(tokens)] == tokens

@@ -11,6 +11,7 @@ from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.embedding_sequence import pooled_sequence
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.request.sampling import RequestSpec
 
 _MOST_STEPS = 2000  # of a wave of requests
@@ -141,10 +142,10 @@ class Traffic:
 
     def _move_blocks(self) -> None:
         runner = self._built.runner
-        groups = runner.mover.groups
+        layout = runner.layout
         for count in (1, 3, 16):
-            some = range(self._random.randrange(groups.count), groups.count)
-            size = groups.packed_bytes(count, len(some))
+            some = range(self._random.randrange(len(layout.layer_groups)), len(layout.layer_groups))
+            size = packed_bytes(layout, count, len(some))
             staging = torch.zeros(size, dtype=torch.uint8, device=runner.kv_pool.device)
             runner.pack(list(range(count)), some, staging, 1, after=0)
             runner.unpack(staging, list(range(count)), some, 1, after=0)

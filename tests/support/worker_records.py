@@ -12,19 +12,12 @@ from pagewire.shared.cluster.registry import (
     Registry,
     WorkerRecord,
 )
-from pagewire.shared.control.protocol import PROTOCOL_VERSION, BlockLayout
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
+from pagewire.tests.support.kv_layouts import model_identity
 
 SECRET = "the cluster's secret"
 TAG = cluster_tag(SECRET)
-LAYOUT = BlockLayout(
-    fingerprint="f",
-    dtype="float32",
-    block_size=16,
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=16,
-    block_bytes=8192,
-)
+IDENTITY = model_identity(block_size=16)
 
 
 def record(worker_id: str = "decode-0", epoch: int = 1, **changes: Any) -> WorkerRecord:
@@ -33,7 +26,7 @@ def record(worker_id: str = "decode-0", epoch: int = 1, **changes: Any) -> Worke
         "endpoint": "tcp://127.0.0.1:1",
         "metrics_endpoint": "http://127.0.0.1:2",
         "model": "demo",
-        "layout": LAYOUT,
+        "model_identity": IDENTITY,
         "max_model_len": 2048,
         "protocol": PROTOCOL_VERSION,
     }

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache, partial
 
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
@@ -15,9 +16,10 @@ from pagewire.services.router.placement.policy import Candidate, Placement, Poli
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
 from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.shared.control.protocol import BlockLayout, LoadReport, PrefillSoon
+from pagewire.shared.control.protocol import LoadReport, PrefillSoon
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
+from pagewire.shared.kv.model_identity import first_difference
 
 logger = logging.getLogger(__name__)
 
@@ -42,30 +44,30 @@ class WorkerSelector:
         policy: Policy,
         in_flight: InFlightLoad,
     ) -> None:
-        self._cluster_secret = cluster_secret
         self._directory, self._index = members.directory, index
         self._links, self._prefill_links = members.decode_links, members.prefill_links
         self._policy, self._in_flight = policy, in_flight
-        self._hashers: dict[tuple[str, str, int], BlockHasher] = {}
+        self._hasher = lru_cache(_MAX_HASHERS)(partial(BlockHasher, cluster_secret))
         self._complaints = Complaints(logger)
         self._next_wake_s = 0.0
 
     def decode_records(self) -> list[WorkerRecord]:
         """Return the records of the decode workers that take requests and can be reached.
 
-        All serve one model with one KV layout: that of the worker that was linked first. Others are
-        used when there is no such worker any more, as after an upgrade.
+        All serve one model: that of the worker that was linked first. Others are used when there is
+        no such worker any more, as after an upgrade.
         """
         records = self._ready(self._links)
         for record in records:
-            if record.layout != records[0].layout:
-                difference = record.layout.difference(records[0].layout, "it", records[0].worker_id)
+            theirs, first = record.model_identity, records[0].model_identity
+            if theirs != first:
+                difference = first_difference(theirs, first, "it", records[0].worker_id)
                 self._complaints.say(
                     record.worker_id,
                     record.epoch,
                     f"{record.worker_id} gets no requests: {difference}",
                 )
-        return [record for record in records if record.layout == records[0].layout]
+        return [each for each in records if each.model_identity == records[0].model_identity]
 
     def max_model_len(self, model_len: int) -> int:
         """Return the longest sequence that every decode worker takes."""
@@ -86,16 +88,16 @@ class WorkerSelector:
             Links, each with the amount that the prompt adds to its worker's load.
         """
         decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
-        layout = next((record.layout for record in (*decodes, *prefills)), None)
-        prefills = [each for each in prefills if each.layout == layout]
+        identity = next((record.model_identity for record in (*decodes, *prefills)), None)
+        prefills = [each for each in prefills if each.model_identity == identity]
         links, wanted = self._prefill_links, num_tokens
         loads = {
             each.worker_id: self._load(each, each.load.queued_prefill_tokens)
             for each in prefills
             if each.worker_id not in excluded
         }
-        if not loads and layout is not None:
-            links, wanted = self._links, -(-num_tokens // layout.block_size)
+        if not loads and identity is not None:
+            links, wanted = self._links, -(-num_tokens // identity.block_size)
             loads = {
                 each.worker_id: self._load(each, each.load.used_blocks)
                 for each in decodes
@@ -129,19 +131,19 @@ class WorkerSelector:
         decodes = [record for record in self.decode_records() if record.worker_id not in excluded]
         if not decodes:
             raise NoWorkerError("no decode worker is alive that takes requests")
-        layout = decodes[0].layout
+        identity = decodes[0].model_identity
         prefills = [
             record
             for record in self._directory.workers("prefill")
-            if record.state == "ready" and record.layout == layout
+            if record.state == "ready" and record.model_identity == identity
         ]
         hashes: Sequence[BlockHash] | None = None
         found = Found({}, {})
         if self._policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1):
-            hashes = self._hasher(layout).hash_prompt(token_ids, hash_extra)
+            hashes = self._hasher(identity).hash_prompt(token_ids, hash_extra)
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
-            found = await self._index.lookup(hashes, epochs, layout.resume_blocks)
-        prompt = Prompt(len(token_ids), layout.block_size, found.hits, hashes)
+            found = await self._index.lookup(hashes, epochs, decodes[0].resume_blocks)
+        prompt = Prompt(len(token_ids), identity.block_size, found.hits, hashes)
 
         def candidate(record: WorkerRecord, amount: int) -> Candidate:
             worker_id = record.worker_id
@@ -179,12 +181,3 @@ class WorkerSelector:
             if link is not None and not self._load(record, record.load.queued_prefill_tokens):
                 with contextlib.suppress(ChannelError):  # it is lost, which the links will notice
                     link.post(PrefillSoon())
-
-    def _hasher(self, layout: BlockLayout) -> BlockHasher:
-        key = (layout.fingerprint, layout.dtype, layout.block_size)
-        hasher = self._hashers.get(key)
-        if hasher is None:
-            if len(self._hashers) >= _MAX_HASHERS:
-                self._hashers.clear()
-            hasher = self._hashers[key] = BlockHasher(self._cluster_secret, *key)
-        return hasher

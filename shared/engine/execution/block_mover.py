@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
-from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list, max_blocks
+from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool, launch_graph
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.packing import max_blocks, packed_bytes, pool_rows
 
 # Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class PendingMove:
@@ -96,12 +98,12 @@ class BlockMover:
     Attributes:
         ops: the operations for the pool's device.
         kv_pool: [NB, L, N, KH, BS, D].
-        groups: the layer groups of a block.
+        layout: of the blocks.
     """
 
     ops: Ops
     kv_pool: torch.Tensor
-    groups: LayerGroups = field(init=False)
+    layout: KvLayout
     _rows: torch.Tensor = field(init=False)  # the pool, a row a layer group
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
@@ -110,8 +112,7 @@ class BlockMover:
     _rehearsed: torch.Tensor | None = None  # its staging
 
     def __post_init__(self) -> None:
-        self.groups = LayerGroups.of(self.kv_pool.shape[1], self.kv_pool[0].nbytes)
-        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * self.groups.count, -1)
+        self._rows = self.kv_pool.view(self.kv_pool.shape[0] * len(self.layout.layer_groups), -1)
 
     def record_event(self, *, in_graph: bool = False) -> DeviceEvent:
         """Record an event after all work launched so far on the current stream.
@@ -138,7 +139,7 @@ class BlockMover:
         Args:
             block_ids: rows of the pool.
             groups: the layer groups to move of each block, contiguous in staging.
-            staging: [>= groups.packed_bytes(len(block_ids), len(groups))] uint8, the
+            staging: [>= packed_bytes(layout, len(block_ids), len(groups))] uint8, the
                 beginning of a staging slot; nobody else touches it before the move is done.
             seed: added to the checksums, signed 64 bit.
             after: an event that `record_event` returned.
@@ -146,7 +147,7 @@ class BlockMover:
         Raises:
             UnsupportedShapeError: staging is too short.
         """
-        rows = self.groups.rows(block_ids, groups)
+        rows = pool_rows(self.layout, block_ids, groups)
         graph = self._packing.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_after(after))
@@ -164,7 +165,7 @@ class BlockMover:
         after: DeviceEvent,
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, after an event; arguments as in `pack`."""
-        rows = self.groups.rows(block_ids, groups)
+        rows = pool_rows(self.layout, block_ids, groups)
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_after(after))
@@ -183,8 +184,7 @@ class BlockMover:
     def rehearse(self) -> None:
         """Launch an unpacking of no blocks, if there are graphs; see `BlockMoves`."""
         if self._rehearsal is not None:
-            rows = self.groups.rows([], self.groups.whole)
-            self._rehearsal.replay(rows, 0, self._stream_after(None))
+            self._rehearsal.replay(_NO_ROWS, 0, self._stream_after(None))
 
     def fence(self) -> None:
         """Have later work on the current stream wait for the moves so far."""
@@ -201,7 +201,7 @@ class BlockMover:
 
     def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
         """Capture CUDA graphs of unpacking from these staging slots; nothing else may run."""
-        size, device = self.groups.packed_bytes(1), self.kv_pool.device
+        size, device = packed_bytes(self.layout, 1), self.kv_pool.device
         self._rehearsed = torch.empty(size, dtype=torch.uint8, device=device)
         self._capture(
             [*buffers, self._rehearsed],
@@ -219,14 +219,14 @@ class BlockMover:
         if not self.kv_pool.is_cuda:
             return
         pool = GraphPool(self.kv_pool.device)  # moves are launched one after the other
-        stream, nothing = self._stream_after(None), self.groups.rows([], self.groups.whole)
+        stream = self._stream_after(None)
         for buffer in buffers:
             graphs[buffer.data_ptr()] = graph = self._capture_move(pool, buffer, move)
-            graph.replay(nothing, 0, stream)  # the first launch of a graph takes longer
+            graph.replay(_NO_ROWS, 0, stream)  # the first launch of a graph takes longer
         stream.synchronize()
 
     def _capture_move(self, pool: GraphPool, buffer: torch.Tensor, move: _Move) -> _MoveGraph:
-        copy_list = empty_copy_list(max_blocks(buffer.shape[0], self.groups.nbytes)).pin_memory()
+        copy_list = empty_copy_list(max_blocks(self.layout, buffer.shape[0], 1)).pin_memory()
         corrupt = torch.zeros((), dtype=torch.int64).pin_memory()
 
         def step() -> torch.Tensor:

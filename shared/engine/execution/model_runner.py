@@ -41,7 +41,7 @@ from pagewire.shared.engine.execution.sampling_stage import (
 from pagewire.shared.engine.execution.scoring import Scoring
 from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs
 from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.inputs import LayerKv, OnLayerEnd
 from pagewire.shared.model.loaded_model import CausalLM
 
@@ -53,7 +53,7 @@ class ModelRunner:
     Attributes:
         kv_pool: [NB, L, N, KH, BS, D]; L is the number of layers of one cache group, N the number
             of components (keys and values, or latent vectors).
-        groups: the cache groups.
+        layout: of the blocks.
         state: the device slots.
         vocab_size: number of logits of a row.
         decode_graphs, prefill_graphs: captured forwards; None without CUDA graphs.
@@ -68,7 +68,7 @@ class ModelRunner:
     model: CausalLM
     ops: Ops
     kv_pool: torch.Tensor
-    groups: CacheGroups
+    layout: KvLayout
     state: DeviceState
     vocab_size: int
     decode_graphs: DecodeGraphs | None = None
@@ -88,8 +88,8 @@ class ModelRunner:
     _awaiting: PendingSupply | None = None  # the step that waits for its masks
 
     def __post_init__(self) -> None:
-        self.mover = BlockMover(self.ops, self.kv_pool)
-        self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.groups.rows]
+        self.mover = BlockMover(self.ops, self.kv_pool, self.layout)
+        self._layers = [LayerKv(group, self.kv_pool[:, row]) for group, row in self.layout.rows]
         self.sampling = SamplingStage(self.ops, self.state, self.vocab_size)
         self.scoring = Scoring(self.ops, self.state)
         if self.kv_pool.is_cuda:
@@ -122,7 +122,7 @@ class ModelRunner:
         self.pooling.apply(plan)
         pending = self._launch(plan)
         if self._records_groups:
-            is_complete = len(self._group_events) == self.mover.groups.count
+            is_complete = len(self._group_events) == len(self.layout.layer_groups)
             events = self._group_events if is_complete else [self.mover.record_event()]
             self._events.note(plan.number, events)
         return pending
@@ -275,7 +275,7 @@ class ModelRunner:
 
     def _event_recorder(self, events: list[DeviceEvent], *, in_graph: bool = False) -> OnLayerEnd:
         """Return a callback that appends an event at the end of each layer group of a step."""
-        ends = self.groups.last_layers(self.mover.groups.count)
+        ends = self.layout.last_layers()
 
         def record_group_end(layer: int) -> None:
             for _ in range(ends.count(layer)):

@@ -25,7 +25,7 @@ from pagewire.shared.engine.scheduling.step import (
 )
 from pagewire.shared.engine.scheduling.step_costs import StepWork
 from pagewire.shared.kv.block_table import BlockTable
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,12 @@ class PlanDraft:
     """The next plan so far, without its rows.
 
     Attributes:
-        groups: cache groups of the blocks.
+        layout: of the blocks.
         max_blocks: of a sequence in one group. A device slot's table has that many entries for each
             group, one group after the other.
     """
 
-    groups: CacheGroups
+    layout: KvLayout
     max_blocks: int
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewDeviceSlot] = field(default_factory=list)
@@ -223,8 +223,8 @@ class PlanDraft:
     def expect(self, sequence: Sequence, block_size: int) -> None:
         """Note that a sequence's blocks wait for another worker's KV."""
         num_tokens = len(sequence.token_ids)
-        first = self.groups.job_index(sequence.num_computed_tokens // block_size, num_tokens)
-        blocks = self.groups.job_blocks(sequence.tables, num_tokens)
+        first = self.layout.job_index(sequence.num_computed_tokens // block_size, num_tokens)
+        blocks = self.layout.job_blocks(sequence.tables, num_tokens)
         self.kv.append(Expect(sequence.request_id, first, blocks))
 
     def export(self, sequence: Sequence, block_size: int) -> None:
@@ -235,8 +235,8 @@ class PlanDraft:
         final = -(-computed // block_size) if is_last else computed // block_size
         if final > first:
             num_tokens = sequence.num_prompt_tokens
-            blocks = self.groups.job_range(sequence.tables, first, final, num_tokens)
-            index = self.groups.job_index(first, num_tokens)
+            blocks = self.layout.job_range(sequence.tables, first, final, num_tokens)
+            index = self.layout.job_index(first, num_tokens)
             if blocks:
                 self.kv.append(Export(sequence.request_id, index, blocks, is_last))
             sequence.num_exported_blocks = final

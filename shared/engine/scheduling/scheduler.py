@@ -128,9 +128,9 @@ class Scheduler(SequenceTable):
             capacity = len(sequence.tables[-1]) * size
             if capacity < end and capacity < start + ahead:
                 growing.append(sequence)
-                if self.pool.groups.has_windows:
+                if self.pool.layout.has_windows:
                     self._drop_unread(sequence, start)
-        if len(growing) * len(self.pool.groups) <= self.pool.num_available:
+        if len(growing) * len(self.pool.layout.groups) <= self.pool.num_available:
             self._grow_by_one(growing, decision)
         else:
             for sequence in growing:
@@ -143,7 +143,7 @@ class Scheduler(SequenceTable):
         decision.touched += growing
         slots = [device_slot_of(sequence) for sequence in growing]
         entries = self._draft.blocks
-        for group in range(len(self.pool.groups)):
+        for group in range(len(self.pool.layout.groups)):
             tables = [sequence.tables[group] for sequence in growing]
             blocks, before = self.pool.allocate(len(growing)), group * self._max_blocks
             entries.slots.extend(slots)
@@ -356,28 +356,28 @@ class Scheduler(SequenceTable):
             The blocks to take now, for each group; and the number of blocks that the first chunk
             will take in groups with a window.
         """
-        groups, num_tokens = self.pool.groups, len(sequence.token_ids)
-        needed, num_cached = groups.blocks_for(num_tokens), len(tables[0])
+        layout, num_tokens = self.pool.layout, len(sequence.token_ids)
+        needed, num_cached = layout.blocks_for(num_tokens), len(tables[0])
         chunk = num_cached * self.block_size + self.limits.max_num_batched_tokens
         missing, later = [], 0
-        for number, (group, table) in enumerate(zip(groups.groups, tables, strict=True)):
+        for number, (group, table) in enumerate(zip(layout.groups, tables, strict=True)):
             if group.window is None:
                 missing.append(needed - num_cached)
             elif is_remote:
-                first = groups.first_block(number, num_tokens)
+                first = layout.first_block(number, num_tokens)
                 table.drop_before(first)
                 table.skip_to(first)
                 missing.append(needed - len(table))
             else:
                 missing.append(0)
-                later += min(needed, groups.blocks_for(chunk)) - num_cached
+                later += min(needed, layout.blocks_for(chunk)) - num_cached
         return missing, later
 
     def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
         """Return the cached blocks of a sequence, without its last token: that must be computed."""
         is_whole = sequence.awaits_scores or sequence.pooling is not None
         if not self.pool.enable_caching or is_whole:
-            return [BlockTable() for _ in range(len(self.pool.groups))]
+            return [BlockTable() for _ in range(len(self.pool.layout.groups))]
         sequence.extend_hashes(self.hasher)
         most = (len(sequence.token_ids) - 1) // self.block_size
         return self.pool.lookup(sequence.block_hashes[:most])

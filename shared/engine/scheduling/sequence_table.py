@@ -61,10 +61,10 @@ class SequenceTable:
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
         self._decoding = DecodeBatch(self.block_size)
-        limits, groups = self.limits, self.pool.groups
-        self._max_blocks = groups.blocks_for(limits.max_model_len)
+        limits, layout = self.limits, self.pool.layout
+        self._max_blocks = layout.blocks_for(limits.max_model_len)
         self._draft = self._new_draft()
-        fits = groups.longest_sequence(self.pool.num_blocks, limits.max_num_batched_tokens)
+        fits = layout.longest_sequence(self.pool.num_blocks, limits.max_num_batched_tokens)
         if limits.max_model_len > fits:
             # Such a sequence would wait for ever for more blocks than there are.
             raise ConfigError(
@@ -77,7 +77,7 @@ class SequenceTable:
         self._free_device_slots = list(range(num_slots - 1, -1, -1))
 
     def _new_draft(self) -> PlanDraft:
-        return PlanDraft(self.pool.groups, self._max_blocks)
+        return PlanDraft(self.pool.layout, self._max_blocks)
 
     # Requests come and go
 
@@ -178,11 +178,11 @@ class SequenceTable:
 
     def _has_blocks_to_fork(self) -> bool:
         """Whether each group has a block to spare for the copy of a partial block."""
-        return self.pool.num_available >= len(self.pool.groups)
+        return self.pool.num_available >= len(self.pool.layout.groups)
 
     def _covers(self, parent: Sequence, child: Sequence) -> bool:
         """Whether a parent, which may be longer, still has all blocks that a child reads."""
-        firsts = self.pool.groups.first_blocks(len(child.token_ids))
+        firsts = self.pool.layout.first_blocks(len(child.token_ids))
         return all(t.first <= first for t, first in zip(parent.tables, firsts, strict=True))
 
     def _pass_on_children(self, parent: Sequence) -> None:
@@ -290,7 +290,7 @@ class SequenceTable:
         Those that no later token reads are given up: from now on they are cached, or free.
         """
         self.register_blocks(sequence, start, end)
-        if self.pool.groups.has_windows:
+        if self.pool.layout.has_windows:
             self._drop_unread(sequence, end)
 
     def register_blocks(self, sequence: Sequence, start: int, end: int) -> None:
@@ -306,7 +306,7 @@ class SequenceTable:
 
     def _drop_unread(self, sequence: Sequence, num_tokens: int) -> None:
         """Give up the blocks that are not read after `num_tokens` tokens."""
-        firsts = self.pool.groups.first_blocks(num_tokens)
+        firsts = self.pool.layout.first_blocks(num_tokens)
         for table, first in zip(sequence.tables, firsts, strict=True):
             if first > table.first:
                 self.pool.release(table.drop_before(first))

@@ -126,7 +126,7 @@ class Export(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a prefill job that are final once the plan has run.
 
     Attributes:
-        first: number of the first of them in the job (see `CacheGroups.job_blocks`); earlier plans
+        first: number of the first of them in the job (see `KvLayout.job_blocks`); earlier plans
             exported those before it.
         is_last: they are the prompt's last blocks.
     """
@@ -141,7 +141,7 @@ class Expect(msgspec.Struct, frozen=True, tag=True):
     """Blocks reserved for a prefill worker's KV. Earlier plans must be done with them first.
 
     Attributes:
-        first: number of the first block that is expected, see `CacheGroups.job_blocks`.
+        first: number of the first block that is expected, see `KvLayout.job_blocks`.
         block_ids: all blocks of the prompt, those before `first` included.
     """
 

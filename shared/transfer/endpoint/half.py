@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import StepPlan
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.staging import Staging
 
@@ -48,7 +48,7 @@ class KvHalf(ABC, Generic[LinkT]):
         core: the engine, whose sequences are looked up, and activated or freed.
         moves: packs and unpacks the engine's blocks.
         staging: the staging slots for payloads.
-        groups: layer groups of a block.
+        layout: of the blocks.
         carriers: the carriers that are open in this process, by name, the preferred one first.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
         on_link_lost: called with a link that has ended because of a fault, and why.
@@ -58,7 +58,7 @@ class KvHalf(ABC, Generic[LinkT]):
     core: EngineCore
     moves: BlockMoves
     staging: Staging
-    groups: LayerGroups
+    layout: KvLayout
     carriers: Mapping[str, Carrier]
     watch: Callable[[int], None] = lambda _fd: None
     unwatch: Callable[[int], None] = lambda _fd: None

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import has_ended
 from pagewire.shared.transfer.endpoint.segments import Cut
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
@@ -23,7 +24,7 @@ class Outgoing:
     Attributes:
         staging: the staging slots.
         moves: packs the engine's blocks.
-        groups: layer groups of a block.
+        layout: of the blocks.
         clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
         sending: segments that are being packed or sent, in the order of their launch.
@@ -31,7 +32,7 @@ class Outgoing:
 
     staging: Staging
     moves: BlockMoves
-    groups: LayerGroups
+    layout: KvLayout
     clock: Callable[[], float]
     may_pack: bool = False
     sending: list[OutgoingSegment] = field(default_factory=list)
@@ -79,7 +80,7 @@ class Outgoing:
                 first_group=cut.groups.start,
                 num_groups=len(cut.groups),
                 seed=seed,
-                nbytes=self.groups.packed_bytes(len(cut.positions), len(cut.groups)),
+                nbytes=packed_bytes(self.layout, len(cut.positions), len(cut.groups)),
             )
             try:
                 pending = link.outbound.send(segment, slot, packed)

@@ -25,6 +25,7 @@ import zmq
 from pagewire.shared.base.errors import ProtocolError, TransferError
 from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Pending, has_ended
 from pagewire.shared.transfer.endpoint.credits import ReceiverCredits
 from pagewire.shared.transfer.endpoint.half import KvHalf
@@ -92,7 +93,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def __post_init__(self) -> None:
         self.credits = ReceiverCredits(self.staging.num_slots)
-        self.jobs = ReceiverJobs(self.core, self.groups, self.clock)
+        self.jobs = ReceiverJobs(self.core, self.layout, self.clock)
         self.watch(self.socket.fd)
 
     # Verbs
@@ -249,9 +250,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
         job = self.jobs.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
-        is_wanted = segment.nbytes == self.groups.packed_bytes(segment.count, len(groups))
+        is_wanted = segment.nbytes == packed_bytes(self.layout, segment.count, len(groups))
         if job is None:
-            is_wanted &= segment.job == TEST_JOB and groups == self.groups.whole
+            is_wanted &= segment.job == TEST_JOB and groups == self.layout.layer_groups
         else:
             is_wanted &= job.coverage.allows(positions, groups)
         if not is_wanted:

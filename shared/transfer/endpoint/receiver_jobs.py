@@ -12,7 +12,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.segments import Coverage
 from pagewire.shared.transfer.job_messages import JobReport
@@ -65,12 +65,12 @@ class ReceiverJobs:
 
     Attributes:
         core: the engine, whose sequences are looked up and activated.
-        groups: layer groups of a block.
+        layout: of the blocks.
         clock: returns a time in seconds.
     """
 
     core: EngineCore
-    groups: LayerGroups
+    layout: KvLayout
     clock: Callable[[], float]
     _by_request: dict[str, ReceiverJob] = field(default_factory=dict)
     _by_name: dict[str, ReceiverJob] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class ReceiverJobs:
         self, request_id: str, block_ids: list[int], after: int, positions: range
     ) -> ReceiverJob:
         name = f"{self._prefix}.{request_id}.{next(self._numbers)}"
-        coverage = Coverage(positions, self.groups.whole)
+        coverage = Coverage(positions, self.layout.layer_groups)
         job = ReceiverJob(name, request_id, block_ids, after, coverage, self.clock())
         self._by_request[request_id] = self._by_name[name] = job
         return job

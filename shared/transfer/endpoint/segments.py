@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.packing import max_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,16 @@ class ExportQueue:
 
     Whole blocks are packed in the order of the prompt. Blocks that are sent by layer group are
     packed in the order in which a step finishes the groups: first the earlier layer groups of all
-    blocks (`LayerGroups.send_ranges`). If a sequence loses its blocks, its position here stays:
+    blocks (`KvLayout.send_ranges`). If a sequence loses its blocks, its position here stays:
     blocks that have been sent need not be sent again.
 
     Attributes:
-        groups: layer groups of a block.
+        layout: of the blocks.
         slot_bytes: size of a staging slot, into which each segment and each block fits.
         planned: blocks before this position have been cut, or are not wanted.
     """
 
-    groups: LayerGroups
+    layout: KvLayout
     slot_bytes: int
     planned: int
     _cuts: deque[Cut] = field(default_factory=deque)
@@ -59,9 +60,9 @@ class ExportQueue:
         self._blocks += block_ids
         final = len(self._blocks)
         self._plans.append((final, plan))
-        groups = self.groups.send_ranges() if by_layer_group else [self.groups.whole]
+        groups = self.layout.send_ranges() if by_layer_group else [self.layout.layer_groups]
         for group in groups:
-            most = self.groups.max_blocks(self.slot_bytes, len(group))
+            most = max_blocks(self.layout, self.slot_bytes, len(group))
             parts = _divide(range(self.planned, final), most)
             self._cuts += [Cut(part, group) for part in parts]
         self.planned = max(self.planned, final)

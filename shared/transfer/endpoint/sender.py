@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pagewire.shared.base.errors import ProtocolError, TransferError
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
+from pagewire.shared.kv.packing import max_blocks, packed_bytes
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.outgoing import Outgoing
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
@@ -61,7 +62,7 @@ class KvSender(KvHalf[SenderLink]):
     _outgoing: Outgoing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._outgoing = Outgoing(self.staging, self.moves, self.groups, self.clock)
+        self._outgoing = Outgoing(self.staging, self.moves, self.layout, self.clock)
 
     # Verbs
 
@@ -75,7 +76,7 @@ class KvSender(KvHalf[SenderLink]):
             TransferError: a block does not fit into the receiver's staging slots, or no carrier
                 works between both sides; says why each does not.
         """
-        smallest = self.groups.packed_bytes(1)
+        smallest = packed_bytes(self.layout, 1)
         if hello.slot_bytes < smallest:
             raise TransferError(
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
@@ -89,8 +90,8 @@ class KvSender(KvHalf[SenderLink]):
             raise
         slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
         link = SenderLink(hello.worker_id, name, slot_bytes, socket, outbound)
-        link.test = SenderJob(TEST_JOB, link, ExportQueue(self.groups, slot_bytes, 0), 0)
-        count = max(1, self.groups.max_blocks(min(slot_bytes, MAX_TEST_BYTES)))
+        link.test = SenderJob(TEST_JOB, link, ExportQueue(self.layout, slot_bytes, 0), 0)
+        count = max(1, max_blocks(self.layout, min(slot_bytes, MAX_TEST_BYTES)))
         link.test.queue.add([0] * count, 0, by_layer_group=False)  # any block, many times
         self.links.append(link)
         self.watch(socket.fd)
@@ -125,8 +126,8 @@ class KvSender(KvHalf[SenderLink]):
         """
         if link not in self.links:
             raise TransferError("the KV link is gone")
-        units = max(0, num_blocks - first_block) * self.groups.count
-        queue = ExportQueue(self.groups, link.slot_bytes, first_block)
+        units = max(0, num_blocks - first_block) * len(self.layout.layer_groups)
+        queue = ExportQueue(self.layout, link.slot_bytes, first_block)
         self._jobs[job] = SenderJob(job, link, queue, units)
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
@@ -174,7 +175,7 @@ class KvSender(KvHalf[SenderLink]):
             job = self._jobs.get(work.request_id)
             if job is not None and isinstance(work, Export):
                 self._outgoing.may_pack = True
-                num_bytes = job.queue.num_new(work.block_ids) * self.groups.block_bytes
+                num_bytes = job.queue.num_new(work.block_ids) * self.layout.block_bytes
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_layer_group = is_large and self.moves.has_group_events(plan.number)
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)

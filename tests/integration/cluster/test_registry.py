@@ -172,7 +172,7 @@ def raw_record(worker_id: str, **changes: Any) -> dict[str, Any]:
 def test_fields_that_this_release_does_not_know_are_passed_over(any_redis_url: str) -> None:
     extended = raw_record("decode-0", zone="eu", parts=[1, {2: 3}])
     extended["load"] |= {"temperature": 60.5}
-    extended["layout"] |= {"num_groups": 2}
+    extended["model_identity"] |= {"adapter": "a"}
     extended["links"] = [{"peer": "prefill-0", "transport": "zmq", "hops": 3}]
 
     async def scenario() -> None:
@@ -205,8 +205,8 @@ _RECORDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"epoch": 1, "role": "decode"} | AT,
     ),
     (
-        "another layout",
-        raw_record("w", protocol=LATER, layout=[1, [2]]),
+        "another identity",
+        raw_record("w", protocol=LATER, model_identity=[1, [2]]),
         {"epoch": 1, "role": "decode"} | AT,
     ),
     (

@@ -7,11 +7,13 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.shared.engine.execution.block_mover import BlockMover
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.staging import make_staging
 
 CAPACITY = 5
-SHAPE = (12, 16, 2, 2, 4, 8)  # [NB, L, 2, KH, BS, D]
-WHOLE = range(8)
+LAYOUT = KvLayout.of([None] * 16, CachedToken(2, 2, 8), 4, "float32")
+WHOLE = LAYOUT.layer_groups
 
 each_device = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -23,9 +25,9 @@ class Side:
 
     def __init__(self, device: str, seed: int, *, captured: bool) -> None:
         torch.manual_seed(seed)
-        self.pool = torch.randn(SHAPE, device=device)
-        self.mover = BlockMover(load_ops("auto", device), self.pool)
-        slot_bytes = self.mover.groups.packed_bytes(CAPACITY)
+        self.pool = torch.randn((12, *LAYOUT.block_shape), device=device)
+        self.mover = BlockMover(load_ops("auto", device), self.pool, LAYOUT)
+        slot_bytes = packed_bytes(LAYOUT, CAPACITY)
         self.staging = make_staging(2, slot_bytes, torch.device(device))
         if captured:
             self.mover.capture_packing(self.staging.buffers)
@@ -34,7 +36,7 @@ class Side:
             self.garbage = [torch.full((64,), 10**9, device=device) for _ in range(256)]
 
     def payload(self, slot: int, blocks: list[int], groups: range) -> torch.Tensor:
-        nbytes = self.mover.groups.packed_bytes(len(blocks), len(groups))
+        nbytes = packed_bytes(LAYOUT, len(blocks), len(groups))
         return self.staging.buffers[slot][:nbytes]
 
     def pack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> torch.Tensor:
@@ -81,7 +83,6 @@ def test_a_corrupt_segment_is_reported(device: str, captured: bool) -> None:
 @each_device
 def test_layer_groups_are_moved_alone(device: str, captured: bool) -> None:
     source, target = Side(device, 1, captured=captured), Side(device, 2, captured=captured)
-    assert source.mover.groups.whole == WHOLE
     expected = target.pool.clone()
     blocks, into = [7, 3, 11, 0, 9, 2], [4, 1, 2, 8, 3, 0]
     for seed, groups in enumerate([range(2, 3), range(2), range(3, 4)]):
@@ -99,7 +100,7 @@ def test_one_corrupt_layer_group_is_found(device: str, captured: bool) -> None:
     side = Side(device, 1, captured=captured)
     for unit in range(4):
         packed = side.pack(0, [1, 2], seed=unit, groups=range(1, 3))
-        packed[unit * side.mover.groups.nbytes] ^= 1
+        packed[unit * LAYOUT.layer_group_bytes] ^= 1
         assert not side.unpack(0, [3, 4], seed=unit, groups=range(1, 3))
 
 
@@ -134,4 +135,4 @@ def test_a_rehearsal_moves_nothing(device: str) -> None:
         assert side.unpack(0, [1, 2], seed=5)
     assert torch.equal(side.pool, pool)
     assert torch.equal(side.staging.buffers[1], staging[1])
-    assert len(packed) == side.mover.groups.packed_bytes(2)
+    assert len(packed) == packed_bytes(LAYOUT, 2)

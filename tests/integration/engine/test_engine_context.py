@@ -9,8 +9,8 @@ import pytest
 from pagewire import LLM
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.build import build_engine, fit_context
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.shared.settings.config import EngineSettings, load_settings
+from pagewire.tests.support.kv_layouts import kv_layout
 
 
 def test_a_context_that_does_not_fit_the_blocks_is_refused() -> None:
@@ -20,10 +20,10 @@ def test_a_context_that_does_not_fit_the_blocks_is_refused() -> None:
 
 def test_a_context_that_memory_does_not_hold_is_refused_with_what_would_fit() -> None:
     settings = load_settings(EngineSettings, {"max_model_len": 4096})
-    groups = CacheGroups.of([None], 16)
+    layout = kv_layout(block_size=16)
     with pytest.raises(ConfigError, match=r"--max-model-len 4096 does not fit: .*holds 320 tokens"):
-        fit_context(settings, 4096, 20, groups)
-    assert fit_context(settings, 4096, 256, groups) == 4096
+        fit_context(settings, 4096, 20, layout)
+    assert fit_context(settings, 4096, 256, layout) == 4096
 
 
 def test_a_default_that_had_to_shrink_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -143,7 +143,7 @@ def test_blocks_before_the_window_are_given_up(tried: Tried) -> None:
     most = MostUsed(llm)
     llm.engine.core.hooks.append(most)
     assert tokens_of(llm, [PROMPTS[3]], GREEDY) == [tried.expected[3]]
-    groups, length = llm.engine.core.scheduler.pool.groups, len(PROMPTS[3]) + ANSWER
-    assert most.blocks <= groups.most_blocks(length, 32)
-    if groups.has_windows:
-        assert most.blocks < len(groups) * groups.blocks_for(length)
+    layout, length = llm.engine.core.scheduler.pool.layout, len(PROMPTS[3]) + ANSWER
+    assert most.blocks <= layout.most_blocks(length, 32)
+    if layout.has_windows:
+        assert most.blocks < len(layout.groups) * layout.blocks_for(length)

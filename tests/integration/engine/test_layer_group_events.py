@@ -17,6 +17,9 @@ from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.packing import packed_bytes
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.padded_steps import run_padded
@@ -122,8 +125,8 @@ class Packed:
     """Staging for the prompt's blocks, by layer group, made before the step is launched."""
 
     def __init__(self, runner: ModelRunner, num_blocks: int) -> None:
-        self._runner, self._groups = runner, runner.mover.groups
-        size = self._groups.packed_bytes(num_blocks, 1)
+        self._runner = runner
+        size = packed_bytes(runner.layout, num_blocks, 1)
         self._staging = torch.zeros((LAYERS, size), dtype=torch.uint8, device="cuda")
         self.pack(list(range(num_blocks)), 0, 0)  # compiles, allocates
 
@@ -137,7 +140,8 @@ class Packed:
     def assert_holds(self, blocks: list[int], group: int) -> None:
         pool = self._runner.kv_pool
         expected = pool[blocks, group]  # [N, 2, KH, BS, D]
-        data = self._staging[group, : len(blocks) * self._groups.nbytes].view(pool.dtype)
+        nbytes = len(blocks) * self._runner.layout.layer_group_bytes
+        data = self._staging[group, :nbytes].view(pool.dtype)
         assert expected.any()
         assert torch.equal(data.view_as(expected), expected)
 
@@ -186,8 +190,9 @@ def test_replayed_steps_record_group_events_too() -> None:
 @pytest.mark.gpu
 def test_an_event_in_a_graph_is_recorded_again_by_each_replay() -> None:
     device = torch.device("cuda")
-    pool = torch.zeros(4, LAYERS, 2, 2, 16, 16, device=device)
-    mover = BlockMover(load_ops("auto", "cuda"), pool)
+    layout = KvLayout.of([None] * LAYERS, CachedToken(2, 2, 16), 16, "float32")
+    pool = allocate_pool(layout, 4, device)
+    mover = BlockMover(load_ops("auto", "cuda"), pool, layout)
     value = torch.zeros((), device=device)
     events: list[DeviceEvent] = []
 
@@ -200,15 +205,15 @@ def test_an_event_in_a_graph_is_recorded_again_by_each_replay() -> None:
         return pool
 
     graph, _ = GraphPool(device).capture(step)
-    staging = torch.zeros(mover.groups.packed_bytes(4), dtype=torch.uint8, device=device)
+    staging = torch.zeros(packed_bytes(layout, 4), dtype=torch.uint8, device=device)
     mover.pack(
-        [0, 1, 2, 3], mover.groups.whole, staging, 1, mover.record_event()
+        [0, 1, 2, 3], layout.layer_groups, staging, 1, mover.record_event()
     )  # compiles, allocates
     torch.cuda.synchronize()
     for number in (5.0, 6.0):
         value.fill_(number)
         graph.replay()
-        move = mover.pack([0, 1, 2, 3], mover.groups.whole, staging, 1, events[0])
+        move = mover.pack([0, 1, 2, 3], layout.layer_groups, staging, 1, events[0])
         deadline = time.monotonic() + 30
         while not move.is_done():
             assert time.monotonic() < deadline

@@ -9,30 +9,44 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import CachedToken, CacheGroup
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import LAYOUT, Times
+from pagewire.tests.support.kv_workers import IDENTITY, LAYOUT, Times
 
-SMALLEST = LayerGroups.of_layout(LAYOUT).packed_bytes(1)
+SMALLEST = packed_bytes(LAYOUT, 1)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_size", 8), ("num_layers", 4), ("dtype", "float16"), ("batch_invariant", True)],
+    ("what", "field", "value"),
+    [
+        ("model_identity", "block_size", 8),
+        ("model_identity", "fingerprint", "another"),
+        ("model_identity", "weight_version", 1),
+        ("model_identity", "dtype", "float16"),
+        ("model_identity", "kv_format", "fp8"),
+        ("model_identity", "batch_invariant", True),
+        ("layout", "layers_per_block", 4),
+        ("layout", "token", CachedToken(1, 2, 1)),
+        ("layout", "dtype", "bfloat16"),
+        ("layout", "groups", (CacheGroup((0,)), CacheGroup((1,), 8))),
+    ],
 )
-def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
-    field: str, value: Any, caplog: pytest.LogCaptureFixture
+def test_a_link_is_refused_by_the_name_of_what_differs(
+    what: str, field: str, value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = msgspec.structs.replace(LAYOUT, **{field: value})
+    """The layout of a worker of the same model counts, and the model of one with this layout."""
+    usual = {"model_identity": IDENTITY, "layout": LAYOUT}[what]
+    other: Any = {what: msgspec.structs.replace(usual, **{field: value})}
 
     async def scenario() -> None:
         async with (
             prefill_worker() as p,
             decode_worker() as same,
-            decode_worker("decode-1", layout=other) as d,
+            decode_worker("decode-1", **other) as d,
         ):
             await same.link_to(p)
             d.records = [p.record()]
@@ -40,7 +54,7 @@ def test_a_layout_that_differs_is_refused_by_the_name_of_the_field(
             await asyncio.sleep(4 * d.times.heartbeat_s)  # it asks again and again
             assert same.is_linked() and not d.is_linked()
         [said] = [r.message for r in caplog.records if "no KV link to decode-1" in r.message]
-        theirs = getattr(LAYOUT, field)
+        theirs = getattr(usual, field)
         assert said.endswith(f"decode-1 has {field} {value}, the prefill worker {theirs}")
 
     caplog.set_level("WARNING")

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import StepPlan, Withdraw
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.kv_doubles import LateDevice
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, GROUPS, KINDS
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, KINDS, LAYOUT
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
@@ -44,7 +45,7 @@ def test_a_prompt_crosses_and_the_sequence_ends_with_its_tokens(kind: str, overl
         assert pair.decode.receiver.stats.outcomes == {"ok": 3}
         assert pair.decode.device.batches[0] == (1, 1), "the prompt was computed twice"
         nbytes = pair.decode.receiver.stats.bytes["p0", kind]
-        assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > GROUPS.packed_bytes(5)
+        assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > packed_bytes(LAYOUT, 5)
 
 
 @CARRIERS
@@ -131,7 +132,7 @@ def test_a_group_of_more_blocks_than_fit_a_slot_fills_whole_slots(kind: str) -> 
 
 @pytest.mark.parametrize(("bound", "groups"), [(4, [[0], [1]]), (5, [[0, 1]])])
 def test_only_a_last_chunk_above_the_bound_is_divided(bound: int, groups: list[list[int]]) -> None:
-    divided = bound * GROUPS.block_bytes
+    divided = bound * LAYOUT.block_bytes
     with kv_pair("zmq", blocks_per_slot=8, divided_bytes=divided, prefill=LARGE) as pair:
         pair.ask(PROMPT)
         pair.finish()
@@ -164,7 +165,7 @@ def test_a_long_prompt_crosses_few_slots(
 @CARRIERS
 def test_segments_fit_the_smaller_slots_of_both_sides(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=4, linked=False) as pair:
-        pair.decode.staging.slot_bytes = GROUPS.packed_bytes(2) + 7
+        pair.decode.staging.slot_bytes = packed_bytes(LAYOUT, 2) + 7
         pair.open(pair.prefill, pair.decode)
         pair.ask(PROMPT)
         pair.finish()
@@ -268,8 +269,8 @@ def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
         start_alongside(pair, 6, 2)
         pair.finish()
         assert pair.prefill.core.scheduler.num_preemptions == 1
-        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - GROUPS.packed_bytes(2)  # the test
-        assert nbytes == GROUPS.packed_bytes(5)
+        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - packed_bytes(LAYOUT, 2)  # the test
+        assert nbytes == packed_bytes(LAYOUT, 5)
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
 
 
@@ -285,8 +286,8 @@ def test_blocks_that_are_lost_while_they_are_packed_arrive_as_they_were(
         pair.until(lambda: pair.prefill.core.scheduler.num_preemptions)
         pair.prefill.device.has_moved = True
         pair.finish()
-        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - GROUPS.packed_bytes(2)  # the test
-        assert nbytes == GROUPS.packed_bytes(5)
+        nbytes = pair.prefill.sender.stats.bytes["d0", kind] - packed_bytes(LAYOUT, 2)  # the test
+        assert nbytes == packed_bytes(LAYOUT, 5)
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
 
 
@@ -383,7 +384,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
     overlap=st.booleans(),
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     num_cached=st.integers(0, 20),
-    divided_bytes=st.sampled_from([0, 3 * GROUPS.block_bytes, DIVIDED_BYTES]),
+    divided_bytes=st.sampled_from([0, 3 * LAYOUT.block_bytes, DIVIDED_BYTES]),
 )
 def test_every_block_comes_once_however_scarce_slots_are(
     kind: str,
@@ -410,5 +411,6 @@ def test_every_block_comes_once_however_scarce_slots_are(
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
         assert all(len(request.tried) == 1 for request in requests)
         wanted = sum(len(request.positions) for request in requests)
-        nbytes = pair.decode.receiver.stats.bytes["p0", kind] - GROUPS.packed_bytes(blocks_per_slot)
-        assert nbytes == GROUPS.packed_bytes(wanted)
+        of_test = packed_bytes(LAYOUT, blocks_per_slot)
+        nbytes = pair.decode.receiver.stats.bytes["p0", kind] - of_test
+        assert nbytes == packed_bytes(LAYOUT, wanted)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.tests.support.kv_layouts import kv_layout
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS
 
@@ -37,9 +37,9 @@ def test_what_later_tokens_read_crosses(
     with kv_pair(kind, windows=windows, prefill=engine, decode=engine) as pair:
         pair.ask(PROMPT, max_tokens=20)
         pair.finish()
-        groups = CacheGroups.of(windows, BLOCK_SIZE)
-        assert num_packed(pair) == groups.num_job_blocks(len(PROMPT))
-        assert num_packed(pair) < len(groups) * groups.blocks_for(len(PROMPT))
+        layout = kv_layout(windows, BLOCK_SIZE)
+        assert num_packed(pair) == layout.held_blocks(len(PROMPT))
+        assert num_packed(pair) < len(layout.groups) * layout.blocks_for(len(PROMPT))
         assert pair.decode.receiver.stats.outcomes.keys() == {"ok"}
 
 
@@ -58,8 +58,8 @@ def test_a_prompt_goes_on_after_what_is_cached(
         before = num_packed(pair)
         pair.ask(PROMPT, max_tokens=20)
         pair.finish()
-        groups = CacheGroups.of(windows, BLOCK_SIZE)
-        assert 0 < num_packed(pair) - before <= groups.num_job_blocks(len(PROMPT))
+        layout = kv_layout(windows, BLOCK_SIZE)
+        assert 0 < num_packed(pair) - before <= layout.held_blocks(len(PROMPT))
 
 
 @CARRIERS
@@ -92,7 +92,7 @@ def test_a_lost_prefill_workers_prompt_comes_from_another(
 @WINDOWS
 def test_sequences_are_preempted(kind: str, windows: tuple[int | None, ...]) -> None:
     """Pools for two of the sequences, of which four run at once."""
-    few = 2 * CacheGroups.of(windows, BLOCK_SIZE).most_blocks(50, 8)
+    few = 2 * kv_layout(windows, BLOCK_SIZE).most_blocks(50, 8)
     small = {"num_blocks": few, "max_num_batched_tokens": 8}
     with kv_pair(kind, windows=windows, prefill=ROOM, decode=small) as pair:
         for start in range(4):

@@ -204,6 +204,7 @@ def test_a_link_that_is_asked_for_while_a_worker_ends_is_not_opened(
             hello = KvHello(
                 worker_id="decode-0",
                 epoch=1,
+                model_identity=runtime.built.model_identity,
                 layout=runtime.built.layout,
                 link=1,
                 token=bytes(16),

@@ -108,7 +108,7 @@ def test_engines_with_other_factors_share_no_block(written: tuple[Path, Any]) ->
             model=str(written[0]), device="cpu", dtype="float32", max_model_len=max_model_len
         )
         built = build_engine(settings, hash_secret="secret")
-        fingerprint = built.layout.fingerprint.encode()
+        fingerprint = built.model_identity.fingerprint.encode()
         [block] = built.core.scheduler.hasher.hash_prompt(range(16))
         return [fingerprint, block]
 

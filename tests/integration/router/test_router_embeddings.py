@@ -285,9 +285,9 @@ def test_a_prompt_goes_to_no_worker_of_another_model(redis_url: str) -> None:
             live_router(redis_url) as router,
             FakeDecodeWorker(redis_url, SECRET, "decode-0") as decode,
         ):
-            other = msgspec.structs.replace(decode.record.layout, fingerprint="other")
+            other = msgspec.structs.replace(decode.record.model_identity, fingerprint="other")
             async with FakeDecodeWorker(
-                redis_url, SECRET, "prefill-0", role="prefill", layout=other
+                redis_url, SECRET, "prefill-0", role="prefill", model_identity=other
             ) as prefill:
                 await eventually(lambda: prefill.num_routers == 1)
                 await router.ready()

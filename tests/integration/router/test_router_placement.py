@@ -17,14 +17,15 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.fake_decode_worker import LAYOUT, FakeDecodeWorker, fake_prefill_worker
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
+from pagewire.tests.support.worker_records import IDENTITY
 
-HASHER = BlockHasher(SECRET, LAYOUT.fingerprint, LAYOUT.dtype, LAYOUT.block_size)
+HASHER = BlockHasher(SECRET, IDENTITY)
 LONG = [7] * 200
-OTHER_MODEL = msgspec.structs.replace(LAYOUT, fingerprint="another")
-OTHER_BLOCKS = msgspec.structs.replace(LAYOUT, block_size=32)
+OTHER_MODEL = msgspec.structs.replace(IDENTITY, fingerprint="another")
+OTHER_BLOCKS = msgspec.structs.replace(IDENTITY, block_size=32)
 
 
 @pytest.fixture
@@ -299,8 +300,9 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
     async def main() -> None:
         async with live_router(redis.url) as router, AsyncExitStack() as stack:
             workers = []
-            for number, layout in enumerate((LAYOUT, OTHER_MODEL, LAYOUT, OTHER_BLOCKS)):
-                worker = FakeDecodeWorker(redis.url, SECRET, f"decode-{number}", layout=layout)
+            for number, model in enumerate((IDENTITY, OTHER_MODEL, IDENTITY, OTHER_BLOCKS)):
+                name = f"decode-{number}"
+                worker = FakeDecodeWorker(redis.url, SECRET, name, model_identity=model)
                 workers.append(await stack.enter_async_context(worker))
                 await eventually(lambda n=number: reachable(router) == n + 1)
             for number in range(8):
@@ -316,8 +318,8 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
 
     run_async(main())
     said = [record.message for record in caplog.records]
-    for number, field, layout in ((1, "fingerprint", OTHER_MODEL), (3, "block_size", OTHER_BLOCKS)):
-        values = f"it has {field} {getattr(layout, field)}, decode-0 {getattr(LAYOUT, field)}"
+    for number, field, model in ((1, "fingerprint", OTHER_MODEL), (3, "block_size", OTHER_BLOCKS)):
+        values = f"it has {field} {getattr(model, field)}, decode-0 {getattr(IDENTITY, field)}"
         assert any(f"decode-{number} gets no requests: {values}" in text for text in said)
 
 

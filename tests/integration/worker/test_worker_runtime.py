@@ -17,17 +17,18 @@ from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.control.protocol import ControlMessage
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.packing import max_blocks, packed_bytes
 from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.worker import process
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.shared.worker.staging_size import MAX_BLOCKS_PER_SLOT, slot_share, slot_size
+from pagewire.shared.worker.staging_size import MAX_BLOCKS_PER_SLOT, slot_size, staging_bytes
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.kv_layouts import kv_layout
 from pagewire.tests.support.redis_server import RedisServer
 
 BLOCK = 2048
-GROUPS = LayerGroups.of(num_layers=32, block_bytes=BLOCK)
+LAYOUT = kv_layout([None] * 32, size=BLOCK // 32 // 4)
 DRAIN_S = 60.0
 
 
@@ -94,13 +95,13 @@ def die(runtime: WorkerRuntime) -> None:
     ],
 )
 def test_a_slot_holds_whole_blocks(asked: int, blocks: int) -> None:
-    assert slot_size(asked, GROUPS) == GROUPS.packed_bytes(blocks)
+    assert slot_size(asked, LAYOUT) == packed_bytes(LAYOUT, blocks)
 
 
 @pytest.mark.parametrize("asked", [1, BLOCK - 1, (MAX_BLOCKS_PER_SLOT + 1) * BLOCK])
 def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
     with pytest.raises(ConfigError) as caught:
-        slot_size(asked, GROUPS)
+        slot_size(asked, LAYOUT)
     message = str(caught.value)
     assert "PAGEWIRE_STAGING_SLOT_BYTES" in message
     assert f"{BLOCK} to {MAX_BLOCKS_PER_SLOT * BLOCK}" in message
@@ -108,19 +109,20 @@ def test_a_slot_without_a_block_or_of_too_many_is_refused(asked: int) -> None:
 
 
 def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
-    assert slot_size(None, GROUPS, share=3 * BLOCK + 5) == GROUPS.packed_bytes(3)
-    assert slot_size(None, GROUPS, share=5) == GROUPS.packed_bytes(1)
-    assert slot_size(4 * BLOCK, GROUPS, share=5) == GROUPS.packed_bytes(4)
-    assert slot_share(64 * 8 * 1000, num_slots=8) == 1000
+    assert slot_size(None, LAYOUT, share=3 * BLOCK + 5) == packed_bytes(LAYOUT, 3)
+    assert slot_size(None, LAYOUT, share=5) == packed_bytes(LAYOUT, 1)
+    assert slot_size(4 * BLOCK, LAYOUT, share=5) == packed_bytes(LAYOUT, 4)
+    settings = WorkerSettings(staging_slots=8)
+    assert staging_bytes(settings, LAYOUT, 64 * 8 * 3 * BLOCK) == 8 * packed_bytes(LAYOUT, 3)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 32])
-@pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
+@pytest.mark.parametrize("block_bytes", [128, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) -> None:
-    groups = LayerGroups.of(num_layers, block_bytes)
-    size = slot_size(None, groups)
-    blocks = groups.max_blocks(size)
-    assert size == groups.packed_bytes(blocks)
+    layout = kv_layout([None] * num_layers, size=block_bytes // num_layers // 4)
+    size = slot_size(None, layout)
+    blocks = max_blocks(layout, size)
+    assert size == packed_bytes(layout, blocks)
     assert 1 <= blocks <= MAX_BLOCKS_PER_SLOT
 
 

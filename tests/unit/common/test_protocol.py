@@ -27,6 +27,7 @@ from pagewire.shared.control.protocol import (
 )
 from pagewire.shared.request.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 from pagewire.tests.support.message_values import values_of
 
 MESSAGE_TYPES = get_args(ControlMessage)
@@ -202,15 +203,8 @@ def test_a_hello_names_a_bounded_number_of_carriers() -> None:
         "type": "KvHello",
         "worker_id": "w",
         "epoch": 1,
-        "layout": {
-            "fingerprint": "f",
-            "dtype": "float32",
-            "block_size": 16,
-            "num_layers": 1,
-            "num_kv_heads": 1,
-            "head_dim": 1,
-            "block_bytes": 1,
-        },
+        "model_identity": msgspec.to_builtins(model_identity()),
+        "layout": msgspec.to_builtins(kv_layout()),
         "slot_bytes": 1,
         "link": 1,
         "token": bytes(16),

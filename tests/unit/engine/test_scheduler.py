@@ -12,9 +12,9 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
-from pagewire.shared.kv.cache_groups import CacheGroups
 from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
+from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
@@ -71,8 +71,8 @@ def test_full_queue_is_overload() -> None:
 
 
 def test_sequences_longer_than_the_pool_are_ruled_out() -> None:
-    groups = CacheGroups.of([None], 4)
-    pool, hasher = BlockPool(8, groups), BlockHasher("secret", "fake", "int", 4)
+    pool = BlockPool(8, kv_layout(block_size=4))
+    hasher = BlockHasher("secret", model_identity(block_size=4))
     limits = SchedulerLimits(
         max_num_seqs=1, max_num_batched_tokens=8, max_model_len=33, max_waiting=1
     )

@@ -1,26 +1,35 @@
 import time
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.kv.block_hash import HASH_BYTES, BlockHasher
+from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.tests.support.kv_layouts import model_identity
 
+OTHERS = {
+    "fingerprint": "model2",
+    "weight_version": 1,
+    "dtype": "float16",
+    "kv_format": "float16",
+    "batch_invariant": True,
+}
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
 
-def hasher(
-    cluster: str = "secret", fingerprint: str = "model", dtype: str = "float32", block_size: int = 4
-) -> BlockHasher:
-    return BlockHasher(cluster, fingerprint, dtype, block_size)
+def hasher(cluster: str = "secret", **changes: Any) -> BlockHasher:
+    return BlockHasher(cluster, msgspec.structs.replace(model_identity(), **changes))
 
 
 def test_same_content_same_hash_in_every_process() -> None:
     # Fixed values: a change would silently void the index of a running cluster.
     hashes = hasher().hash_prompt(range(9))
     assert [h.hex() for h in hashes] == [
-        "a90397adcf85ae5e8a9783ed06ba7382",
-        "6bdd9d7e2b59ea289232294e89fc18e5",
+        "44e30e363b867ad29821f37cad8b21fd",
+        "f439dea4a58200548fc8fb3efbb8e384",
     ]
     assert all(len(h) == HASH_BYTES for h in hashes)
 
@@ -58,13 +67,16 @@ def test_one_changed_token_changes_its_block_and_all_after(
     "other",
     [
         pytest.param({"cluster": "secre"}, id="secret"),
-        pytest.param({"fingerprint": "model2"}, id="fingerprint"),
-        pytest.param({"dtype": "float16"}, id="dtype"),
+        *(pytest.param({name: value}, id=name) for name, value in OTHERS.items()),
         pytest.param({"cluster": "secretm", "fingerprint": "odel"}, id="shifted-boundary"),
     ],
 )
-def test_workers_that_disagree_share_no_hash(other: dict[str, str]) -> None:
+def test_workers_that_disagree_share_no_hash(other: dict[str, Any]) -> None:
     assert not set(hasher().hash_prompt(range(32))) & set(hasher(**other).hash_prompt(range(32)))
+
+
+def test_every_field_of_a_models_identity_is_tried() -> None:
+    assert {*OTHERS, "block_size"} == set(ModelIdentity.__struct_fields__)
 
 
 def test_block_size_extra_and_parent_matter() -> None:
@@ -74,11 +86,6 @@ def test_block_size_extra_and_parent_matter() -> None:
     first, second = blocks.hash_prompt([*range(4), *range(4)])
     assert [first] == plain != [second]
     assert hasher(block_size=8).hash_prompt(range(8)) != hasher().hash_prompt(range(8))[1:]
-
-
-def test_bytes_and_text_secrets_agree() -> None:
-    as_bytes = BlockHasher(b"secret", "model", "float32", 4)
-    assert as_bytes.hash_prompt(range(8)) == hasher().hash_prompt(range(8))
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3]], ids=["empty", "partial"])

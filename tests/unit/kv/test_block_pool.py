@@ -13,9 +13,9 @@ from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_pool import BlockCounts, BlockPool
 from pagewire.shared.kv.block_table import BlockTable
-from pagewire.shared.kv.cache_groups import CacheGroups
+from pagewire.tests.support.kv_layouts import kv_layout
 
-PLAIN = CacheGroups.of([None], 1)
+PLAIN = kv_layout()
 Path = tuple[int, ...]  # what a block and all before it hold, one small integer a block
 
 

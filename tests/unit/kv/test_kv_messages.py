@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import ProtocolError
-from pagewire.shared.control.protocol import MAX_LAYER_GROUPS
+from pagewire.shared.kv.kv_layout import MAX_LAYER_GROUPS
 from pagewire.shared.transfer.job_messages import JobReport, JobRequest
 from pagewire.shared.transfer.messages import (
     MAX_CREDITS,

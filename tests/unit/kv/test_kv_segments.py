@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagewire.shared.kv.layer_groups import LayerGroups
+from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.segments import Coverage, Cut, ExportQueue
+from pagewire.tests.support.kv_layouts import kv_layout
 
 Unit = tuple[int, int]  # position, layer group
+
+
+def of_layer_groups(count: int, nbytes: int = 8) -> KvLayout:
+    """Return a layout of blocks of `count` layer groups, of `nbytes` each."""
+    return kv_layout([None] * count, size=nbytes // 4)
 
 
 def units_of(positions: range, groups: range) -> set[Unit]:
@@ -33,7 +40,7 @@ class Job:
 
     def __post_init__(self) -> None:
         wanted = range(self.first, max(self.first, self.num_blocks))
-        self.expected.update(units_of(wanted, self.queue.groups.whole))
+        self.expected.update(units_of(wanted, self.queue.layout.layer_groups))
 
     def export(self, most: int, *, by_layer_group: bool) -> None:
         num_before = len(self.blocks)
@@ -57,8 +64,7 @@ class Job:
         if ready is None:
             return False
         cut, blocks, plan = ready
-        groups = self.queue.groups
-        nbytes = groups.packed_bytes(len(cut.positions), len(cut.groups))
+        nbytes = packed_bytes(self.queue.layout, len(cut.positions), len(cut.groups))
         assert 0 < nbytes <= self.queue.slot_bytes
         assert cut.num_units == len(cut.positions) * len(cut.groups) > 0
         assert self.first <= cut.positions.start
@@ -77,9 +83,9 @@ class Job:
 
 @st.composite
 def queues(draw: st.DrawFn) -> ExportQueue:
-    groups = LayerGroups(draw(st.integers(1, 8)), draw(st.sampled_from([8, 24])))
-    slot_bytes = groups.packed_bytes(draw(st.integers(1, 7))) + draw(st.integers(0, 40))
-    return ExportQueue(groups, slot_bytes, planned=draw(st.integers(0, 12)))
+    layout = of_layer_groups(draw(st.integers(1, 8)), draw(st.sampled_from([8, 24])))
+    slot_bytes = packed_bytes(layout, draw(st.integers(1, 7))) + draw(st.integers(0, 40))
+    return ExportQueue(layout, slot_bytes, planned=draw(st.integers(0, 12)))
 
 
 @settings(max_examples=300)
@@ -108,8 +114,8 @@ def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
 
 
 def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> None:
-    groups = LayerGroups(4, 8)
-    queue = ExportQueue(groups, groups.packed_bytes(2), planned=1)
+    layout = of_layer_groups(4)
+    queue = ExportQueue(layout, packed_bytes(layout, 2), planned=1)
     queue.add([10, 11], 5, by_layer_group=False)
     queue.add([12, 13, 14], 6, by_layer_group=True)
     seen = []
@@ -135,8 +141,8 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
     ],
 )
 def test_the_last_of_several_segments_is_small(num_blocks: int, wanted: list[int]) -> None:
-    groups = LayerGroups(1, 8)
-    queue = ExportQueue(groups, groups.packed_bytes(16), planned=0)
+    layout = of_layer_groups(1)
+    queue = ExportQueue(layout, packed_bytes(layout, 16), planned=0)
     queue.add(list(range(num_blocks)), 1, by_layer_group=False)
     sizes = []
     while ready := queue.take():
@@ -145,8 +151,8 @@ def test_the_last_of_several_segments_is_small(num_blocks: int, wanted: list[int
 
 
 def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
-    groups = LayerGroups(2, 8)
-    queue = ExportQueue(groups, groups.packed_bytes(4), planned=0)
+    layout = of_layer_groups(2)
+    queue = ExportQueue(layout, packed_bytes(layout, 4), planned=0)
     queue.add([1, 2, 3], 1, by_layer_group=False)
     queue.lose_blocks()
     assert queue.take() is None
@@ -158,8 +164,8 @@ def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
 
 
 def test_what_is_packed_again_leaves_before_all_else() -> None:
-    groups = LayerGroups(1, 8)
-    queue = ExportQueue(groups, groups.packed_bytes(1), planned=0)
+    layout = of_layer_groups(1)
+    queue = ExportQueue(layout, packed_bytes(layout, 1), planned=0)
     queue.add([5, 6], 1, by_layer_group=False)
     cut, _, _ = queue.take()
     queue.requeue(cut)

@@ -16,7 +16,7 @@ from pagewire.shared.engine.build import choose_dtype
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
-from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import WorkerSettings
@@ -82,8 +82,8 @@ def test_tables_and_blocks_are_those_that_an_engine_allocates() -> None:
     tensors = [state._inputs, state.block_tables, state._parameters]
     tensors += [stage._shaped, stage._masks, stage._mask_of_row, *stage.shaping.tables]
     assert found.tables == angles + sum(each.nbytes for each in tensors)
-    shape = KvShape.of(config, 16, getattr(torch, config.dtype))
-    assert found.kv_bytes_per_token * 16 == shape.allocate(1, cpu).nbytes
+    pool = allocate_pool(config.kv_layout(16, config.dtype), 1, cpu)
+    assert found.kv_bytes_per_token * 16 == pool.nbytes
 
 
 def test_other_processes_and_graphs_take_from_the_pool() -> None:

@@ -15,12 +15,12 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from pagewire.kernels import load_ops
 from pagewire.kernels.routing import Routing
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.kv.storage import KvShape
+from pagewire.shared.kv.kv_layout import CachedToken
+from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.loader import load_model
-from pagewire.shared.model.model_config import CachedToken
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.estimate import estimate, weight_bytes
 from pagewire.tests.support.tiny_models import write_tiny_model
@@ -132,8 +132,8 @@ def test_memory_of_deepseek_v2_lite(tmp_path: Path) -> None:
     assert weight_bytes(config, torch.bfloat16) == 31_412_968_448 + 2 * routers
     found = estimate(config, WorkerSettings(), 80 << 30)
     assert found.kv_bytes_per_token == 27 * 576 * 2
-    shape = KvShape.of(config, 16, torch.bfloat16)
-    assert shape.allocate(2, CPU).nbytes == 2 * shape.block_bytes == 2 * 16 * 27 * 576 * 2
+    layout = config.kv_layout(16, "bfloat16")
+    assert allocate_pool(layout, 2, CPU).nbytes == 2 * layout.block_bytes == 2 * 16 * 27 * 576 * 2
 
 
 REFUSED = {

@@ -21,7 +21,7 @@ from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
 from pagewire.shared.metrics.pages import decode_targets, joined
 from pagewire.shared.metrics.process import LAG_INTERVAL_S, LoopLag, describe_process
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.fake_decode_worker import LAYOUT
+from pagewire.tests.support.worker_records import IDENTITY
 
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
@@ -219,7 +219,7 @@ def record(worker_id: str) -> WorkerRecord:
         endpoint="tcp://127.0.0.1:1",
         metrics_endpoint="http://127.0.0.1:1",
         model="m",
-        layout=LAYOUT,
+        model_identity=IDENTITY,
         max_model_len=100,
     )
 

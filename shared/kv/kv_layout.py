@@ -1,8 +1,9 @@
-"""The cache groups of a model: layers whose KV of a position is kept or dropped together.
+"""The layout of a worker's KV blocks, by which two workers can exchange them.
 
 Layers that attend to everything keep the KV of all positions; layers with a sliding window need
-only the last ones. A block holds `block_size` positions of one group's layers. All groups have
-equally many layers, so that all blocks are of one size and come from one pool:
+only the last ones. So layers are divided into cache groups, which keep or drop the KV of a position
+together. A block holds `block_size` positions of one group's layers. All groups have equally many
+layers, so that all blocks are of one size and come from one pool:
 
     layer      0  1  2  3  4  5            group 0: full,        layers 2, 5
     window     W  W  -  W  W  -    -->     group 1: window of W, layers 0, 3
@@ -10,19 +11,47 @@ equally many layers, so that all blocks are of one size and come from one pool:
 
 If the layers of a kind do not divide evenly, the last rows of a group's blocks stay empty. vLLM's
 hybrid KV cache manager also shares one pool among groups of equally many layers.
+
+Across the cache groups, a few consecutive rows of a block are a layer group: it can be moved on its
+own, as soon as a step has computed its layers.
 """
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from pagewire.shared.kv.block_table import BlockTable
+from pagewire.shared.kv.model_identity import DtypeName, Tokens
+
+MAX_LAYER_GROUPS = 8  # of a block
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_MAX_LAYERS = 4096
+_Number = Annotated[int, Meta(ge=1, le=4096)]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
+class CachedToken(msgspec.Struct, frozen=True):
+    """What a layer caches of a token: components of equal size, each `[heads, size]`.
+
+    Attributes:
+        components: two, keys and values; or one, if attention makes both of one latent vector.
+        heads: number of heads of each component.
+        size: size of each head.
+    """
+
+    components: Annotated[int, Meta(ge=1, le=2)]
+    heads: _Number
+    size: _Number
+
+
+class CacheGroup(msgspec.Struct, frozen=True):
     """The layers of one group.
 
     Attributes:
@@ -30,31 +59,40 @@ class CacheGroup:
         window: a query at position p reads positions p - window + 1 to p; None: all up to p.
     """
 
-    layers: tuple[int, ...]
+    layers: Annotated[tuple[int, ...], Meta(max_length=_MAX_LAYERS)]
     window: int | None = None
 
 
-@dataclass(frozen=True)
-class CacheGroups:
-    """All groups of a model, those without a window first.
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What a block consists of, and the cache groups whose blocks share a pool.
+
+    Layouts may be equal although the models are not (see `ModelIdentity`).
 
     Attributes:
-        groups: at least one.
-        layers_per_block: rows of a block.
+        dtype: of the numbers, as torch names it without the prefix.
         block_size: positions of a block.
+        layers_per_block: rows of a block.
+        token: what a layer caches of a token.
+        groups: the cache groups, at least one; those without a window come first.
     """
 
-    groups: tuple[CacheGroup, ...]
-    layers_per_block: int
-    block_size: int
+    dtype: DtypeName
+    block_size: Tokens
+    layers_per_block: _Number
+    token: CachedToken
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=_MAX_LAYERS)]
 
     @classmethod
-    def of(cls, windows: Sequence[int | None], block_size: int) -> CacheGroups:
-        """Return the groups of a model.
+    def of(
+        cls, windows: Sequence[int | None], token: CachedToken, block_size: int, dtype: str
+    ) -> KvLayout:
+        """Return the layout of a model's blocks.
 
         Args:
             windows: of each layer, None where it attends to everything.
+            token: what each layer caches of a token.
             block_size: positions of a block.
+            dtype: name of the numbers' dtype.
         """
         by_window: dict[int | None, list[int]] = {}
         for layer, window in enumerate(windows):
@@ -66,22 +104,74 @@ class CacheGroups:
             # In turn, so that the first rows of all groups are done early in a step.
             count = -(-len(layers) // rows)
             groups += [CacheGroup(tuple(layers[n::count]), window) for n in range(count)]
-        return cls(tuple(groups), rows, block_size)
+        return cls(
+            dtype=dtype,
+            block_size=block_size,
+            layers_per_block=rows,
+            token=token,
+            groups=tuple(groups),
+        )
 
-    def __len__(self) -> int:
-        return len(self.groups)
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape `[L, N, KH, BS, D]` of a block, a contiguous row of the pool.
+
+        So transfer, swap and checksum are row copies. Heads come before tokens: a head's tokens of
+        a block are contiguous. There are N components of a token.
+        """
+        token = self.token
+        return self.layers_per_block, token.components, token.heads, self.block_size, token.size
 
     @cached_property
-    def is_plain(self) -> bool:
-        """Whether there is one group, and it attends to everything."""
-        return len(self.groups) == 1 and not self.has_windows
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return math.prod(self.block_shape) * _ITEM_BYTES[self.dtype]
+
+    # The layer groups of a block, which are moved and have a checksum each
+
+    @cached_property
+    def layer_groups(self) -> range:
+        """The layer groups of a block: equal ones, as many as are allowed."""
+        allowed = range(1, MAX_LAYER_GROUPS + 1)
+        return range(max(n for n in allowed if self.layers_per_block % n == 0))
+
+    @property
+    def layer_group_bytes(self) -> int:
+        """Bytes of one layer group of a block."""
+        return self.block_bytes // len(self.layer_groups)
+
+    def send_ranges(self) -> list[range]:
+        """Return the ranges in which layer groups leave: half of what is left each time.
+
+        Halves are rounded down, and the last range is one layer group. While a step computes one
+        range, the one before leaves. Only the last is still to leave when the step ends, so it is
+        the smallest; and more ranges would not make the others leave sooner where the wire is much
+        faster than the step.
+        """
+        ranges: list[range] = []
+        left = self.layer_groups
+        while left:
+            half = max(1, len(left) // 2)
+            ranges.append(left[:half])
+            left = left[half:]
+        return ranges
+
+    def last_layers(self) -> list[int]:
+        """Return, for each layer group of a step's blocks, the layer after which it is final."""
+        rows = self.layers_per_block // len(self.layer_groups)
+        return [
+            max(layer for group in self.groups for layer in group.layers[:end])
+            for end in range(rows, self.layers_per_block + 1, rows)
+        ]
+
+    # The cache groups, and the blocks that a sequence has in them
 
     @cached_property
     def has_windows(self) -> bool:
-        """Whether some group drops blocks."""
+        """Whether some group drops blocks; otherwise there is only one."""
         return any(group.window is not None for group in self.groups)
 
-    @cached_property
+    @property
     def rows(self) -> tuple[tuple[int, int], ...]:
         """The group of each layer, and its row in that group's blocks."""
         places = {
@@ -91,15 +181,7 @@ class CacheGroups:
         }
         return tuple(places[layer] for layer in range(len(places)))
 
-    def last_layers(self, num_layer_groups: int) -> list[int]:
-        """Return, for each layer group of a step's blocks, the layer after which it is final."""
-        rows = self.layers_per_block // num_layer_groups
-        return [
-            max(layer for group in self.groups for layer in group.layers[:end])
-            for end in range(rows, self.layers_per_block + 1, rows)
-        ]
-
-    @cached_property
+    @property
     def resume_blocks(self) -> int:
         """How many of a prefix's last blocks must be cached in all groups to continue after it.
 
@@ -142,24 +224,21 @@ class CacheGroups:
         return total
 
     def held_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that a sequence of `num_tokens` holds between two steps."""
-        needed = self.blocks_for(num_tokens)
-        return sum(needed - first for first in self.first_blocks(num_tokens))
+        """Return the blocks that a sequence of `num_tokens` holds between two steps.
+
+        A prefill job of a prompt of this length has as many.
+        """
+        return self.job_index(self.blocks_for(num_tokens), num_tokens)
 
     def longest_sequence(self, num_blocks: int, max_chunk: int) -> int:
         """Most tokens of a sequence that a pool of this size holds, in full blocks."""
-        if self.is_plain:
-            return num_blocks * self.block_size
-        low, high = 0, num_blocks  # in blocks of one group
-        if all(group.window is not None for group in self.groups):
-            high = max(high, 1 << 32)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.most_blocks(middle * self.block_size, max_chunk) <= num_blocks:
-                low = middle
-            else:
-                high = middle - 1
-        return low * self.block_size
+
+        def most_blocks(end: int) -> int:
+            return self.most_blocks(end * self.block_size, max_chunk)
+
+        is_bounded = any(group.window is None for group in self.groups)
+        ends = range(1, 1 + (num_blocks if is_bounded else 1 << 32))  # in blocks of one group
+        return bisect.bisect_right(ends, num_blocks, key=most_blocks) * self.block_size
 
     # The blocks of a prefill job: what another worker needs to go on after a prompt
 
@@ -189,10 +268,6 @@ class CacheGroups:
     def job_index(self, position: int, num_tokens: int) -> int:
         """Return how many of a job's blocks come before a block position."""
         return sum(max(0, position - first) for first in self.first_blocks(num_tokens))
-
-    def num_job_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks a prompt's job has."""
-        return self.job_index(self.blocks_for(num_tokens), num_tokens)
 
 
 def _layers_per_block(counts: Mapping[int | None, int]) -> int:

@@ -1,0 +1,39 @@
+"""Sizes of packed KV blocks in staging, and the rows that layer groups have in the pool.
+
+A block is a row `[L, N, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, N, KH, BS, D]`,
+the pool has a row for each layer group of each block, `block * count + group`: what is moved and
+has a checksum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagewire.kernels import kv_staging
+from pagewire.shared.kv.kv_layout import KvLayout
+
+
+def packed_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
+    """Return the bytes of staging for a number of blocks, whole or some layer groups of each."""
+    per_block = len(layout.layer_groups) if num_groups is None else num_groups
+    return kv_staging.packed_bytes(num_blocks * per_block, layout.layer_group_bytes)
+
+
+def max_blocks(layout: KvLayout, num_bytes: int, num_groups: int | None = None) -> int:
+    """Return how many blocks fit a number of bytes of staging, likewise."""
+    per_block = len(layout.layer_groups) if num_groups is None else num_groups
+    return kv_staging.max_blocks(num_bytes, layout.layer_group_bytes) // per_block
+
+
+def pool_rows(layout: KvLayout, block_ids: Sequence[int], groups: range) -> NDArray[np.int64]:
+    """Return the rows of these layer groups, `[len(block_ids) * len(groups)]`, a block's in a run.
+
+    Those of block -1 are negative, and checked only, as it is.
+
+    By numpy: a large segment has several hundred, and a step waits for the engine's thread.
+    """
+    blocks = np.asarray(block_ids, dtype=np.int64)[:, None] * len(layout.layer_groups)
+    return (blocks + np.arange(groups.start, groups.stop)).reshape(-1)
