@@ -1,4 +1,4 @@
-"""Reads what `/sd` and `/metrics` show: for `pagewire status`, the load tests and the benches."""
+"""Reads what `/sd` and `/metrics` show: for the load tests and the benches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 import msgspec
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
-
-MAX_PAGE_BYTES = 8 << 20
 
 
 class Target(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 Entry point: `OpenAIClient` (openai_client.py).
 Read first: `openai_client.py` (sends requests, counts a reply's tokens and gaps), `chat.py`,
-`cluster_status.py`.
+`snapshot.py`.
 
 May import: modules of `services.cli`, `shared`.
 """

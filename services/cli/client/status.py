@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
+import msgspec
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,24 +18,31 @@ from rich.table import Table
 from rich.text import Text
 
 from pagewire.services.cli.client import client_options as options
-from pagewire.services.cli.client.cluster_status import (
-    ClusterStatus,
-    NoRouterError,
-    WorkerStatus,
-    fetch_status,
-    wait_until_ready,
-)
 from pagewire.services.cli.client.endpoint_url import http_client
-from pagewire.services.cli.cluster_view import shrunk_contexts
+from pagewire.services.cli.client.snapshot import (
+    NoRouterError,
+    Snapshot,
+    between,
+    fetch_snapshot,
+)
+from pagewire.services.cli.client.top_view import cell, count, state_cell, table_of
+from pagewire.services.cli.cluster_view import (
+    ClusterView,
+    Service,
+    fetch_cluster_view,
+    shrunk_contexts,
+)
 from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.terminal import can_redraw, note, print_whole
+from pagewire.shared.base.errors import PagewireError
+from pagewire.shared.cluster.worker_record import LINK_WAIT_S
+from pagewire.shared.metrics.load import BLOCK_STATES
 
-STATE_STYLES = {
-    "ready": "green",
-    "draining": "yellow",
-    "unreachable": "red",
-    "another version": "red",
-}
+WAIT_POLL_S = 0.2
+
+
+class NotReadyError(PagewireError):
+    """A cluster did not become ready in time."""
 
 
 def status(
@@ -76,125 +86,162 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
     console = Console()
     async with http_client(root) as client:
         if wait_s is not None:
-            await wait_until_ready(client, root, wait_s, lambda text: note(f"waiting: {text}"))
-        if watch is None:
-            found = await fetch_status(client, root)
+            await wait_until_ready(client, root, wait_s)
+        if watch is not None and not as_json and can_redraw(console):
+            await _redraw(client, root, watch, console)
+        before = found = await fetch_snapshot(client, root)
+        while True:
             if as_json:
-                print(json.dumps(found.as_json(), indent=2))
+                print(json.dumps(status_json(root, found), indent=None if watch else 2), flush=True)
             else:
-                print_whole(console, render(found))
-            return found.ok
-        if as_json or not can_redraw(console):
-            await _print_again(client, root, watch, console, as_json)
-        else:
-            await _watch(client, root, watch, console)
-    return True
+                print_whole(console, render(root, before, found))
+            if watch is None:
+                return found.ok
+            await asyncio.sleep(watch)
+            before, found = found, await fetch_snapshot(client, root)
 
 
-async def _print_again(
-    client: httpx.AsyncClient, root: str, watch: float, console: Console, as_json: bool
-) -> None:
-    before: ClusterStatus | None = None
-    while True:
-        found = await fetch_status(client, root)
-        if as_json:
-            print(json.dumps(found.as_json()), flush=True)
-        else:
-            print_whole(console, render(found, before))
-        before = found
-        await asyncio.sleep(watch)
-
-
-async def _watch(client: httpx.AsyncClient, root: str, watch: float, console: Console) -> None:
-    """Redraw the status in place, also while the router does not answer."""
-    before: ClusterStatus | None = None
+async def _redraw(client: httpx.AsyncClient, root: str, watch: float, console: Console) -> None:
+    """Redraw the status in place until cancelled, also while the router does not answer."""
+    before: Snapshot | None = None
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
             try:
-                found = await fetch_status(client, root)
+                found = await fetch_snapshot(client, root)
             except NoRouterError as exc:
                 live.update(Text(str(exc), style="red"), refresh=True)
             else:
-                live.update(render(found, before), refresh=True)
+                live.update(render(root, before or found, found), refresh=True)
                 before = found
             await asyncio.sleep(watch)
 
 
-def render(found: ClusterStatus, before: ClusterStatus | None = None) -> RenderableType:
+async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
+    """Wait until a cluster is ready; there may be nothing at the URL yet.
+
+    A ready cluster's KV links are waited for, too, for `LINK_WAIT_S` at most. What is missing is
+    printed whenever that has changed.
+
+    Args:
+        client: owned by the caller.
+        url: URL of a router's operator port.
+        timeout_s: the longest wait.
+
+    Raises:
+        NotReadyError: the cluster was not ready in time; the message says why.
+    """
+    deadline_s, ready_s, known = time.monotonic() + timeout_s, math.inf, ""
+    while True:
+        view = await fetch_cluster_view(client, url)
+        now_s = time.monotonic()
+        is_ready = view is not None and view.ok and bool(view.model)
+        ready_s = min(ready_s, now_s) if is_ready else math.inf
+        missing = _missing(view)
+        if is_ready and (not missing or now_s > min(deadline_s, ready_s + LINK_WAIT_S)):
+            return
+        if now_s > deadline_s:
+            raise NotReadyError(f"{url} is not ready after {timeout_s:g} s: {missing}")
+        if missing != known:
+            known = missing
+            note(f"waiting: {missing}")
+        await asyncio.sleep(WAIT_POLL_S)
+
+
+def _missing(view: ClusterView | None) -> str:
+    """Return what keeps a cluster from being ready and linked; empty if nothing does."""
+    if view is None or not view.model:
+        return "no Pagewire router answers there"
+    links = [f"{prefill} -> {decode}" for prefill, decode in view.missing_links]
+    return view.problem or (f"no KV link yet: {', '.join(links)}" if links else "")
+
+
+def render(url: str, before: Snapshot, found: Snapshot) -> RenderableType:
     """Return the status for a terminal.
 
     Args:
-        found: the status to show.
-        before: an earlier status, to compute speeds.
+        url: URL of the operator port.
+        before: an earlier snapshot, perhaps the same one, to compute speeds.
+        found: the snapshot to show.
     """
-    parts: list[RenderableType] = [*map(Text, _headlines(found, before))]
+    parts: list[RenderableType] = [*map(Text, _headlines(url, before, found))]
     if not found.ok:
         parts.insert(1, Text(f"not ready: {found.problem}", style="red"))
-    services = [worker.service for worker in found.workers]
-    parts += [Text(f"context of {line}", style="yellow") for line in shrunk_contexts(services)]
-    parts += [Text(), _workers_table(found.workers)]
-    if any(worker.service.links for worker in found.workers):
-        parts += [Text(), _links_table(found.workers)]
+    parts += [
+        Text(f"context of {line}", style="yellow") for line in shrunk_contexts(found.services)
+    ]
+    parts += [Text(), _workers_table(found.services)]
+    if any(each.links for each in found.services):
+        parts += [Text(), _links_table(found.services)]
     return Group(*parts)
 
 
-def _headlines(found: ClusterStatus, before: ClusterStatus | None) -> Iterator[str]:
-    totals = found.totals
-    redis = {0.0: "down", 1.0: "up"}.get(totals.get("redis_up", -1.0), "unknown")
-    yield f"{found.model} at {found.url}, Redis {redis}"
-    running, waiting = _count(totals.get("running")), _count(totals.get("waiting"))
-    yield f"{running} requests running, {waiting} waiting"
+def _headlines(url: str, before: Snapshot, found: Snapshot) -> Iterator[str]:
+    yield f"{found.model} at {url}, Redis {found.redis}"
+    numbers = between(before, found)
+    yield f"{count(numbers.running)} requests running, {count(numbers.waiting)} waiting"
     hits = found.prefix_hit_rate
     cached = "" if hits is None else f" ({hits:.0%} of them cached)"
-    prompt = f"{_count(totals.get('prompt_tokens'))} prompt tokens{cached}"
-    yield f"{prompt}, {_count(totals.get('generation_tokens'))} generated so far"
-    speeds = [found.rate(name, before) for name in ("prompt_tokens", "generation_tokens")]
-    if None not in speeds:
-        yield f"now {_count(speeds[0])} prompt and {_count(speeds[1])} generated tokens/s"
+    prompt = f"{count(found.total('prompt_tokens'))} prompt tokens{cached}"
+    yield f"{prompt}, {count(found.total('output_tokens'))} generated so far"
+    if numbers.prompt is not None:
+        yield f"now {count(numbers.prompt)} prompt and {count(numbers.output)} generated tokens/s"
 
 
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-
-
-def _workers_table(workers: list[WorkerStatus]) -> Table:
-    table = _table()
-    for name in ("worker", "role", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("run", "wait", "queued\ntokens", "KV\nused", "KV\ncached", "KV\nblocks"):
-        table.add_column(name, justify="right")
-    for worker in workers:
-        service = worker.service
-        table.add_row(
-            Text(service.id),
-            Text(service.role),
-            Text(service.state, style=STATE_STYLES.get(service.state, "yellow")),
-            _count(worker.running),
-            _count(worker.waiting),
-            _count(worker.queued_prefill_tokens),
-            _share(worker, "used"),
-            _share(worker, "cached"),
-            _count(worker.blocks.get("total")),
-        )
+def _workers_table(services: list[Service]) -> Table:
+    counts = (">run", ">wait", ">queued\ntokens", ">KV\nused", ">KV\ncached", ">KV\nblocks")
+    table = table_of("worker", "role", "state", *counts)
+    for each in services:
+        numbers = ["-"] * len(counts)
+        if (load := each.load) is not None:
+            total = load.total_blocks
+            shares = [part / total for part in (load.used_blocks, load.cached_blocks) if total]
+            numbers = [count(n) for n in (load.running, load.waiting, load.queued_prefill_tokens)]
+            numbers += [f"{share:.1%}" for share in shares] or ["-", "-"]
+            numbers.append(count(total))
+        table.add_row(cell(each.id), cell(each.role), state_cell(each.state), *numbers)
     return table
 
 
-def _links_table(workers: list[WorkerStatus]) -> Table:
-    table = _table()
-    for name in ("KV from", "to", "transport"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("GB/s", justify="right")
-    for worker in workers:
-        for link in worker.service.links:
+def _links_table(services: list[Service]) -> Table:
+    table = table_of("KV from", "to", "transport", ">GB/s")
+    for each in services:
+        for link in each.links:
             speed = "-" if link.gb_per_s is None else f"{link.gb_per_s:.2f}"
-            table.add_row(*map(Text, (link.peer, worker.service.id, link.transport, speed)))
+            table.add_row(*map(cell, (link.peer, each.id, link.transport, speed)))
     return table
 
 
-def _count(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+def status_json(url: str, found: Snapshot) -> dict[str, Any]:
+    """Return the whole status in JSON types."""
+    return {
+        "url": url,
+        "model": found.model,
+        "ok": found.ok,
+        "problem": found.problem or None,
+        "redis_up": found.redis == "up",
+        "requests": {name: found.total(name) for name in ("running", "waiting")},
+        "tokens": {
+            "prompt": found.total("prompt_tokens"),
+            "generated": found.total("output_tokens"),
+            "prefix_hit_rate": found.prefix_hit_rate,
+        },
+        "workers": [_worker_json(each) for each in found.services],
+    }
 
 
-def _share(worker: WorkerStatus, state: str) -> str:
-    share = worker.share(state)
-    return "-" if share is None else f"{share:.1%}"
+def _worker_json(service: Service) -> dict[str, Any]:
+    load = service.load
+    numbers = ("running", "waiting", "queued_prefill_tokens")
+    blocks = (
+        {} if load is None else {name: getattr(load, f"{name}_blocks") for name in BLOCK_STATES}
+    )
+    total = blocks.get("total")
+    return {
+        **{name: getattr(service, name) for name in ("id", "role", "state")},
+        "max_model_len": service.max_model_len,
+        "full_model_len": service.full_model_len,
+        **{name: getattr(load, name, None) for name in numbers},
+        "kv_blocks": blocks,
+        "kv_used": blocks["used"] / total if total else None,
+        "links": msgspec.to_builtins(service.links),
+    }

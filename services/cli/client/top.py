@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.text import Text
 
 from pagewire.services.cli.client import client_options as options
-from pagewire.services.cli.client.cluster_status import NoRouterError
 from pagewire.services.cli.client.endpoint_url import http_client
-from pagewire.services.cli.client.top_data import (
+from pagewire.services.cli.client.snapshot import (
     SHORTEST_INTERVAL_S,
+    NoRouterError,
     Snapshot,
     Window,
     fetch_snapshot,

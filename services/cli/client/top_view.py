@@ -11,8 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.client.status import STATE_STYLES
-from pagewire.services.cli.client.top_data import Numbers, Snapshot, between, link_bytes
+from pagewire.services.cli.client.snapshot import Numbers, Snapshot, between, link_bytes
 from pagewire.services.cli.cluster_view import Link, Service
 from pagewire.services.cli.terminal import printable, seconds
 from pagewire.shared.metrics.live import Histogram, RecentRequest
@@ -27,6 +26,12 @@ PART_STYLES = {
     "first token": "bright_black",
     "tokens": "blue",
     "no token": "red",
+}
+STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "unreachable": "red",
+    "another version": "red",
 }
 UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -78,8 +83,8 @@ def _note_rest(table: Table, num_hidden: int) -> None:
 
 
 def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
-    count = len(found.routers)
-    yield _text(f"{found.model}  {count} router{'' if count == 1 else 's'}")
+    routers = len(found.routers)
+    yield _text(f"{found.model}  {routers} router{'' if routers == 1 else 's'}")
     if not found.ok:
         yield _text(f"not ready: {found.problem}", "red")
     if found.redis == "down":
@@ -88,14 +93,16 @@ def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
         yield _text(f"without the numbers of {', '.join(found.silent)}", "red")
     yield _text(f"requests   {numbers.running:,} running, {numbers.waiting:,} waiting")
     share = "" if numbers.cached_share is None else f", {numbers.cached_share:.0%} of them cached"
-    prompt = f"{_count(numbers.prompt)} prompt tokens/s{share}"
-    yield _text(f"tokens     {_count(numbers.output)} generated/s, {prompt}")
+    prompt = f"{count(numbers.prompt)} prompt tokens/s{share}"
+    yield _text(f"tokens     {count(numbers.output)} generated/s, {prompt}")
     yield _text(f"latency    TTFT {_spread(numbers.ttft)}, gaps {_spread(numbers.gaps)}")
     yield _text(f"transfers  {_bytes(numbers.transfer)}/s")
 
 
 def _workers(services: list[Service], room: int) -> Table:
-    table = _table("~worker", "role", "state", ">run", ">wait", ">queued", "~KV used, cached", ">")
+    table = table_of(
+        "~worker", "role", "state", ">run", ">wait", ">queued", "~KV used, cached", ">"
+    )
     shown = _cut(services, room, _by_need)
     for each in shown:
         load = each.load
@@ -108,8 +115,8 @@ def _workers(services: list[Service], room: int) -> Table:
             shares = load.used_blocks / load.total_blocks, load.cached_blocks / load.total_blocks
             bar = _Bar([(shares[0], "blue"), (shares[1], "cyan")], fill=True)
             used = f"{shares[0]:.0%}"
-        state = _cell(each.state, STATE_STYLES.get(each.state, "yellow"))
-        table.add_row(_cell(each.id), _cell(each.role), state, *map(_count, counts), bar, used)
+        state = state_cell(each.state)
+        table.add_row(cell(each.id), cell(each.role), state, *map(count, counts), bar, used)
     _note_rest(table, len(services) - len(shown))
     return table
 
@@ -121,7 +128,7 @@ def _by_need(service: Service) -> tuple[float, ...]:
 
 
 def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], room: int) -> Table:
-    table = _table("~KV from", "~to", "transport", ">now", ">in all")
+    table = table_of("~KV from", "~to", "transport", ">now", ">in all")
     crossed, span = link_bytes(before, now), now.at - before.at
 
     def sent(each: Service, link: Link) -> int | None:
@@ -131,7 +138,7 @@ def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], r
     for each, link in shown:
         moved = sent(each, link)
         rate = None if moved is None or span <= 0 else moved / span
-        names = map(_cell, (link.peer, each.id, link.transport))
+        names = map(cell, (link.peer, each.id, link.transport))
         table.add_row(*names, f"{_bytes(rate)}/s", _bytes(link.bytes))
     _note_rest(table, len(links) - len(shown))
     return table
@@ -148,7 +155,7 @@ def _legend(requests: list[RecentRequest]) -> Text:
 
 def _requests(requests: list[RecentRequest]) -> Table:
     numbers = (">prompt", ">cached", ">output", ">TTFT", ">time")
-    table = _table("ended", "~id", "~key", "status", *numbers, "~")
+    table = table_of("ended", "~id", "~key", "status", *numbers, "~")
     longest = max((each.duration_s for each in requests), default=0.0) or 1.0
     for each in requests:
         shares = [
@@ -156,10 +163,10 @@ def _requests(requests: list[RecentRequest]) -> Table:
         ]
         table.add_row(
             datetime.fromtimestamp(each.ended_at).astimezone().strftime("%H:%M:%S"),
-            _cell(each.id[:16]),
-            _cell(each.key or "-"),
-            _cell(each.outcome, "green" if each.outcome == "ok" else "yellow"),
-            *map(_count, (each.prompt_tokens, each.cached_tokens, each.output_tokens)),
+            cell(each.id[:16]),
+            cell(each.key or "-"),
+            cell(each.outcome, "green" if each.outcome == "ok" else "yellow"),
+            *map(count, (each.prompt_tokens, each.cached_tokens, each.output_tokens)),
             "-" if each.ttft_s is None else seconds(each.ttft_s),
             seconds(each.duration_s),
             _Bar(shares, fill=False),
@@ -193,18 +200,24 @@ class _Bar:
         yield bar.append("░" * (width - drawn), style="dim") if self._fill else bar
 
 
-def _table(*columns: str) -> Table:
+def table_of(*columns: str) -> Table:
     """Return an empty table. `~`: a column that may shrink; `>`: a column of numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         # rich first narrows columns that may wrap; each cell still stays on one line.
         may_yield = column.startswith("~")
-        table.add_column(_cell(column.lstrip("~>")), justify=justify, no_wrap=not may_yield)
+        table.add_column(cell(column.lstrip("~>")), justify=justify, no_wrap=not may_yield)
     return table
 
 
-def _cell(value: str, style: str = "") -> Text:
+def state_cell(state: str) -> Text:
+    """Return a worker's state in its colour."""
+    return cell(state, STATE_STYLES.get(state, "yellow"))
+
+
+def cell(value: str, style: str = "") -> Text:
+    """Return printable text on one line."""
     return Text(printable(value), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -220,7 +233,8 @@ def _spread(values: Histogram) -> str:
     return f"{seconds(middle)} (95 % below {seconds(high)})"
 
 
-def _count(value: float | None) -> str:
+def count(value: float | None) -> str:
+    """Return a rounded number; a dash if it is not known."""
     return "-" if value is None else f"{value:,.0f}"
 
 

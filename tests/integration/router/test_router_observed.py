@@ -7,7 +7,7 @@ import time
 import msgspec
 import pytest
 
-from pagewire.services.cli.client.cluster_status import fetch_status
+from pagewire.services.cli.client.snapshot import fetch_snapshot
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.cluster.worker_record import WorkerLoad
@@ -145,9 +145,9 @@ def test_health_names_workers_of_another_release(redis_url):
             names = [each["labels"]["instance"] for each in await router.targets()]
             assert names[:2] == ["decode-0", "prefill-0"]
             assert (await router.complete(prompt="Hi")).status_code == 503
-            shown = await fetch_status(router.http, router.service.pages.operator_endpoint)
+            shown = await fetch_snapshot(router.http, router.service.pages.operator_endpoint)
             assert not shown.ok
-            assert [w.service.state for w in shown.workers] == ["ready", "another version"]
+            assert [each.state for each in shown.services] == ["ready", "another version"]
 
     run_async(main())
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.client.top_data import (
+from pagewire.services.cli.client.snapshot import (
     SHORTEST_INTERVAL_S,
     WINDOW_S,
     Snapshot,

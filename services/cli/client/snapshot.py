@@ -1,4 +1,4 @@
-"""The dashboard's document for `pagewire top`, and the numbers between two such documents."""
+"""The dashboard's document for `pagewire status` and `top`, and the numbers between two of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,25 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Literal
 
 import httpx
 import msgspec
 
-from pagewire.services.cli.client.cluster_status import NoRouterError
 from pagewire.services.cli.cluster_view import PROBE_TIMEOUT_S, ClusterView
-from pagewire.shared.base.errors import UNDECODABLE
+from pagewire.services.cli.program import own_command
+from pagewire.shared.base.errors import UNDECODABLE, PagewireError
 from pagewire.shared.metrics.live import Histogram, RecentRequest, RouterLive
+
+
+class NoRouterError(PagewireError):
+    """A URL is not that of an operator port of a Pagewire router."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            f"no Pagewire router answers operators at {url}; start a cluster with "
+            f"`{own_command()} up`, or name another with --operator-url"
+        )
 
 
 class Snapshot(ClusterView, frozen=True):
@@ -33,6 +44,19 @@ class Snapshot(ClusterView, frozen=True):
     live: list[RouterLive] = msgspec.field(default_factory=list)
     silent: list[str] = msgspec.field(default_factory=list)
     requests: list[RecentRequest] = msgspec.field(default_factory=list)
+
+    def total(
+        self,
+        name: Literal["running", "waiting", "prompt_tokens", "cached_tokens", "output_tokens"],
+    ) -> int:
+        """Return the sum of one number of all routers that answer."""
+        return sum(getattr(each, name) for each in self.live)
+
+    @property
+    def prefix_hit_rate(self) -> float | None:
+        """Share of the prompt tokens that were cached, since the routers started."""
+        prompt = self.total("prompt_tokens")
+        return self.total("cached_tokens") / prompt if prompt else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +144,8 @@ def between(before: Snapshot, now: Snapshot) -> Numbers:
     prompt = sum(new.prompt_tokens - was.prompt_tokens for was, new in pairs)
     cached = sum(new.cached_tokens - was.cached_tokens for was, new in pairs)
     return Numbers(
-        running=sum(each.running for each in now.live),
-        waiting=sum(each.waiting for each in now.live),
+        running=now.total("running"),
+        waiting=now.total("waiting"),
         output=rate(sum(new.output_tokens - was.output_tokens for was, new in pairs)),
         prompt=rate(prompt),
         cached_share=cached / prompt if prompt > 0 else None,
