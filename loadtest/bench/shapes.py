@@ -1,10 +1,12 @@
 """Shapes of the models with which the engine is timed, and the bytes that a decode step reads.
 
-A shape is the content of a config.json; weights are random.
+A shape is the content of a config.json, which is in the folder `models`; weights are random.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,120 +16,14 @@ from pagewire.shared.model.experts_config import MoeConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.worker.estimate import weight_bytes
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-# Its output head is its embedding table.
-LLAMA_1B: dict[str, Any] = LLAMA_8B | {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-# The published model has 40,960 positions; more of them do not change a step of a shorter context.
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "vocab_size": 151936,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-QWEN2_7B: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "hidden_act": "silu",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-# The published model has 32,768 positions.
-QWEN2_0_5B: dict[str, Any] = QWEN2_7B | {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-}
-GEMMA3_12B: dict[str, Any] = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "hidden_size": 3840,
-    "intermediate_size": 15360,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 1024,
-    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 8,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-    "rope_theta": 1000000.0,
-    "rope_local_base_freq": 10000.0,
-    "rms_norm_eps": 1e-6,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": True,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "bos_token_id": 2,
-    "eos_token_id": 1,
+MODELS = Path(__file__).with_name("models")
+# Some have more positions than the published model; a step of a shorter context is the same.
+SHAPES: dict[str, dict[str, Any]] = {
+    file.stem: json.loads(file.read_text(encoding="utf-8"))
+    for file in sorted(MODELS.glob("*.json"))
 }
 DEFAULT_MODEL = "llama-8b"
-SHAPES = {
-    DEFAULT_MODEL: LLAMA_8B,
-    "qwen3-30b-a3b": QWEN3_30B_A3B,
-    "qwen2-7b": QWEN2_7B,
-    "llama-1b": LLAMA_1B,
-    "qwen2-0.5b": QWEN2_0_5B,
-    "gemma3-12b": GEMMA3_12B,
-}
+LLAMA_8B = SHAPES[DEFAULT_MODEL]
 
 
 def vocab_used(vocab_size: int) -> int:
