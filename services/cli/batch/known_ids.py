@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
-from types import TracebackType
 
 from pagewire.shared.base.errors import PagewireError
 
@@ -34,12 +33,7 @@ class KnownIds:
     def __enter__(self) -> KnownIds:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._database.close()
 
     def add(self, custom_id: str, line: int) -> int:

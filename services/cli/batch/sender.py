@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 import httpx
 
@@ -75,12 +74,7 @@ class BatchSender:
     async def __aenter__(self) -> BatchSender:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._http.aclose()
 
     async def send(

@@ -8,7 +8,6 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -198,12 +197,7 @@ class OpenAIClient:
     async def __aenter__(self) -> OpenAIClient:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     async def choose_model(self, wanted: str | None) -> str:

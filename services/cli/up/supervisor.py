@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from pagewire.services.cli.up.log_lines import message_of, what_explains
@@ -158,12 +157,7 @@ class Supervisor:
     async def __aenter__(self) -> Supervisor:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.stop()
 
     @property
