@@ -6,7 +6,7 @@
     bench/    load on any OpenAI-compatible endpoint
     doctor/   checks of this machine
 
-Entry point: `app` (main.py); prefill.py, decode.py and router.py start one service each, and
+Entry point: `app` (main.py); services.py has the commands that start one service each, and
 estimate.py and convert.py work on a model's files.
 Read first: `main.py`, `up/cluster.py`, `client/openai_client.py`.
 

@@ -31,9 +31,9 @@ _MODULES = {
     "doctor": "doctor.command",
     "estimate": "estimate",
     "convert": "convert",
-    "router": "router",
-    "prefill": "prefill",
-    "decode": "decode",
+    "router": "services",
+    "prefill": "services",
+    "decode": "services",
     "version": "version",
 }
 

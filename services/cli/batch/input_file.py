@@ -6,12 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pagewire.services.cli.batch.known_ids import KnownIds
-from pagewire.services.cli.batch.lines import (
-    BatchLineError,
-    BatchRequest,
-    lines_of,
-    parse_request,
-)
+from pagewire.services.cli.batch.lines import BatchLineError, BatchRequest, lines_of, parse_request
 from pagewire.shared.base.errors import ConfigError
 
 MOST_PROBLEMS = 5

@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 
 from pagewire.services.cli.batch.lines import BatchRequest, OutputLine, answered, failed
-from pagewire.services.cli.client.endpoint_errors import (
-    EndpointError,
-    reason,
-    refusal,
-    unreachable,
-)
+from pagewire.services.cli.client.endpoint_errors import EndpointError, reason, refusal, unreachable
 from pagewire.services.cli.client.endpoint_url import http_client, key_header, read_start, root_url
 
 MAX_ANSWER_BYTES = 128 << 20

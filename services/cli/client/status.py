@@ -19,13 +19,8 @@ from rich.text import Text
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.endpoint_url import http_client
-from pagewire.services.cli.client.snapshot import (
-    NoRouterError,
-    Snapshot,
-    between,
-    fetch_snapshot,
-)
-from pagewire.services.cli.client.top_view import cell, count, state_cell, table_of
+from pagewire.services.cli.client.snapshot import Snapshot, between, fetch_snapshot
+from pagewire.services.cli.client.top_view import cell, count, redraw, state_cell, table_of
 from pagewire.services.cli.cluster_view import (
     ClusterView,
     Service,
@@ -88,7 +83,14 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
         if wait_s is not None:
             await wait_until_ready(client, root, wait_s)
         if watch is not None and not as_json and can_redraw(console):
-            await _redraw(client, root, watch, console)
+            seen: list[Snapshot] = []
+
+            def rendered(found: Snapshot) -> RenderableType:
+                seen.append(found)
+                return render(root, seen.pop(0) if len(seen) > 1 else found, found)
+
+            live = Live(console=console, auto_refresh=False, transient=False)
+            await redraw(client, root, watch, live, rendered)
         before = found = await fetch_snapshot(client, root)
         while True:
             if as_json:
@@ -99,21 +101,6 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
                 return found.ok
             await asyncio.sleep(watch)
             before, found = found, await fetch_snapshot(client, root)
-
-
-async def _redraw(client: httpx.AsyncClient, root: str, watch: float, console: Console) -> None:
-    """Redraw the status in place until cancelled, also while the router does not answer."""
-    before: Snapshot | None = None
-    with Live(console=console, auto_refresh=False, transient=False) as live:
-        while True:
-            try:
-                found = await fetch_snapshot(client, root)
-            except NoRouterError as exc:
-                live.update(Text(str(exc), style="red"), refresh=True)
-            else:
-                live.update(render(root, before or found, found), refresh=True)
-                before = found
-            await asyncio.sleep(watch)
 
 
 async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:

@@ -5,22 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-import httpx
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.endpoint_url import http_client
-from pagewire.services.cli.client.snapshot import (
-    SHORTEST_INTERVAL_S,
-    NoRouterError,
-    Snapshot,
-    Window,
-    fetch_snapshot,
-)
-from pagewire.services.cli.client.top_view import render
+from pagewire.services.cli.client.snapshot import SHORTEST_INTERVAL_S, Window, fetch_snapshot
+from pagewire.services.cli.client.top_view import redraw, render
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.terminal import can_redraw, print_whole
 
@@ -55,25 +47,16 @@ async def _show(root: str, interval: float) -> None:
     async with http_client(root) as client:
         before = await fetch_snapshot(client, root)
         if can_redraw(console):
-            await _watch(client, root, interval, console, before)
+            window = Window()
+            window.add(before)
+            live = Live(render(before, before), console=console, auto_refresh=False, screen=True)
+            await redraw(
+                client,
+                root,
+                interval,
+                live,
+                lambda found: render(window.add(found), found, console.height),
+            )
         else:
             await asyncio.sleep(interval)
             print_whole(console, render(before, await fetch_snapshot(client, root)))
-
-
-async def _watch(
-    client: httpx.AsyncClient, root: str, interval: float, console: Console, first: Snapshot
-) -> None:
-    """Redraw in place. While no router answers, show that, and continue."""
-    window = Window()
-    with Live(
-        render(window.add(first), first), console=console, auto_refresh=False, screen=True
-    ) as live:
-        while True:
-            await asyncio.sleep(interval)
-            try:
-                found = await fetch_snapshot(client, root)
-            except NoRouterError as exc:
-                live.update(Text(str(exc), style="red"), refresh=True)
-                continue
-            live.update(render(window.add(found), found, console.height), refresh=True)

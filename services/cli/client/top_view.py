@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Literal, TypeVar
 
+import httpx
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.services.cli.client.snapshot import Numbers, Snapshot, between, link_bytes
+from pagewire.services.cli.client.snapshot import (
+    NoRouterError,
+    Numbers,
+    Snapshot,
+    between,
+    fetch_snapshot,
+    link_bytes,
+)
 from pagewire.services.cli.cluster_view import Link, Service
 from pagewire.services.cli.terminal import printable, seconds
 from pagewire.shared.metrics.live import Histogram, RecentRequest
@@ -37,6 +47,24 @@ UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 RowT = TypeVar("RowT")
+
+
+async def redraw(
+    client: httpx.AsyncClient,
+    url: str,
+    every_s: float,
+    live: Live,
+    render: Callable[[Snapshot], RenderableType],
+) -> None:
+    """Redraw a cluster in place until cancelled. While no router answers, show that."""
+    with live:
+        while True:
+            try:
+                screen = render(await fetch_snapshot(client, url))
+            except NoRouterError as exc:
+                screen = Text(str(exc), style="red")
+            live.update(screen, refresh=True)
+            await asyncio.sleep(every_s)
 
 
 def render(before: Snapshot, now: Snapshot, lines: int | None = None) -> RenderableType:

@@ -15,19 +15,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pagewire.services.cli.doctor.checks import (
-    Finding,
-    exit_code,
-    judge_cuda,
-    judge_ipc,
-    judge_memory,
-    judge_packages,
-    judge_python,
-    judge_torch,
-    judge_triton,
-    judge_ucx,
-    why_unused,
-)
+from pagewire.services.cli.doctor import checks
+from pagewire.services.cli.doctor.checks import Finding
 from pagewire.services.cli.doctor.memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.options import OWN_REDIS, with_settings
@@ -68,7 +57,7 @@ def doctor(ctx: typer.Context) -> None:
     console = Console()
     with one_line_errors():
         findings = asyncio.run(_examine(console, ctx.params))
-    code = exit_code(findings)
+    code = checks.exit_code(findings)
     console.print()
     if code:
         console.print("This machine cannot run the demo: see what failed above.", style="red")
@@ -105,12 +94,12 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
     torch_probe = asyncio.create_task(_probe("torch"))
     worker = None
     try:
-        yield judge_python(sys.version_info[:3], sys.maxsize > 1 << 32)
+        yield checks.judge_python(sys.version_info[:3], sys.maxsize > 1 << 32)
         missing = [name for name in WORKER_PACKAGES if importlib.util.find_spec(name) is None]
-        yield judge_packages(missing)
+        yield checks.judge_packages(missing)
         yield _check_model()
         machine = await asyncio.to_thread(inspect_machine)
-        yield judge_memory(available_memory(), machine.cores)
+        yield checks.judge_memory(available_memory(), machine.cores)
         try:
             settings = load_settings(RouterSettings, overrides)
             worker = load_settings(WorkerSettings, {})
@@ -123,12 +112,14 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
             if worker.model_impl == "transformers":
                 yield check_transformers()
         found = await torch_probe
-        yield judge_torch(found)
-        yield judge_cuda(found, len(machine.gpus))
-        yield judge_triton(found)
-        unused = why_unused(worker or WorkerSettings.model_construct(), bool(found.get("gpus")))
-        yield judge_ipc(found, unused["ipc"])
-        yield judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
+        yield checks.judge_torch(found)
+        yield checks.judge_cuda(found, len(machine.gpus))
+        yield checks.judge_triton(found)
+        unused = checks.why_unused(
+            worker or WorkerSettings.model_construct(), bool(found.get("gpus"))
+        )
+        yield checks.judge_ipc(found, unused["ipc"])
+        yield checks.judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
     finally:
         torch_probe.cancel()
         await asyncio.gather(torch_probe, return_exceptions=True)

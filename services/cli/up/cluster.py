@@ -143,15 +143,14 @@ async def run_cluster(context: ClusterContext) -> None:
             )
         store = choose_store(context, private)
         grace_s = context.drain_timeout_s + LEAVE_S
-        async with Supervisor(
-            context.log_dir,
-            context.say,
-            echo=context.echo_line if context.echo else None,
-            grace_s=grace_s,
-        ) as supervisor:
+        echo = context.echo_line if context.echo else None
+        async with (
+            httpx.AsyncClient(trust_env=False) as client,
+            Supervisor(context.log_dir, context.say, echo=echo, grace_s=grace_s) as supervisor,
+        ):
             stop = asyncio.Event()
             with _stop_on_signals(stop, supervisor, context):
-                await _run_until(stop, supervisor, context, store, sockets)
+                await _Cluster(supervisor, context, store, sockets, client).run_until(stop)
                 listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
                 context.say("stopped")
@@ -174,50 +173,90 @@ def choose_store(context: ClusterContext, private: Path) -> Store:
     return Store(url, "embedded (no redis-server found)", spec)
 
 
-async def _run_until(
-    stop: asyncio.Event,
-    supervisor: Supervisor,
-    context: ClusterContext,
-    store: Store,
-    sockets: RouterSockets,
-) -> None:
-    life = asyncio.create_task(_live(supervisor, context, store, sockets))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        watched: set[asyncio.Future[Any]] = {life, stopping, supervisor.failure}
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        if supervisor.failure.done():
-            raise supervisor.failure.result()
-        if life.done():
-            life.result()
-    finally:
-        for task in (life, stopping):
-            task.cancel()
-        await asyncio.wait({life, stopping})
+@dataclass(frozen=True)
+class _Cluster:
+    """The processes of a cluster, and what they run with."""
 
+    supervisor: Supervisor
+    context: ClusterContext
+    store: Store
+    sockets: RouterSockets
+    client: httpx.AsyncClient
 
-async def _live(
-    supervisor: Supervisor, context: ClusterContext, store: Store, sockets: RouterSockets
-) -> None:
-    """Start everything in order, show the ready box, then watch the cluster."""
-    is_json = context.log_format == "json"
-    console = Console(quiet=True) if is_json else context.console
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Run the cluster until it is to stop.
+
+        Raises:
+            PagewireError: it is pointless to go on.
+        """
+        life = asyncio.create_task(self._live())
+        stopping = asyncio.create_task(stop.wait())
+        failure = self.supervisor.failure
+        try:
+            watched: set[asyncio.Future[Any]] = {life, stopping, failure}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                raise failure.result()
+            if life.done():
+                life.result()
+        finally:
+            for task in (life, stopping):
+                task.cancel()
+            await asyncio.wait({life, stopping})
+
+    async def _live(self) -> None:
+        """Start everything in order, show the ready box, then watch the cluster."""
+        supervisor, context = self.supervisor, self.context
+        is_json = context.log_format == "json"
+        console = Console(quiet=True) if is_json else context.console
         with ProgressDisplay(console, lambda: supervisor.statuses) as progress:
-            await _start_all(supervisor, context, store, sockets)
-            view = await _wait_until_ready(supervisor, context, store, client, progress)
+            await self._start_all()
+            view = await self._wait_until_ready(progress)
         supervisor.mark_cluster_ready()
         for name in context.options.router_names:
             supervisor.replace(restarted_router(supervisor.spec(name)))
         if is_json:
             context.say(f"{view.model} is ready at {context.url}/v1; logs: {context.log_dir}")
         urls = (context.url, context.operator_url)
-        facts = ReadyFacts(*urls, store.description, context.log_dir, context.needs_key)
+        facts = ReadyFacts(*urls, self.store.description, context.log_dir, context.needs_key)
         show_ready_box(console, view, facts)
         with _announced(context, view):
             while True:
-                await _poll(supervisor, context, store, client)
+                await self._poll()
                 await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
+
+    async def _start_all(self) -> None:
+        context, store = self.context, self.store
+        if store.spec is None:
+            await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
+        else:
+            self.supervisor.start(store.spec)
+            await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
+        env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
+        if note := crowded_gpus(context.options, context.machine):
+            context.say(note)
+        for spec in plan_services(context.options, context.machine, env, self.sockets):
+            self.supervisor.start(spec)
+
+    async def _wait_until_ready(self, progress: ProgressDisplay) -> ClusterView:
+        """Wait until all routers, which know which workers to expect, say that all are ready."""
+        while True:
+            view = await self._poll()
+            progress.update([] if view is None else view.waiting_for)
+            if view is not None and view.ok and self.supervisor.all_ready:
+                return view
+            await asyncio.sleep(STARTING_POLL_S)
+
+    async def _poll(self) -> ClusterView | None:
+        """Ask a router which workers and routers are there, and notify the supervisor."""
+        view = await fetch_cluster_view(self.client, self.context.operator_url)
+        epochs: dict[str, int | None] = {}
+        if view is not None:
+            epochs = dict(view.ready_epochs)
+        if self.store.spec is not None and await redis_process.is_answering(self.store.url):
+            epochs[self.store.spec.name] = None
+        self.supervisor.mark_ready(epochs)
+        return view
 
 
 def _announced(context: ClusterContext, view: ClusterView) -> AbstractContextManager[None]:
@@ -234,51 +273,6 @@ def _announced(context: ClusterContext, view: ClusterView) -> AbstractContextMan
         "services": msgspec.to_builtins(view.services),
     }
     return context.ready_file.present(content)
-
-
-async def _start_all(
-    supervisor: Supervisor, context: ClusterContext, store: Store, sockets: RouterSockets
-) -> None:
-    if store.spec is None:
-        await redis_process.wait_until_answering(store.url, FOREIGN_REDIS_ANSWER_S)
-    else:
-        supervisor.start(store.spec)
-        await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
-    env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
-    if note := crowded_gpus(context.options, context.machine):
-        context.say(note)
-    for spec in plan_services(context.options, context.machine, env, sockets):
-        supervisor.start(spec)
-
-
-async def _wait_until_ready(
-    supervisor: Supervisor,
-    context: ClusterContext,
-    store: Store,
-    client: httpx.AsyncClient,
-    progress: ProgressDisplay,
-) -> ClusterView:
-    """Wait until all routers, which know which workers to expect, say that all are ready."""
-    while True:
-        view = await _poll(supervisor, context, store, client)
-        progress.update([] if view is None else view.waiting_for)
-        if view is not None and view.ok and supervisor.all_ready:
-            return view
-        await asyncio.sleep(STARTING_POLL_S)
-
-
-async def _poll(
-    supervisor: Supervisor, context: ClusterContext, store: Store, client: httpx.AsyncClient
-) -> ClusterView | None:
-    """Ask a router which workers and routers are there, and notify the supervisor."""
-    view = await fetch_cluster_view(client, context.operator_url)
-    epochs: dict[str, int | None] = {}
-    if view is not None:
-        epochs = dict(view.ready_epochs)
-    if store.spec is not None and await redis_process.is_answering(store.url):
-        epochs[store.spec.name] = None
-    supervisor.mark_ready(epochs)
-    return view
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.listener import bound_socket
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
@@ -96,20 +97,20 @@ def require_free_port(host: str, port: int) -> int:
         ConfigError: it is not allowed, or the host is not this machine's.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
-            probe.bind(address)
+        with bound_socket(host, port) as probe:
             chosen: int = probe.getsockname()[1]
             return chosen
-    except socket.gaierror as exc:
-        raise ConfigError(f"--host {host!r} cannot be resolved: {exc.strerror}") from exc
-    except OSError as exc:
-        if exc.errno == errno.EADDRINUSE:
+    except ConfigError as exc:
+        cause = exc.__cause__
+        if isinstance(cause, socket.gaierror):
+            raise ConfigError(f"--host {host!r} cannot be resolved: {cause.strerror}") from cause
+        code = cause.errno if isinstance(cause, OSError) else None
+        if code == errno.EADDRINUSE:
             raise PortTakenError(f"port {port} on {host} is in use") from exc
-        raise ConfigError(_port_problem(host, port, exc)) from exc
+        if code == errno.EACCES:
+            problem = f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
+            raise ConfigError(problem) from exc
+        raise
 
 
 def local_url(host: str, port: int) -> str:
@@ -117,12 +118,6 @@ def local_url(host: str, port: int) -> str:
     if host in WILDCARDS:
         host = "::1" if host == "::" else LOOPBACK
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _port_problem(host: str, port: int, exc: OSError) -> str:
-    if exc.errno == errno.EACCES:
-        return f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
-    return f"cannot listen on {host} port {port}: {exc.strerror}; choose another --host"
 
 
 def forget_impossible_width() -> None:

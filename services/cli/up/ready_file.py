@@ -61,15 +61,12 @@ class ReadyFile:
             except OSError as exc:
                 part.unlink(missing_ok=True)
                 raise self._unusable(exc) from exc
-            yield from self._until_removed(text)
-
-    def _until_removed(self, text: str) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError, ValueError):  # gone, or by now another's
-                if self.path.read_text(encoding="utf-8") == text:
-                    self.path.unlink()
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError, ValueError):  # gone, or by now another's
+                    if self.path.read_text(encoding="utf-8") == text:
+                        self.path.unlink()
 
     def _refuse_held(self) -> None:
         if not self.path.is_file():

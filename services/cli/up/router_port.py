@@ -5,12 +5,7 @@ from __future__ import annotations
 import httpx
 
 from pagewire.services.cli.cluster_view import fetch_cluster_view
-from pagewire.services.cli.up.machine import (
-    LOOPBACK,
-    PortTakenError,
-    local_url,
-    require_free_port,
-)
+from pagewire.services.cli.up.machine import LOOPBACK, PortTakenError, local_url, require_free_port
 from pagewire.shared.base.addresses import usual_operator_port
 from pagewire.shared.base.errors import ConfigError
 

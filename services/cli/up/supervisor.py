@@ -17,13 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.services.cli.up.log_lines import message_of, what_explains
-from pagewire.services.cli.up.processes import (
-    TAIL_LINES,
-    Child,
-    ChildSpec,
-    ExitStatus,
-    OutputLog,
-)
+from pagewire.services.cli.up.processes import TAIL_LINES, Child, ChildSpec, ExitStatus, OutputLog
 from pagewire.shared.base.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2

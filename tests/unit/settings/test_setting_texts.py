@@ -13,10 +13,8 @@ import pytest
 import typer.main
 from pydantic_core import PydanticUndefined
 
-from pagewire.services.cli.decode import decode
 from pagewire.services.cli.main import app
-from pagewire.services.cli.prefill import prefill
-from pagewire.services.cli.router import router
+from pagewire.services.cli.services import decode, prefill, router
 from pagewire.services.cli.up.command import NOT_SETTINGS, up
 from pagewire.shared.settings.config import (
     ClientSettings,
