@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import sys
-from typing import TextIO
+from collections.abc import Callable, Coroutine
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from pagewire.services.cli.client.openai_client import Reply
+from pagewire.shared.base.aio import end_task, start_task
 
 _MAX_COLUMNS = 1000
 
@@ -45,6 +48,23 @@ def note(line: str, style: str = "dim") -> None:
 def can_redraw(console: Console) -> bool:
     """Whether the output is a terminal that can redraw lines; TERM=dumb cannot."""
     return console.is_terminal and not console.is_dumb_terminal
+
+
+async def run_watched(
+    work: Coroutine[Any, Any, None], show: Callable[[], None], every_s: float
+) -> None:
+    """Run the work to its end, and show its progress every few seconds."""
+
+    async def repeat() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            show()
+
+    watcher = start_task(repeat(), "progress")
+    try:
+        await work
+    finally:
+        await end_task(watcher)
 
 
 def print_whole(console: Console, tables: RenderableType) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from pagewire.services.cli.batch.sender import BatchSender
-from pagewire.services.cli.terminal import can_redraw, note, printable
-from pagewire.shared.base.aio import end_task, start_task
+from pagewire.services.cli.terminal import can_redraw, note, printable, run_watched
 
 REFRESH_S = 0.2
 
@@ -72,25 +70,10 @@ async def run_with_progress(
             def redraw() -> None:
                 bar.update(shown, completed=tally.done, description=_status(tally, sender))
 
-            await _watched(work, redraw, REFRESH_S)
+            await run_watched(work, redraw, REFRESH_S)
             redraw()
     else:
-        await _watched(work, lambda: note(_status(tally, sender)), every_s)
-
-
-async def _watched(
-    work: Coroutine[Any, Any, None], show: Callable[[], None], every_s: float
-) -> None:
-    async def repeat() -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            show()
-
-    watcher = start_task(repeat(), "progress")
-    try:
-        await work
-    finally:
-        await end_task(watcher)
+        await run_watched(work, lambda: note(_status(tally, sender)), every_s)
 
 
 def _status(tally: Tally, sender: BatchSender) -> str:

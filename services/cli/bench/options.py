@@ -2,111 +2,56 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Literal
 
 import typer
 
 from pagewire.services.cli.bench.load import Arrivals
 
-LOAD, CONTENT, GOALS = "Load", "Requests", "Goals and output"
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = 8
 
+_load = partial(typer.Option, rich_help_panel="Load")
+_content = partial(typer.Option, rich_help_panel="Requests")
+_goal = partial(typer.Option, rich_help_panel="Goals and output")
+
 Rate = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001, help="Requests a second, however slow the answers.", rich_help_panel=LOAD
-    ),
+    float | None, _load(min=0.001, help="Requests a second, however slow the answers.")
 ]
 ArrivalKind = Annotated[
-    Arrivals,
-    typer.Option(
-        help="With --rate: at random as users come, or evenly spaced.", rich_help_panel=LOAD
-    ),
+    Arrivals, _load(help="With --rate: at random as users come, or evenly spaced.")
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(
+    _load(
         min=1,
         max=10_000,
         help="Without --rate: this many users, each with one request at a time.  "
         f"[default: {DEFAULT_CONCURRENCY}]",
-        rich_help_panel=LOAD,
     ),
 ]
-Requests = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help=f"How many to send.  [default: {DEFAULT_REQUESTS}, or no limit with --duration]",
-        rich_help_panel=LOAD,
-    ),
-]
-Duration = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Seconds after which no request starts.", rich_help_panel=LOAD),
-]
-MaxInFlight = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        max=100_000,
-        help="With --rate: most requests at once; more are not sent and count as failed.",
-        rich_help_panel=LOAD,
-    ),
-]
-Endpoint = Annotated[
-    Literal["completions", "chat"],
-    typer.Option(help="API that is measured.", rich_help_panel=CONTENT),
-]
-PromptTokens = Annotated[
-    str, typer.Option(metavar="N", help="Tokens of a prompt, or LOW:HIGH.", rich_help_panel=CONTENT)
-]
-OutputTokens = Annotated[
-    str,
-    typer.Option(metavar="N", help="Tokens of an answer, or LOW:HIGH.", rich_help_panel=CONTENT),
-]
-SharedPrefix = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Tokens at the start of each prompt that all share.", rich_help_panel=CONTENT
-    ),
-]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=CONTENT)
-]
+_HOW_MANY = f"How many to send.  [default: {DEFAULT_REQUESTS}, or no limit with --duration]"
+Requests = Annotated[int | None, _load(min=1, help=_HOW_MANY)]
+Duration = Annotated[float | None, _load(min=0.1, help="Seconds after which no request starts.")]
+_MOST = "With --rate: most requests at once; more are not sent and count as failed."
+MaxInFlight = Annotated[int, _load(min=1, max=100_000, help=_MOST)]
+Endpoint = Annotated[Literal["completions", "chat"], _content(help="API that is measured.")]
+PromptTokens = Annotated[str, _content(metavar="N", help="Tokens of a prompt, or LOW:HIGH.")]
+OutputTokens = Annotated[str, _content(metavar="N", help="Tokens of an answer, or LOW:HIGH.")]
+_SHARED = "Tokens at the start of each prompt that all share."
+SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
+Temperature = Annotated[float, _content(min=0.0, help="Sampling temperature.")]
 LoadSeed = Annotated[
     int | None,
-    typer.Option(
+    _content(
         help="Seed of prompts and arrivals. A second run with it may find its prompts cached.  "
-        "[default: random]",
-        rich_help_panel=CONTENT,
+        "[default: random]"
     ),
 ]
-SloTtft = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        metavar="MS",
-        help="Goodput counts replies whose first token came within this many ms.",
-        rich_help_panel=GOALS,
-    ),
-]
-SloItl = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0,
-        metavar="MS",
-        help="Goodput counts replies with a mean time between tokens of up to this many ms.",
-        rich_help_panel=GOALS,
-    ),
-]
-JsonFile = Annotated[
-    str | None,
-    typer.Option(
-        "--json",
-        metavar="FILE",
-        help="File to write the results to; - is stdout.",
-        rich_help_panel=GOALS,
-    ),
-]
+_TTFT = "Goodput counts replies whose first token came within this many ms."
+SloTtft = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_TTFT)]
+_ITL = "Goodput counts replies with a mean time between tokens of up to this many ms."
+SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
+_FILE = "File to write the results to; - is stdout."
+JsonFile = Annotated[str | None, _goal("--json", metavar="FILE", help=_FILE)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from pagewire.services.cli.bench.runner import BenchRun
 from pagewire.services.cli.bench.stats import PERCENTS
-from pagewire.services.cli.terminal import can_redraw, print_whole, printable
+from pagewire.services.cli.terminal import can_redraw, print_whole, printable, run_watched
 
 REFRESH_S = 0.2
 LATENCIES = (
@@ -29,19 +28,14 @@ async def run_with_bar(run: BenchRun, console: Console) -> None:
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not can_redraw(console)) as bar:
         shown = bar.add_task("", total=1.0)
-        watcher = asyncio.create_task(_watch(run, bar, shown))
-        try:
-            await run.run()
-        finally:
-            watcher.cancel()
-            await asyncio.wait([watcher])
+
+        def redraw() -> None:
             bar.update(shown, completed=run.progress, description=_status(run))
 
-
-async def _watch(run: BenchRun, bar: Progress, shown: Any) -> None:
-    while True:
-        bar.update(shown, completed=run.progress, description=_status(run))
-        await asyncio.sleep(REFRESH_S)
+        try:
+            await run_watched(run.run(), redraw, REFRESH_S)
+        finally:
+            redraw()
 
 
 def _status(run: BenchRun) -> str:
