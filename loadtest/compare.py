@@ -29,7 +29,7 @@ from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
 from pagewire.loadtest.results import CPU_FILE, Manifest, RunPlan, RunResult, load_results
 from pagewire.loadtest.shapes import SHAPES, schedule
-from pagewire.loadtest.slo import Slo
+from pagewire.services.cli.bench.stats import Slo
 from pagewire.services.cli.client.endpoint_url import usual_operator_url
 
 HERE = Path(__file__).resolve().parent

@@ -10,11 +10,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from pagewire.loadtest.records import CpuSample
+from pagewire.loadtest.records import CpuSample, to_line
 
 GENERATOR = "load generator"
 MACHINE = "whole machine"
@@ -59,8 +60,7 @@ class CpuSampler:
         self._thread = threading.Thread(target=self._run, name="cpu sampler", daemon=True)
 
     def __enter__(self) -> CpuSampler:
-        self._used_since()  # what they used before does not count
-        self._at, self._machine_used = time.monotonic(), _machine_seconds()
+        self.sample()  # what they used before does not count
         self._thread.start()
         return self
 
@@ -75,22 +75,22 @@ class CpuSampler:
             path: of the file.
             began: beginning of the load, by this machine's monotonic clock.
         """
-        lines = [sample.to_json(began) + "\n" for sample in self._samples if sample.t > began]
-        path.write_text("".join(lines), encoding="utf-8")
+        later = (replace(each, t=each.t - began) for each in self._samples if each.t > began)
+        path.write_text("".join(map(to_line, later)), encoding="utf-8")
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            self._sample()
+            self._samples.append(self.sample())
 
-    def _sample(self) -> None:
-        """Note how many cores each process has used since the sample before."""
+    def sample(self) -> CpuSample:
+        """Return how many cores each process has used since the sample before."""
         now, machine_used = time.monotonic(), _machine_seconds()
         elapsed, self._at = now - self._at, now
         busy = (machine_used - self._machine_used) / elapsed
         self._machine_used = machine_used
         cores = {name: seconds / elapsed for name, seconds in self._used_since().items()}
         cores |= {MACHINE: busy, OTHERS: max(0.0, busy - sum(cores.values()))}
-        self._samples.append(CpuSample(now, cores))
+        return CpuSample(now, cores)
 
     def _used_since(self) -> dict[str, float]:
         """Return CPU seconds since the last call, by name."""

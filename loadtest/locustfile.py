@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import gevent
 import requests
@@ -32,10 +32,11 @@ from locust.env import Environment
 from pagewire.loadtest import workloads
 from pagewire.loadtest.client import ChatClient
 from pagewire.loadtest.cluster import key_headers, metrics_page
-from pagewire.loadtest.records import BEGAN_FILE, RequestRecord
+from pagewire.loadtest.records import BEGAN_FILE, RequestRecord, to_line
 from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
-from pagewire.loadtest.slo import Slo
+from pagewire.loadtest.slo import is_good
+from pagewire.services.cli.bench.stats import Slo
 from pagewire.services.cli.client.endpoint_url import usual_operator_url
 from pagewire.shared.base.errors import ProtocolError
 
@@ -87,7 +88,7 @@ class LoadTest:
 
     def report(self, record: RequestRecord) -> None:
         """Write a finished record, and report it to locust."""
-        _write(self._records, record.to_json())
+        self._records.write(to_line(record))
         self.has_errors |= record.outcome == "error"
         if record.outcome == "unfinished":
             return
@@ -98,7 +99,8 @@ class LoadTest:
         error = RuntimeError(record.error) if record.outcome == "error" else None
         kind = "CANCEL" if record.outcome == "cancelled" else "E2E"
         self._fire(kind, record, record.end, error)
-        missed = None if self.slo.is_met(record) else SloMissedError("not within the objectives")
+        good = is_good(record, self.slo)
+        missed = None if good else SloMissedError("not within the objectives")
         self._fire("GOODPUT", record, record.end, missed)
 
     def _fire(
@@ -131,7 +133,7 @@ class LoadTest:
             print(f"no sample: {exc}", file=sys.stderr)
             return
         at = time.perf_counter() - self._began
-        _write(self._samples, parse_sample(page, round(at, 3)).to_json())
+        self._samples.write(to_line(parse_sample(page, at)))
 
 
 _tests: dict[Environment, LoadTest] = {}
@@ -306,7 +308,3 @@ def _served_model(host: str) -> str:
     answer = requests.get(f"{host}/v1/models", timeout=HTTP_TIMEOUT_S, headers=key_headers())
     answer.raise_for_status()
     return str(answer.json()["data"][0]["id"])
-
-
-def _write(file: TextIO, line: str) -> None:
-    file.write(line + "\n")

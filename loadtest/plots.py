@@ -24,7 +24,8 @@ from pagewire.loadtest.axes import (
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
 from pagewire.loadtest.records import Sample
 from pagewire.loadtest.results import RunResult
-from pagewire.loadtest.slo import FEWEST_FOR_P99, Percentiles, Slo, StageSummary
+from pagewire.loadtest.slo import FEWEST_FOR_P99, Percentiles, StageSummary
+from pagewire.services.cli.bench.stats import Slo
 
 # Also apart for the colour-blind.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
@@ -122,18 +123,20 @@ def _styled(results: Sequence[RunResult]) -> Iterator[tuple[str, str, RunResult]
 
 
 def _percentile_figure(
-    results: Sequence[RunResult], title: str, limit_s: float, select: Select
+    results: Sequence[RunResult], title: str, limit_s: float | None, select: Select
 ) -> Figure:
     figure = _new_figure(12, 4.4)
     axes = figure.subplots(1, len(PERCENTILES), sharey=True)
-    drawn = [limit_s * 1000]
+    limits = [] if limit_s is None else [limit_s * 1000]
+    drawn = [*limits]
     for axis, name in zip(axes, PERCENTILES, strict=True):
         for color, marker, result in _styled(results):
             rates = [stage.rate for stage in result.stages]
             values = [getattr(select(stage), name) * 1000 for stage in result.stages]
             axis.plot(rates, values, marker=marker, color=color, label=wrapped(result.label))
             drawn += values
-        axis.axhline(limit_s * 1000, color="0.4", linestyle=":", label="objective")
+        for limit in limits:
+            axis.axhline(limit, color="0.4", linestyle=":", label="objective")
         axis.set_title(name)
         set_rate_axis(axis, [stage.rate for stage in results[0].stages])
         axis.grid(visible=True, alpha=0.3)

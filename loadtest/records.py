@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 BEGAN_FILE = "began"  # the load's beginning, by the machine's monotonic clock
 
@@ -58,18 +59,6 @@ class RequestRecord:
             return 0.0
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
 
-    def to_json(self) -> str:
-        """Return one line, with times to a tenth of a millisecond."""
-        fields = asdict(self)
-        fields["token_times"] = [round(each, 4) for each in self.token_times]
-        fields["start"], fields["end"] = round(self.start, 4), round(self.end, 4)
-        return json.dumps(fields)
-
-
-def read_records(path: Path) -> list[RequestRecord]:
-    """Read what a run wrote."""
-    return [RequestRecord(**json.loads(line)) for line in _lines(path)]
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -93,15 +82,6 @@ class Sample:
     used: dict[str, float]
     cached: dict[str, float]
 
-    def to_json(self) -> str:
-        """Return one line."""
-        return json.dumps(asdict(self))
-
-
-def read_samples(path: Path) -> list[Sample]:
-    """Read what a run wrote."""
-    return [Sample(**json.loads(line)) for line in _lines(path)]
-
 
 @dataclass(frozen=True)
 class CpuSample:
@@ -115,16 +95,23 @@ class CpuSample:
     t: float
     cores: dict[str, float]
 
-    def to_json(self, began: float = 0.0) -> str:
-        """Return one line, with the time since `began`."""
-        cores = {name: round(value, 3) for name, value in self.cores.items()}
-        return json.dumps({"t": round(self.t - began, 3), "cores": cores})
+
+RecordT = TypeVar("RecordT", RequestRecord, Sample, CpuSample)
 
 
-def read_cpu(path: Path) -> list[CpuSample]:
-    """Read what a run wrote; empty where the processor was not sampled."""
-    return [CpuSample(**json.loads(line)) for line in _lines(path)] if path.exists() else []
+def to_line(record: RequestRecord | Sample | CpuSample) -> str:
+    """Return one line; numbers have four digits after the point."""
+    return json.dumps(_rounded(asdict(record))) + "\n"
 
 
-def _lines(path: Path) -> Iterable[str]:
-    return path.read_text(encoding="utf-8").splitlines()
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]:
+    """Read what a run wrote."""
+    return msgspec.json.Decoder(kind).decode_lines(path.read_bytes())

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
-from pagewire.loadtest.records import (
-    CpuSample,
-    RequestRecord,
-    Sample,
-    read_cpu,
-    read_records,
-    read_samples,
-)
+from pagewire.loadtest.records import CpuSample, RequestRecord, Sample, read_lines
 from pagewire.loadtest.shapes import Stage, durations
-from pagewire.loadtest.slo import Slo, StageSummary, summarize
+from pagewire.loadtest.slo import StageSummary, summarize
+from pagewire.services.cli.bench.stats import Slo
 
 MANIFEST = "manifest.json"
 CPU_FILE = "cpu.jsonl"
@@ -66,25 +61,13 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write it where `load` finds it."""
-        text = json.dumps(asdict(self), indent=2)
-        (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2)
+        (directory / MANIFEST).write_bytes(text + b"\n")
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
         """Read what `save` wrote."""
-        fields = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        return cls(
-            command=fields["command"],
-            date=fields["date"],
-            versions=fields["versions"],
-            slo=Slo(**fields["slo"]),
-            schedule=tuple(Stage(**stage) for stage in fields["schedule"]),
-            plans=tuple(
-                RunPlan(each["name"], each["label"], tuple(each["options"]), tuple(each["users"]))
-                for each in fields["plans"]
-            ),
-            comparisons=tuple((one, other) for one, other in fields["comparisons"]),
-        )
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=cls)
 
 
 @dataclass(frozen=True)
@@ -146,12 +129,13 @@ def load_results(directory: Path, manifest: Manifest) -> list[RunResult]:
 
 
 def _load_result(directory: Path, plan: RunPlan, manifest: Manifest) -> RunResult:
-    records = read_records(directory / "records.jsonl")
+    with_cpu = (directory / CPU_FILE).exists()
+    records = read_lines(directory / "records.jsonl", RequestRecord)
     return RunResult(
         plan=plan,
         schedule=manifest.schedule,
         stages=summarize(records, manifest.slo, durations(manifest.schedule)),
         records=records,
-        samples=read_samples(directory / "samples.jsonl"),
-        cpu=read_cpu(directory / CPU_FILE),
+        samples=read_lines(directory / "samples.jsonl", Sample),
+        cpu=read_lines(directory / CPU_FILE, CpuSample) if with_cpu else [],
     )

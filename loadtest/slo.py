@@ -7,34 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagewire.loadtest.records import RequestRecord
-from pagewire.services.cli.bench.stats import percentile
+from pagewire.services.cli.bench.stats import Slo, percentile
 
 FEWEST_FOR_P99 = 100  # the p99 of fewer values is the largest of them
 
 
-@dataclass(frozen=True)
-class Slo:
-    """What a client calls good.
+def is_good(record: RequestRecord, slo: Slo) -> bool:
+    """Whether all that the client wanted came in time.
 
-    Attributes:
-        ttft_s: latest moment of the first token.
-        itl_s: largest mean time between two tokens.
+    One that hung up by itself got what it wanted, if that much came in time.
     """
-
-    ttft_s: float
-    itl_s: float
-
-    def is_met(self, record: RequestRecord) -> bool:
-        """Whether all that the client wanted came in time.
-
-        One that hung up by itself got what it wanted, if that much came in time.
-        """
-        return (
-            record.outcome in ("ok", "cancelled")
-            and record.ttft is not None
-            and record.ttft <= self.ttft_s
-            and record.mean_gap <= self.itl_s
-        )
+    return record.outcome in ("ok", "cancelled") and slo.is_met(record.ttft, record.mean_gap)
 
 
 @dataclass(frozen=True)
@@ -113,7 +96,7 @@ def summarize(
 def _stage(
     records: Sequence[RequestRecord], slo: Slo, rate: float, duration_s: float
 ) -> StageSummary:
-    good = sum(slo.is_met(record) for record in records)
+    good = sum(is_good(record, slo) for record in records)
     errors = sum(record.outcome == "error" for record in records)
     prompt = sum(record.usage_prompt or 0 for record in records)
     return StageSummary(

@@ -81,12 +81,14 @@ class Slo:
         """Whether there is any bound."""
         return self.ttft_s is not None or self.itl_s is not None
 
-    def is_kept_by(self, reply: Reply) -> bool:
-        """Return whether a reply is good; a reply of one token meets any bound on gaps."""
-        if reply.ttft is None:
-            return False
-        gap = mean_gap(reply)
-        in_time = self.ttft_s is None or reply.ttft <= self.ttft_s
+    def is_met(self, ttft: float | None, gap: float | None) -> bool:
+        """Return whether a reply is good; a reply of one token meets any bound on gaps.
+
+        Args:
+            ttft: time to its first token in seconds; None without a token.
+            gap: mean time between its tokens in seconds; None if all came at the same time.
+        """
+        in_time = ttft is not None and (self.ttft_s is None or ttft <= self.ttft_s)
         return in_time and (self.itl_s is None or gap is None or gap <= self.itl_s)
 
 
@@ -137,7 +139,7 @@ class Results:
     def add_reply(self, reply: Reply) -> None:
         """Count a complete reply."""
         self.ok += 1
-        self.good += self.slo.is_kept_by(reply)
+        self.good += self.slo.is_met(reply.ttft, mean_gap(reply))
         self.output_tokens += reply.num_tokens
         self.e2e.add(reply.seconds)
         if reply.ttft is not None:

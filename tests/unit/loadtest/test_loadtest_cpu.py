@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS, CpuSampler, process_name
-from pagewire.loadtest.records import read_cpu
+from pagewire.loadtest.records import CpuSample, read_lines
 
 COMMAND = ["/usr/bin/python", "-P", "-m", "pagewire.services.cli.main"]
 BUSY = "while True: pass"
@@ -48,7 +48,7 @@ def test_children_and_what_they_start_are_counted_under_their_name(tmp_path: Pat
                 os.killpg(process.pid, signal.SIGKILL)
         time.sleep(1.5)  # several samples
     sampler.save(path, before)
-    samples = read_cpu(path)
+    samples = read_lines(path, CpuSample)
     shares = [sample.cores.get(GENERATOR, 0.0) for sample in samples]
     assert 0.1 < max(shares) < 1.5
     assert shares[-1] == 0  # it has ended
@@ -61,4 +61,4 @@ def test_what_was_used_before_the_load_is_left_out(tmp_path: Path) -> None:
     with CpuSampler(every_s=0.05) as sampler:
         time.sleep(0.5)
     sampler.save(tmp_path / "cpu.jsonl", time.monotonic())
-    assert read_cpu(tmp_path / "cpu.jsonl") == []
+    assert read_lines(tmp_path / "cpu.jsonl", CpuSample) == []

@@ -17,7 +17,8 @@ from pagewire.loadtest.plots import figures
 from pagewire.loadtest.records import CpuSample, RequestRecord, Sample
 from pagewire.loadtest.results import RunPlan, RunResult
 from pagewire.loadtest.shapes import durations, schedule
-from pagewire.loadtest.slo import Slo, summarize
+from pagewire.loadtest.slo import summarize
+from pagewire.services.cli.bench.stats import Slo
 
 SLO = Slo(0.5, 0.05)
 LONG = "http://a-rather-long-host-name.of-some-machine.example.org:8000/under/a/path"

@@ -14,12 +14,13 @@ import pytest
 from pagewire.loadtest import compare
 from pagewire.loadtest.cpu import GENERATOR, MACHINE
 from pagewire.loadtest.plots import hit_rates
-from pagewire.loadtest.records import CpuSample, RequestRecord, Sample
+from pagewire.loadtest.records import CpuSample, RequestRecord, Sample, to_line
 from pagewire.loadtest.report import ratios, write_report
 from pagewire.loadtest.results import Manifest, RunPlan, load_results
 from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import schedule
-from pagewire.loadtest.slo import Percentiles, Slo, StageSummary
+from pagewire.loadtest.slo import Percentiles, StageSummary
+from pagewire.services.cli.bench.stats import Slo
 
 METRICS = """\
 # HELP vllm:prefix_cache_queries_total Prompt tokens that might have been cached
@@ -106,12 +107,12 @@ def write_run(directory: Path, speed: float) -> None:
         Sample(float(t), 100.0 * t, 16.0 * t, 1, 0, {"decode-0": t / 20}, {"decode-0": 0.1})
         for t in range(10)
     ]
-    lines = "".join(each.to_json() + "\n" for each in records)
+    lines = "".join(to_line(each) for each in records)
     (directory / "records.jsonl").write_text(lines, encoding="utf-8")
     busy = [CpuSample(float(t), {MACHINE: 1.9, GENERATOR: 0.05 * t}) for t in range(1, 16)]
-    lines = "".join(each.to_json() + "\n" for each in busy)
+    lines = "".join(to_line(each) for each in busy)
     (directory / "cpu.jsonl").write_text(lines, encoding="utf-8")
-    lines = "".join(each.to_json() + "\n" for each in samples)
+    lines = "".join(to_line(each) for each in samples)
     (directory / "samples.jsonl").write_text(lines, encoding="utf-8")
 
 
@@ -183,7 +184,7 @@ def test_report_shows_when_the_load_generator_was_the_bottleneck(finished: Path)
     assert [one.mean_cores(GENERATOR, rate) for rate in (1, 2)] == pytest.approx([0.15, 0.4])
     assert one.busy_generator_rates == []
     faster = [CpuSample(s.t, {GENERATOR: 2 * s.cores[GENERATOR]}) for s in one.cpu]
-    lines = "".join(each.to_json() + "\n" for each in faster)
+    lines = "".join(to_line(each) for each in faster)
     (finished / "one" / "cpu.jsonl").write_text(lines, encoding="utf-8")
     [one, _] = load_results(finished, Manifest.load(finished))
     assert one.busy_generator_rates == [3.0]

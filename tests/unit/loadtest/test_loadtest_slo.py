@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.loadtest.records import Outcome, RequestRecord, read_records
-from pagewire.loadtest.slo import Slo, summarize
+from pagewire.loadtest.records import Outcome, RequestRecord, read_lines, to_line
+from pagewire.loadtest.slo import is_good, summarize
+from pagewire.services.cli.bench.stats import Slo
 
 SLO = Slo(ttft_s=0.5, itl_s=0.1)
 
@@ -56,7 +57,7 @@ def test_one_token_or_none_has_no_gap() -> None:
     ],
 )
 def test_objectives(measured: RequestRecord, is_met: bool) -> None:
-    assert SLO.is_met(measured) is is_met
+    assert is_good(measured, SLO) is is_met
 
 
 def test_summary_counts_by_hand() -> None:
@@ -90,5 +91,5 @@ def test_a_rate_without_requests_has_no_percentiles() -> None:
 def test_records_survive_their_file(tmp_path: Path) -> None:
     written = [record([0.1, 0.25], cached=16), record([], "error")]
     file = tmp_path / "records.jsonl"
-    file.write_text("".join(each.to_json() + "\n" for each in written), encoding="utf-8")
-    assert read_records(file) == written
+    file.write_text("".join(to_line(each) for each in written), encoding="utf-8")
+    assert read_lines(file, RequestRecord) == written
