@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench.case import DTYPE, BenchCase, Call
+from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.inputs import POOL_LAYERS, PagedCase, PagedInputs, decode_case
 from pagewire.kernels.bench.peers import flash_attention_3
 
@@ -32,38 +32,9 @@ class GridShape(NamedTuple):
 
 
 # 1, 2, 4, 7 and 8 query heads per KV head; then other sizes, windows and soft caps
-SHAPES = (
-    GridShape(32, 32),
-    GridShape(16, 8),
-    GridShape(32, 8),
-    GridShape(28, 4),
-    GridShape(32, 4),
-    GridShape(32, 8, 64),
-    GridShape(14, 2, 64),
-    GridShape(32, 4, 64),
-    GridShape(16, 8, 256),
-    GridShape(16, 2, 256),
-    GridShape(32, 8, window=1024),
-    GridShape(16, 8, 256, window=1024),
-    GridShape(16, 8, 256, soft_cap=50.0),
-)
-# (sequences, context)
-DECODE = (
-    (1, 1024),
-    (1, 16384),
-    (1, 131072),
-    (4, 16384),
-    (8, 4096),
-    (32, 1024),
-    (32, 8192),
-    (64, 1024),
-    (64, 4096),
-    (128, 4096),
-    (256, 1024),
-    (256, 4096),
-)
-# (tokens of a chunk, context)
-PREFILL = ((1024, 1024), (4096, 4096), (16384, 16384), (8192, 61440), (512, 8704))
+SHAPES = [GridShape(**shape) for shape in TABLES["grid"]["shapes"]]
+# (sequences, context) and (tokens of a chunk, context)
+DECODE, PREFILL = TABLES["grid"]["decode"], TABLES["grid"]["prefill"]
 
 
 def kv_bytes(tokens: int, shape: GridShape) -> int:
@@ -81,17 +52,11 @@ def grid_cases() -> Iterator[BenchCase]:
 
 
 def _with(shape: GridShape, case: PagedCase) -> PagedCase:
-    return replace(
-        case,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        dim=shape.dim,
-        window=shape.window,
-        soft_cap=shape.soft_cap,
-    )
+    return replace(case, **shape._asdict())
 
 
-def _attend(x: PagedInputs, is_decode: bool) -> Call:
+def attend(x: PagedInputs, is_decode: bool) -> Call:
+    """Return a call of attention to paged KV."""
     context = x.q, x.k_cache, x.v_cache, x.block_tables
 
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
@@ -111,9 +76,9 @@ def _decode(shape: GridShape, batch: int, context: int) -> BenchCase:
     return BenchCase(
         "paged_decode",
         f"{batch} x {context}, {shape}",
-        _attend(x, is_decode=True),
+        attend(x, is_decode=True),
         float(kv_bytes(batch * seen, shape)),
-        check=_attend(small, is_decode=True),
+        check=attend(small, is_decode=True),
         peer=flash_attention_3(x),
     )
 
@@ -124,10 +89,10 @@ def _prefill(shape: GridShape, chunk: int, context: int) -> BenchCase:
     return BenchCase(
         "paged_prefill",
         f"{chunk} of {context}, {shape}",
-        _attend(x, is_decode=False),
+        attend(x, is_decode=False),
         4.0 * visible_pairs(chunk, context, shape.window) * shape.heads * shape.dim,
         "TFLOP/s",
-        check=_attend(small, is_decode=False),
+        check=attend(small, is_decode=False),
         peer=flash_attention_3(x),
     )
 

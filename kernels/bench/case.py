@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from pagewire.kernels import Ops
 
 DTYPE = torch.bfloat16
+# Lengths and shapes of the cases.
+TABLES: dict[str, Any] = json.loads(
+    Path(__file__).with_name("cases.json").read_text(encoding="utf-8")
+)
 
 Call = Callable[[Ops], tuple[torch.Tensor, ...]]
 

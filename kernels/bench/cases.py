@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench.attention_grid import grid_cases
-from pagewire.kernels.bench.case import DTYPE, BenchCase
+from pagewire.kernels.bench.attention_grid import attend, grid_cases, visible_pairs
+from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
 from pagewire.kernels.bench.inputs import (
     LatentCase,
+    LatentInputs,
     PagedCase,
-    PagedInputs,
     decode_case,
     peaked_logits,
     sampling_inputs,
@@ -41,27 +41,11 @@ PROJECTIONS = (
     (VOCABULARY, HIDDEN),
 )
 # (batch, context) of decode and (chunk, context) of prefill
-DECODE = (
-    (1, 1024),
-    (1, 16384),
-    (8, 4096),
-    (32, 1024),
-    (32, 8192),
-    (128, 1024),
-    (128, 4096),
-    (256, 1024),
-)
-PREFILL = ((1024, 1024), (4096, 4096), (8192, 8192), (16384, 16384), (512, 8704))
+DECODE, PREFILL = TABLES["decode"], TABLES["prefill"]
 # heads of DeepSeek-V2-Lite and of V2; sizes of a latent vector and of a rotated key
 LATENT_HEADS, RANK, ROTATED = (16, 128), 512, 64
 # temperature, top-k, top-p, min-p
-SAMPLING = {
-    "greedy": (0.0, 0, 1.0, 0.0),
-    "temperature 1": (1.0, 0, 1.0, 0.0),
-    "top-k 50": (1.0, 50, 1.0, 0.0),
-    "top-p 0.9": (0.8, 0, 0.9, 0.0),
-    "min-p 0.05": (1.0, 0, 1.0, 0.05),
-}
+SAMPLING: dict[str, tuple[float, int, float, float]] = TABLES["sampling"]
 SHAPING = {
     "nothing": ShapingRow(),
     "penalties": ShapingRow(1000, repetition=1.1, frequency=0.2, presence=0.3, output=range(500)),
@@ -70,57 +54,37 @@ SHAPING = {
 }
 
 
-def _context_args(x: PagedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return x.q, x.k_cache, x.v_cache, x.block_tables
-
-
 def _decode(batch: int, context: int) -> BenchCase:
     x = decode_case((context,) * batch).build("cuda", DTYPE)
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.paged_decode(*_context_args(x), x.seq_lens, x.scale),)
-
-    work = 4.0 * batch * context * KV_HEADS * DIM
-    shape = f"{batch} x {context}"
+    shape, work = f"{batch} x {context}", 4.0 * batch * context * KV_HEADS * DIM
+    call = attend(x, is_decode=True)
     return BenchCase("paged_decode", shape, call, work, peer=flash_attention_3(x))
 
 
 def _prefill(chunk: int, context: int) -> BenchCase:
     x = PagedCase((chunk,), (context,)).build("cuda", DTYPE)
+    work = 4.0 * visible_pairs(chunk, context, None) * HEADS * DIM
+    call, peer = attend(x, is_decode=False), flash_attention_3(x)
+    return BenchCase("paged_prefill", f"{chunk} of {context}", call, work, "TFLOP/s", peer=peer)
 
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
-        return (ops.paged_prefill(*_context_args(x), *lengths, x.scale),)
 
-    visible = chunk * (context - chunk) + chunk * (chunk + 1) / 2
-    work = 4.0 * visible * HEADS * DIM
-    shape = f"{chunk} of {context}"
-    return BenchCase("paged_prefill", shape, call, work, "TFLOP/s", peer=flash_attention_3(x))
+def _latent_attend(x: LatentInputs) -> Call:
+    metadata = (x.block_tables, x.seq_lens, x.scale, *x.lengths)
+    return lambda ops: (ops.latent_attention(x.q_latent, x.q_rope, x.cache, *metadata),)
 
 
 def _latent_decode(heads: int, batch: int, context: int) -> BenchCase:
     x = LatentCase((context,) * batch, None, heads, RANK, ROTATED).build("cuda", DTYPE)
-    queries = x.q_latent, x.q_rope
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.latent_attention(*queries, x.cache, x.block_tables, x.seq_lens, x.scale),)
-
     work = 2.0 * batch * context * (RANK + ROTATED)
-    return BenchCase("latent_attention", f"{batch} x {context}, {heads} heads", call, work)
+    shape = f"{batch} x {context}, {heads} heads"
+    return BenchCase("latent_attention", shape, _latent_attend(x), work)
 
 
 def _latent_prefill(heads: int, chunk: int, context: int) -> BenchCase:
     x = LatentCase((context,), (chunk,), heads, RANK, ROTATED).build("cuda", DTYPE)
-    queries = x.q_latent, x.q_rope
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        metadata = (x.block_tables, x.seq_lens, x.scale, *x.lengths)
-        return (ops.latent_attention(*queries, x.cache, *metadata),)
-
-    visible = chunk * (context - chunk) + chunk * (chunk + 1) / 2
-    work = 2.0 * visible * heads * (2 * RANK + ROTATED)
+    work = 2.0 * visible_pairs(chunk, context, None) * heads * (2 * RANK + ROTATED)
     shape = f"{chunk} of {context}, {heads} heads"
-    return BenchCase("latent_attention", shape, call, work, "TFLOP/s")
+    return BenchCase("latent_attention", shape, _latent_attend(x), work, "TFLOP/s")
 
 
 def _latent_rotary_and_cache(tokens: int, heads: int) -> BenchCase:
@@ -151,20 +115,18 @@ def _rms_norm(tokens: int) -> BenchCase:
     x, residual = torch.randn(2, tokens, HIDDEN, device="cuda", dtype=DTYPE)
     weight = torch.randn(HIDDEN, device="cuda", dtype=DTYPE)
 
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return ops.rms_norm(x, weight, 1e-5, residual)
-
-    return BenchCase("rms_norm", f"{tokens} x {HIDDEN} + residual", call, 8.0 * tokens * HIDDEN)
+    return BenchCase(
+        "rms_norm",
+        f"{tokens} x {HIDDEN} + residual",
+        lambda ops: ops.rms_norm(x, weight, 1e-5, residual),
+        work=8.0 * tokens * HIDDEN,
+    )
 
 
 def _gated(op: Literal["silu_and_mul", "gelu_and_mul"], tokens: int) -> BenchCase:
     x = torch.randn(tokens, 2 * INTERMEDIATE, device="cuda", dtype=DTYPE)
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (getattr(ops, op)(x),)
-
-    work = 6.0 * tokens * INTERMEDIATE
-    return BenchCase(op, f"{tokens} x {INTERMEDIATE}", call, work)
+    shape, work = f"{tokens} x {INTERMEDIATE}", 6.0 * tokens * INTERMEDIATE
+    return BenchCase(op, shape, lambda ops: (getattr(ops, op)(x),), work)
 
 
 def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> BenchCase:
@@ -197,25 +159,22 @@ def _rotary_and_cache(tokens: int, rotated: int = DIM, normed: bool = False) -> 
 def _linear(rows: int, outs: int, ins: int) -> BenchCase:
     x = torch.randn(rows, ins, device="cuda", dtype=DTYPE)
     weight = torch.randn(outs, ins, device="cuda", dtype=DTYPE) / ins**0.5
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.linear(x, weight),)
-
-    shape = f"{rows} x {ins} to {outs}"
-    return BenchCase("linear", shape, call, 2.0 * outs * ins, peer=lambda: F.linear(x, weight))
+    return BenchCase(
+        "linear",
+        f"{rows} x {ins} to {outs}",
+        lambda ops: (ops.linear(x, weight),),
+        work=2.0 * outs * ins,
+        peer=lambda: F.linear(x, weight),
+    )
 
 
 def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTYPE) -> BenchCase:
     noise = 3 * torch.randn(rows, VOCABULARY, device="cuda")
     logits = peaked_logits(rows, VOCABULARY, "cuda") if peaked else noise
     x = sampling_inputs(logits.to(dtype), *SAMPLING[kind])
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.sample(*x.arguments),)
-
     shape = f"{rows} rows, {kind}" + ", peaked" * peaked + ", float32" * (dtype == torch.float32)
     work = float(dtype.itemsize) * rows * VOCABULARY
-    return BenchCase("sample", shape, call, work, exact=True)
+    return BenchCase("sample", shape, lambda ops: (ops.sample(*x),), work, exact=True)
 
 
 def _samples(rows: int) -> Iterator[BenchCase]:
@@ -228,15 +187,13 @@ def _samples(rows: int) -> Iterator[BenchCase]:
 def _shape_logits(rows: int, kind: str) -> BenchCase:
     logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
     x = shaping_inputs(logits, [SHAPING[kind]] * rows, [list(range(1000))] * rows)
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.shape_logits(*x.arguments),)
-
-    def check(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.shape_logits(*x.arguments).clamp(min=-1e3),)  # the difference of -inf is NaN
-
-    work = 6.0 * rows * VOCABULARY
-    return BenchCase("shape_logits", f"{rows} rows, {kind}", call, work, check=check)
+    return BenchCase(
+        "shape_logits",
+        f"{rows} rows, {kind}",
+        lambda ops: (ops.shape_logits(*x),),
+        work=6.0 * rows * VOCABULARY,
+        check=lambda ops: (ops.shape_logits(*x).clamp(min=-1e3),),  # no -inf: differences are NaN
+    )
 
 
 def _note_tokens(rows: int) -> BenchCase:
@@ -258,7 +215,7 @@ def _note_tokens(rows: int) -> BenchCase:
 def _sampling_step(rows: int, kind: str | None) -> BenchCase:
     """Return a case of all work after the logits, with a kind of `SHAPING`; None is without it."""
     logits = peaked_logits(rows, VOCABULARY, "cuda").to(DTYPE)
-    sampling = sampling_inputs(logits, *SAMPLING["top-p 0.9"]).arguments[1:]
+    sampling = sampling_inputs(logits, *SAMPLING["top-p 0.9"])[1:]
     shaping = SHAPING[kind or "nothing"]
     x = shaping_inputs(logits, [shaping] * rows, [list(range(1000))] * rows)
     noted = ShapingTables(*(table.clone() for table in x.tables))  # so that all runs are alike
@@ -266,7 +223,7 @@ def _sampling_step(rows: int, kind: str | None) -> BenchCase:
     def call(ops: Ops) -> tuple[torch.Tensor, ...]:
         if kind is None:
             return (ops.sample(logits, *sampling),)
-        shaped = ops.shape_logits(*x.arguments)
+        shaped = ops.shape_logits(*x)
         tokens = ops.sample(shaped, *sampling)
         ops.note_tokens(noted, tokens, x.slots, x.positions)
         return (tokens,)
@@ -294,11 +251,12 @@ def _token_logprobs(rows: int, top: int) -> BenchCase:
     logits = (3 * torch.randn(rows, VOCABULARY, device="cuda")).to(DTYPE)
     wanted = torch.arange(rows, device="cuda")
     tokens = torch.randint(VOCABULARY, (rows,), device="cuda")
-
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return ops.token_logprobs(logits, wanted, tokens, top)
-
-    return BenchCase("token_logprobs", f"{rows} rows, top {top}", call, 2.0 * rows * VOCABULARY)
+    return BenchCase(
+        "token_logprobs",
+        f"{rows} rows, top {top}",
+        lambda ops: ops.token_logprobs(logits, wanted, tokens, top),
+        work=2.0 * rows * VOCABULARY,
+    )
 
 
 def _kv_pack(count: int) -> Iterator[BenchCase]:
@@ -309,34 +267,33 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
     size = packed_bytes(rows, words * 4)
     staging = torch.zeros(size, dtype=torch.uint8, device="cuda")
     corrupt = torch.zeros((), dtype=torch.int64, device="cuda")
+    case = partial(
+        BenchCase,
+        shape=f"{count} x 2 MiB by layer group",
+        work=8.0 * count * BLOCK_WORDS,
+        exact=True,
+    )
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ops.pack_blocks(pool, copy_list, staging)
         return (staging,)
 
-    def unpack(
-        ops: Ops, pool: torch.Tensor, staging: torch.Tensor, corrupt: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def unpack(ops: Ops, *blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pool, staging, corrupt = blocks
         ops.unpack_blocks(staging, pool, copy_list, corrupt)
         return corrupt, pool
 
-    yield BenchCase(
+    yield case(
         "pack_blocks",
-        f"{count} x 2 MiB by layer group",
-        lambda ops: pack(ops, staging),
-        work=8.0 * count * BLOCK_WORDS,
+        call=lambda ops: pack(ops, staging),
         check=lambda ops: pack(ops, torch.empty_like(staging)),
-        exact=True,
     )
-    yield BenchCase(
+    yield case(
         "unpack_blocks",
-        f"{count} x 2 MiB by layer group",
-        lambda ops: unpack(ops, pool, staging, corrupt),
-        work=8.0 * count * BLOCK_WORDS,
+        call=lambda ops: unpack(ops, pool, staging, corrupt),
         check=lambda ops: unpack(
             ops, torch.zeros_like(pool), staging.clone(), torch.zeros_like(corrupt)
         ),
-        exact=True,
     )
 
 

@@ -8,47 +8,30 @@ from functools import partial
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench.case import DTYPE, BenchCase
+from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase
 from pagewire.kernels.reference.route import route as route_by_torch
 from pagewire.kernels.routing import Routing
 
-# experts and rule of Qwen3-30B-A3B, gpt-oss-120b and DeepSeek-V3
-RULES = {
-    "8 of 128": (128, Routing(top_k=8, renormalise=True)),
-    "4 of 128": (128, Routing(top_k=4, renormalise=True)),
-    "8 of 256 in 4 of 8 groups": (
-        256,
-        Routing(
-            top_k=8,
-            scores="sigmoid",
-            renormalise=True,
-            scale=2.5,
-            groups=8,
-            top_groups=4,
-            group_score="best two",
-            corrected=True,
-        ),
-    ),
-}
 # (experts, chosen, hidden, inner) of Qwen3-30B-A3B and of Mixtral 8x7B, and tokens
-MIXTURES = (
-    ((128, 8, 2048, 768), (1, 2, 4, 8, 16, 32, 128, 256, 1024, 8192)),
-    ((8, 2, 4096, 14336), (1, 64, 8192)),
-)
+MIXTURES = TABLES["mixtures"]
 _MOST_BOUND_BY_BYTES = 256  # tokens
 
 
 def route_cases() -> Iterator[BenchCase]:
-    """Yield cases of routing; the peer is plain torch, with eight launches or more."""
-    for name, (num_experts, rule) in RULES.items():
+    """Yield cases of routing by the rules of Qwen3-30B-A3B, gpt-oss-120b and DeepSeek-V3.
+
+    The peer is plain torch, with eight launches or more.
+    """
+    for name, each in TABLES["routing"].items():
         for tokens in (1, 8, 256, 8192):
-            yield _route(f"{tokens} tokens, {name}", tokens, num_experts, rule)
+            shape = f"{tokens} tokens, {name}"
+            yield _route(shape, tokens, each["experts"], Routing(**each["rule"]))
 
 
 def expert_cases() -> Iterator[BenchCase]:
     """Yield cases of the experts: the unit is TB/s at few tokens, TFLOP/s at many."""
-    for shape, numbers in MIXTURES:
-        yield from (_experts(tokens, *shape) for tokens in numbers)
+    for each in MIXTURES:
+        yield from (_experts(tokens, *each["shape"]) for tokens in each["tokens"])
 
 
 def _route(shape: str, tokens: int, num_experts: int, rule: Routing) -> BenchCase:
@@ -78,11 +61,12 @@ def _experts(tokens: int, num_experts: int, top_k: int, hidden: int, inner: int)
     gate_up = torch.randn(first, device="cuda", dtype=DTYPE) / hidden**0.5
     down = torch.randn(num_experts, hidden, inner, device="cuda", dtype=DTYPE) / inner**0.5
 
-    def call(ops: Ops) -> tuple[torch.Tensor, ...]:
-        return (ops.experts(x, chosen, weights, gate_up, down),)
-
-    shape = f"{tokens} x {hidden}, {top_k} of {num_experts} ({distinct} read), inner {inner}"
-    if tokens <= _MOST_BOUND_BY_BYTES:
-        work = 2.0 * hidden * (3 * distinct * inner + 2 * tokens)
-        return BenchCase("experts", shape, call, work)
-    return BenchCase("experts", shape, call, 6.0 * tokens * top_k * hidden * inner, "TFLOP/s")
+    few = tokens <= _MOST_BOUND_BY_BYTES
+    nbytes = 2.0 * hidden * (3 * distinct * inner + 2 * tokens)
+    return BenchCase(
+        "experts",
+        f"{tokens} x {hidden}, {top_k} of {num_experts} ({distinct} read), inner {inner}",
+        lambda ops: (ops.experts(x, chosen, weights, gate_up, down),),
+        work=nbytes if few else 6.0 * tokens * top_k * hidden * inner,
+        unit="TB/s" if few else "TFLOP/s",
+    )

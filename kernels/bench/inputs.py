@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -160,8 +160,7 @@ class LatentCase:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
+class SamplingInputs(NamedTuple):
     """Tensors of one sampling call, in the order of `Sample`."""
 
     logits: torch.Tensor  # [B, V]
@@ -171,11 +170,6 @@ class SamplingInputs:
     min_p: torch.Tensor  # [B] float32
     seeds: torch.Tensor  # [B] int64
     positions: torch.Tensor  # [B] int64
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
-        """All of them, as `Sample` takes them."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def peaked_logits(rows: int, vocab_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -215,8 +209,7 @@ def sampling_inputs(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ShapingInputs:
+class ShapingInputs(NamedTuple):
     """Tensors of one call of `ShapeLogits`, in its order."""
 
     logits: torch.Tensor  # [B, V]
@@ -225,11 +218,6 @@ class ShapingInputs:
     tables: ShapingTables
     masks: torch.Tensor  # [M, ceil(V / 32)] int32
     mask_of_row: torch.Tensor  # [B] int64
-
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """All of them, as `ShapeLogits` takes them."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def shaping_inputs(

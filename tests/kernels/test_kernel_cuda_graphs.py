@@ -53,15 +53,14 @@ def test_prefill_replays_with_other_lengths(kernels, reference, assert_close):
 
 def test_sampling_replays_with_other_parameters(kernels, reference):
     x = sampling_inputs(torch.randn(16, 32000, device="cuda"))
-    args = x.arguments
-    graph, out = _capture(lambda: kernels.sample(*args))
+    graph, out = _capture(lambda: kernels.sample(*x))
     x.temperature.fill_(1.0)
     x.temperature[::3] = 0.0
     x.top_k.fill_(40)
     x.top_p[8:] = 0.8
     x.positions.add_(100)
     graph.replay()
-    assert torch.equal(out, reference.sample(*args))
+    assert torch.equal(out, reference.sample(*x))
 
 
 def test_a_layers_small_kernels_replay_with_other_inputs(kernels, reference, assert_close):

@@ -33,7 +33,7 @@ def shape(backend, request, device):
             torch.tensor([logits], device=device), [row], [list(prompt)],
             **{name: {0: tokens} for name, tokens in limits.items()},
         )  # fmt: skip
-        return ops.shape_logits(*x.arguments)[0].tolist()
+        return ops.shape_logits(*x)[0].tolist()
 
     return run
 
@@ -157,9 +157,9 @@ def test_triton_equals_the_reference(vocab, device, dtype, kernels, reference):
     logits = (3 * torch.randn(24, vocab + 3, device=device)).to(dtype)[::2, 3:]
     x = shaping_inputs(logits, rows, prompts, halves, masks)
     before = logits.clone()
-    expected = reference.shape_logits(*x.arguments)
+    expected = reference.shape_logits(*x)
     out = torch.empty(20, vocab, device=device)[4:16]
-    assert kernels.shape_logits(*x.arguments, out=out) is out
+    assert kernels.shape_logits(*x, out=out) is out
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-6)
     assert torch.equal(out.isinf(), expected.isinf())
     assert torch.equal(logits, before)
@@ -172,7 +172,7 @@ def test_a_row_does_not_depend_on_its_batch(backend, request, device):
     prompts = [[rng.randrange(300) for _ in range(9)] for _ in range(6)]
     rows = [_random_row(rng, 300, prompt) for prompt in prompts]
     x = shaping_inputs(torch.randn(6, 300, device=device), rows, prompts)
-    together = ops.shape_logits(*x.arguments)
+    together = ops.shape_logits(*x)
     for index in range(6):
         part = slice(index, index + 1)
         alone = ops.shape_logits(
@@ -184,7 +184,7 @@ def test_a_row_does_not_depend_on_its_batch(backend, request, device):
 
 def test_no_rows_give_no_rows(device, kernels):
     x = shaping_inputs(torch.zeros(0, 40, device=device), [])
-    assert kernels.shape_logits(*x.arguments).shape == (0, 40)
+    assert kernels.shape_logits(*x).shape == (0, 40)
 
 
 @BOTH

@@ -32,7 +32,7 @@ def _shaped(ops, logits, row):
     rows = [ShapingRow(output_start=4), row, ShapingRow(output_start=4)]
     x = shaping_inputs(logits, rows)
     memory = torch.full((9, VOCAB), float(GUARD), device=logits.device)
-    ops.shape_logits(*x.arguments, out=memory[3:6])
+    ops.shape_logits(*x, out=memory[3:6])
     return memory
 
 

@@ -207,12 +207,12 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
     logits = torch.empty(2, 32000, dtype=dtype)
     penalised = ShapingRow(4, repetition=1.1, frequency=0.2, bad_words=[[1, 2]], output=[5])
     shaping = shaping_inputs(logits, [penalised] * 2)
-    yield "shape_logits", ops.shape_logits, list(shaping.arguments)
+    yield "shape_logits", ops.shape_logits, list(shaping)
     tokens = torch.zeros(2, dtype=torch.int64)
     slots, rows = shaping.slots, shaping.positions
     yield "enter_tokens", ops.enter_tokens, [shaping.tables, slots, slots, slots, tokens, 2]
     yield "note_tokens", ops.note_tokens, [shaping.tables, tokens, slots, rows]
-    yield "sample", ops.sample, list(sampling_inputs(logits).arguments)
+    yield "sample", ops.sample, list(sampling_inputs(logits))
     yield "token_logprobs", ops.token_logprobs, [logits, rows, tokens, 20]
     pool, copy_list = torch.empty(8, 4096, dtype=dtype), make_copy_list(range(4), 1)
     staging = torch.empty(packed_bytes(4, 4096 * dtype.itemsize), dtype=torch.uint8)

@@ -47,7 +47,7 @@ class Growing:
         """Return the share of checked tokens that equal the reference's."""
         logits = peaked_logits(self.rows, self.vocab_size, self.device)
         logits = logits.clamp(max=self.highest).to(torch.bfloat16)
-        sampling = sampling_inputs(logits, 0.8, top_p=0.9).arguments[1:]
+        sampling = sampling_inputs(logits, 0.8, top_p=0.9)[1:]
         row = ShapingRow(1000, repetition=1.1, frequency=0.2, presence=0.3, output=range(500))
         x = shaping_inputs(logits, [row] * self.rows, [list(range(1000))] * self.rows)
 
@@ -93,7 +93,7 @@ def edges(kernels: Ops) -> int:
         top_p = (share[places][:, None] * (1.0 + steps)).flatten()
         rows = logits.expand(len(top_p), -1)
         x = sampling_inputs(rows, 1.0, top_p=top_p.tolist(), first_seed=number)
-        tokens = kernels.sample(*x.arguments)
+        tokens = kernels.sample(*x)
         _await("cuda", f"logits {number}")
         lowest = ordered[torch.searchsorted(share, top_p * (1.0 + 1e-5))]
         wrong += int((logits[tokens] < lowest).sum())
