@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import pydoc_data.topics
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -24,51 +26,10 @@ SELF_INTRODUCTION = (
     "is a part of the Python manual. Ask me about one of its topics, for example:\n"
     "What is a lambda?"
 )
-GREETINGS = (
-    "Hello",
-    "Hello!",
-    "hello",
-    "Hi",
-    "Hi!",
-    "Hi there!",
-    "Hey",
-    "Good morning!",
-    "Who are you?",
-    "What are you?",
-    "What is your name?",
-    "What can you do?",
-    "Tell me about yourself.",
-    "Hello, who are you?",
-    "Hello! What can you do?",
-    "Say hello.",
-    "Help",
-)
-QUESTIONS = (
-    "What is {}?",
-    "What is {}?",
-    "What is a {}?",
-    "What are {}?",
-    "What does {} mean?",
-    "What does {} do?",
-    "Tell me about {}.",
-    "Tell me about {}",
-    "Tell me something about {}.",
-    "Explain {}.",
-    "Explain {} to me.",
-    "Describe {}.",
-    "How does {} work?",
-    "How do I use {}?",
-    "{}",
-    "{}?",
-    "What is {} in Python?",
-    "How does {} work in Python?",
-)
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a terse assistant.",
-    "Answer briefly.",
-    "You are an expert in Python.",
-)
+_TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+GREETINGS: list[str] = _TEXTS["greetings"]
+QUESTIONS: list[str] = _TEXTS["questions"]
+SYSTEM_PROMPTS: list[str] = _TEXTS["system_prompts"]
 
 
 @dataclass(frozen=True)

@@ -7,35 +7,16 @@ text after them, conversations, and groups that share a prefix.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 SEED = 1  # of those tried, one for which the least margin is large
-SENTENCES = (
-    "The import statement combines two operations.",
-    "Lambda expressions are used to create anonymous functions.",
-    "Once upon a time there was a small language model.",
-    "What is the difference between a list and a tuple?",
-    "A class definition defines a class object.",
-    "The quick brown fox jumps over the lazy dog.",
-    "Python is dynamically typed, and assert statements are a convenient way to debug.",
-    "def f(x):\n    return x + 1\n",
-    "Every object has an identity, a type and a value.",
-    "Keys and values cross from one service to the other.",
-    "The while statement is used for repeated execution.",
-    "Naïve café, 日本語, Ελληνικά, 👋🏽 and other text.",
-)
-QUESTIONS = (
-    "What is a lambda?",
-    "Hello!",
-    "Tell me about the import statement.",
-    "What is the capital of France?",
-    "How does the with statement work?",
-    "Explain async to me.",
-    "What are numbers?",
-    "Write a poem about the sea",
-)
+_TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+SENTENCES: list[str] = _TEXTS["sentences"]
+QUESTIONS: list[str] = _TEXTS["questions"]
 
 
 class Codec(Protocol):

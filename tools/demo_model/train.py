@@ -7,8 +7,6 @@ clear that tests can compare tokens exactly. `corpus.py` and `batches.py` say wh
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 import time
 from pathlib import Path
 
@@ -22,14 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer as PagewireTokenizer
 from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler
-from pagewire.tools.demo_model.corpus import (
-    BOS,
-    END,
-    EOS,
-    SPECIAL_TOKENS,
-    load_corpus,
-    train_tokenizer,
-)
+from pagewire.tools.demo_model.corpus import load_corpus, train_tokenizer
 from pagewire.tools.demo_model.margins import describe, greedy, greedy_margins
 from pagewire.tools.demo_model.prompts import standard_prompts
 
@@ -42,27 +33,12 @@ SHARPEN_FROM = 0.6  # share of the steps after which the model also learns from 
 SHARPEN_EVERY = 6  # each sixth step,
 MAX_OWN_PROMPT = 1200
 SHARPEN_TOKENS = 96  # on this many tokens that it has generated
-COPIED_FILES = ("chat_template.jinja", "README.md")
-
-
-def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """The model's shape: grouped queries, heads of 32, 1.9 million parameters."""
-    return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=192,
-        intermediate_size=480,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_id=[tokenizer.token_to_id(EOS), tokenizer.token_to_id(END)],
-        dtype=torch.float32,
-    )
+COPIED_FILES = (
+    "chat_template.jinja",
+    "generation_config.json",
+    "README.md",
+    "tokenizer_config.json",
+)
 
 
 def make_optimizers(model: LlamaForCausalLM, steps: int) -> list[torch.optim.lr_scheduler.LambdaLR]:
@@ -139,35 +115,14 @@ def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     """Write everything that a Hugging Face model directory has."""
+    # The sampling defaults are greedy: off its greedy path the model says nothing of use.
+    copied = {name: (demo_model_path() / name).read_bytes() for name in COPIED_FILES}
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
-    _make_greedy(out / "generation_config.json")
     (out / "model.safetensors").chmod(0o644)
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": BOS,
-        "eos_token": EOS,
-        "additional_special_tokens": SPECIAL_TOKENS[2:],
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": model.config.max_position_embeddings,
-    }
-    text = json.dumps(tokenizer_config, indent=2) + "\n"
-    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
-    for name in COPIED_FILES:
-        source = demo_model_path() / name
-        if source.resolve() != (out / name).resolve():
-            shutil.copyfile(source, out / name)
-
-
-def _make_greedy(generation_config: Path) -> None:
-    """Let the sampling defaults be greedy: off its greedy path the model says nothing of use.
-
-    Hugging Face's classes refuse to save this temperature, though they read it.
-    """
-    fields = json.loads(generation_config.read_text(encoding="utf-8")) | {"temperature": 0.0}
-    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    generation_config.write_text(text, encoding="utf-8")
+    for name, content in copied.items():
+        (out / name).write_bytes(content)
 
 
 def main() -> None:
@@ -184,7 +139,8 @@ def main() -> None:
     corpus = load_corpus()
     tokenizer = train_tokenizer(corpus, VOCAB_SIZE)
     sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
-    model = train(sampler, model_config(tokenizer), arguments.steps, arguments.seed)
+    config = LlamaConfig.from_pretrained(demo_model_path())
+    model = train(sampler, config, arguments.steps, arguments.seed)
     save(model, tokenizer, arguments.out)
     torch.set_num_threads(1)  # as in own_batch
     prompts = standard_prompts(PagewireTokenizer.from_dir(arguments.out))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 from pagewire.shared.model.generation import load_sampling_defaults
@@ -17,7 +17,7 @@ from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler, suffix
 from pagewire.tools.demo_model.corpus import Corpus, load_corpus, train_tokenizer
 from pagewire.tools.demo_model.margins import describe, greedy_margins
 from pagewire.tools.demo_model.prompts import standard_prompts
-from pagewire.tools.demo_model.train import model_config, save, train
+from pagewire.tools.demo_model.train import save, train
 
 MAX_BYTES = 8_000_000
 # Correct implementations in float32 differ by less than this in the lead of the best token.
@@ -163,7 +163,8 @@ class TestTraining:
     def test_two_steps_and_saving(self, corpus: Corpus, tmp_path: Path) -> None:
         tokenizer = train_tokenizer(corpus, TOKENIZER.vocab_size)
         sampler = SequenceSampler(corpus, tokenizer, seed=0)
-        model = train(sampler, model_config(tokenizer), steps=2, seed=0)
+        config = LlamaConfig.from_pretrained(demo_model_path())
+        model = train(sampler, config, steps=2, seed=0)
         save(model, tokenizer, tmp_path)
         names = {f.name for f in demo_model_path().iterdir() if f.suffix not in (".py", "")}
         assert {f.name for f in tmp_path.iterdir()} == names
