@@ -50,7 +50,10 @@ class Running:
 
 @contextmanager
 def running_cluster(
-    options: Sequence[str], log_dir: Path, timeout: float = START_TIMEOUT_S
+    options: Sequence[str],
+    log_dir: Path,
+    timeout: float = START_TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
     """Start a cluster, yield it once it can serve, and stop it.
 
@@ -58,13 +61,14 @@ def running_cluster(
         options: of `pagewire up`.
         log_dir: gets the output of all processes.
         timeout: seconds that it has to become ready.
+        env: environment of its processes; None: this one's.
 
     Raises:
         BenchError: it ended, was not ready in time, or did not stop.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     log = log_dir / "up.log"
-    with server(up_command(log_dir, "--port", "0", *options), log) as process:
+    with server(up_command(log_dir, "--port", "0", *options), log, env) as process:
         ready = wait_ready(process, log, lambda: read_ready_file(process, log_dir), timeout)
         yield Running(ready["url"], ready["operator_url"], process.pid, ready["services"])
     if process.returncode == -signal.SIGKILL:

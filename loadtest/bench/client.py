@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.loadtest.bench.shapes import VOCAB_USED
+from pagewire.loadtest.bench.shapes import VOCAB_USED, random_prompts
 from pagewire.loadtest.cluster import BenchError, metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.client.endpoint_errors import EndpointError
@@ -126,7 +126,7 @@ class Client:
         For a long prompt this takes milliseconds, in which no other stream is read. So make such
         requests before other streams are measured.
         """
-        prompt = [self._rng.randrange(10, self._vocab) for _ in range(length)]
+        [prompt] = random_prompts(self._rng, 1, length, self._vocab)
         options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
         return Request(msgspec.Raw(msgspec.json.encode(prompt)), options)
 

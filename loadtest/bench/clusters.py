@@ -10,7 +10,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,11 @@ class Topology:
 
 @contextmanager
 def running_cluster(
-    model: Path, topology: Topology, logs: Path, *options: str
+    model: Path,
+    topology: Topology,
+    logs: Path,
+    *options: str,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
     """Start a cluster. Aggregated workers take requests in turn.
 
@@ -78,6 +82,7 @@ def running_cluster(
         topology: topology of the cluster.
         logs: folder; a subfolder with the topology's name gets the output of all processes.
         options: further or replaced options of `pagewire up`.
+        env: environment of its processes; None: this one's.
 
     Raises:
         BenchError: the cluster did not start or stop.
@@ -88,7 +93,7 @@ def running_cluster(
     command += ["--max-num-batched-tokens", str(topology.budget)]
     command += ["--no-enable-prefix-caching"]
     command += ["--policy", "prefix" if topology.prefill else "round_robin", *options]
-    with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S) as running:
+    with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S, env) as running:
         for service in running.services:
             for link in service["links"]:
                 speed = f"{link['transport']}, {link['gb_per_s']} GB/s"
@@ -178,16 +183,23 @@ def late_port() -> int:
             return port
 
 
-def stop_servers_on_sigterm() -> None:
-    """Make SIGTERM end the bench as Ctrl-C does, so that it stops its servers.
+def run_bench(work: Callable[[], None]) -> int:
+    """Run a bench; return its exit code, and print what went wrong.
 
-    These have sessions of their own, and get no signal that is sent to the bench.
+    SIGTERM ends the bench as Ctrl-C does, so that it stops its servers: these have sessions of
+    their own, and get no signal that is sent to the bench.
     """
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
+    try:
+        work()
+    except BenchError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _answers(url: str) -> bool:

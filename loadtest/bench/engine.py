@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,9 +26,11 @@ from pagewire.loadtest.bench.shapes import (
     DEFAULT_MODEL,
     SHAPES,
     kv_read,
+    random_prompts,
     vocab_used,
     weights_read,
 )
+from pagewire.loadtest.bench.tables import emit, spread
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -44,19 +45,14 @@ PARTS = ("ttft", "decode", "throughput")
 SEGMENT = 32  # steps
 BUDGET = 8192  # largest number of tokens of a step
 LONGEST_ANSWER = 1024  # tokens, for which a sequence has room after its context
+# Takes the number of prompts, their length and tokens per answer; returns seconds.
+Generate = Callable[[int, int, int], float]
 
 
-def emit(**fields: Any) -> None:
-    """Print one result."""
-    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in fields.items()}
-    print("RESULT " + json.dumps(rounded), flush=True)
-
-
-def repeat(run: Callable[[], float], times: int) -> tuple[float, float, float]:
-    """Return median, minimum and maximum of the times of several runs, after one warm-up run."""
+def repeat(run: Callable[[], float], times: int) -> list[float]:
+    """Return the times of several runs, after one warm-up run."""
     run()
-    seconds = [run() for _ in range(times)]
-    return statistics.median(seconds), min(seconds), max(seconds)
+    return [run() for _ in range(times)]
 
 
 def copy_bandwidth() -> float:
@@ -72,30 +68,43 @@ def copy_bandwidth() -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    median, *_ = repeat(once, 7)
-    return 2 * source.numel() / median
+    return 2 * source.numel() / statistics.median(repeat(once, 7))
 
 
-def throughput(generate: Callable[[int, int, int], float], mixes: list[str], times: int) -> None:
-    """Measure output tokens per second of some of the `MIXES`, whose requests all start at once.
+def run_parts(
+    args: argparse.Namespace, generate: Generate, decode: Callable[[list[int]], None]
+) -> None:
+    """Run the parts of an engine's bench that were asked for.
 
     Args:
-        generate: takes the number of prompts, their length and tokens per answer; returns seconds.
-        mixes: names of the mixes.
-        times: number of measurements of each mix; one takes about 15 s.
+        args: the command line's options.
+        generate: generates answers.
+        decode: measures decode steps of some numbers of sequences.
+    """
+    if "ttft" in args.parts:
+        ttft(generate, args.prompts, args.times)
+    if "decode" in args.parts:
+        decode(args.batches)
+    if "throughput" in args.parts:
+        throughput(generate, args.mixes, args.times)
+
+
+def ttft(generate: Generate, prompts: list[int], times: int) -> None:
+    """Measure the time to first token of one prompt, for each of some lengths."""
+    for length in prompts:
+        seconds = repeat(partial(generate, 1, length, 1), times)
+        emit("ttft", prompt=length, **spread("ms", [1e3 * each for each in seconds]))
+
+
+def throughput(generate: Generate, mixes: list[str], times: int) -> None:
+    """Measure output tokens per second of some of the `MIXES`, whose requests all start at once.
+
+    One measurement takes about 15 s.
     """
     for mix in mixes:
         (inp, out), count = map(int, mix.split(":")), MIXES[mix]
         rates = [count * out / generate(count, inp, out) for _ in range(times)]
-        emit(
-            what="throughput",
-            inp=inp,
-            out=out,
-            n=count,
-            out_tok_s=statistics.median(rates),
-            low=min(rates),
-            high=max(rates),
-        )
+        emit("throughput", inp=inp, out=out, n=count, **spread("out_tok_s", rates))
 
 
 class Bench:
@@ -107,21 +116,13 @@ class Bench:
         self._vocab = vocab_used(self._config.vocab_size)
         self._rng = random.Random(0)
 
-    def _prompts(self, count: int, length: int) -> list[list[int]]:
-        return [[self._rng.randrange(10, self._vocab) for _ in range(length)] for _ in range(count)]
-
-    def _generate(self, count: int, length: int, out: int) -> float:
-        prompts = self._prompts(count, length)
+    def generate(self, count: int, length: int, out: int) -> float:
+        """Return the seconds that some prompts take, generated at once."""
+        prompts = random_prompts(self._rng, count, length, self._vocab)
         sampling = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
         start = time.perf_counter()
         self._llm.generate(prompts, sampling, use_tqdm=False)
         return time.perf_counter() - start
-
-    def ttft(self, prompts: list[int]) -> None:
-        """Measure the time to first token of one prompt, for each of some lengths."""
-        for length in prompts:
-            median, low, high = repeat(partial(self._generate, 1, length, 1), self._times)
-            emit(what="ttft", prompt=length, ms=median * 1e3, low=low * 1e3, high=high * 1e3)
 
     def decode(self, batches: list[int], bandwidth: float) -> None:
         """Measure decode steps of prefilled sequences, if the KV pool can hold them.
@@ -139,11 +140,9 @@ class Bench:
             context = self._context + (1 + self._times / 2) * SEGMENT
             moved = weights_read(self._config, experts) + batch * kv_read(self._config, context)
             emit(
-                what="decode",
+                "decode",
                 batch=batch,
-                ms=median * 1e3,
-                low=min(seconds) * 1e3,
-                high=max(seconds) * 1e3,
+                **spread("ms", [1e3 * each for each in seconds]),
                 of_ceiling=moved / bandwidth / median,
                 **({} if experts is None else {"experts": experts}),
             )
@@ -162,7 +161,8 @@ class Bench:
         core = self._llm.engine.core
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
-        for number, prompt in enumerate(self._prompts(batch, self._context)):
+        prompts = random_prompts(self._rng, batch, self._context, self._vocab)
+        for number, prompt in enumerate(prompts):
             core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
         while core.scheduler.num_queued_tokens:
             core.step()
@@ -186,10 +186,6 @@ class Bench:
         with counting_experts(self._llm.engine.runner) as counts:
             core.step()
         return statistics.mean(counts) if counts else None
-
-    def throughput(self, mixes: list[str]) -> None:
-        """Measure output tokens per second; see `throughput`."""
-        throughput(self._generate, mixes, self._times)
 
 
 def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -229,7 +225,7 @@ def main() -> None:
     """Run the parts that were asked for."""
     args = read_options(argparse.ArgumentParser(description=__doc__))
     bandwidth = copy_bandwidth()
-    emit(what="copy", tb_s=bandwidth / 1e12)
+    emit("copy", tb_s=bandwidth / 1e12)
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(SHAPES[args.model]))
@@ -242,14 +238,9 @@ def main() -> None:
             max_num_seqs=args.max_num_seqs,
             enable_prefix_caching=False,
         )
-        emit(what="start", s=time.perf_counter() - start, blocks=llm.block_counts().total)
+        emit("start", s=time.perf_counter() - start, blocks=llm.block_counts().total)
         bench = Bench(llm, args.times, args.context)
-        if "ttft" in args.parts:
-            bench.ttft(args.prompts)
-        if "decode" in args.parts:
-            bench.decode(args.batches, bandwidth)
-        if "throughput" in args.parts:
-            bench.throughput(args.mixes)
+        run_parts(args, bench.generate, partial(bench.decode, bandwidth=bandwidth))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -25,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.loadtest.bench.tables import emit
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -190,21 +190,13 @@ def main() -> None:
     if args.windows > MAX_WINDOWS:
         parser.error(f"--windows must be at most {MAX_WINDOWS}")
     torch.set_num_threads(1)
-    for caching in (False, True):
-        _print(
-            {"rows": args.rows, "prefix_cache": caching},
-            measure_decode(args.rows, caching, args.windows),
-        )
-    for caching in (False, True):
-        _print(
-            {"prefill": args.prompt, "prefix_cache": caching},
-            measure_prefill(args.prompt, caching, args.windows),
-        )
-
-
-def _print(what: dict[str, int], times: dict[str, float]) -> None:
-    rounded = {name: round(us, 1) for name, us in times.items()}
-    print(json.dumps({**what, **rounded}), flush=True)
+    for what, size, measure_steps in (
+        ("decode", args.rows, measure_decode),
+        ("prefill", args.prompt, measure_prefill),
+    ):
+        for caching in (False, True):
+            times = measure_steps(size, caching, args.windows)
+            emit(what, size=size, prefix_cache=caching, **times)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm, vllm_environment
+from pagewire.loadtest.bench.clusters import run_bench, vllm_environment
 from pagewire.loadtest.bench.engine import read_options
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.cluster import BenchError
 
 VALUES = {
     "ttft": ("prompt", "ms"),
@@ -55,35 +56,33 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
             spread = {f"vllm_{end}": peer[end] for end in ("low", "high") if end in peer}
             row = row | spread | {"vllm": peer[value], "ratio": row[value] / peer[value]}
         rows.append(row)
-    out = ("out", "n") if what == "throughput" else ()
-    ends = ("low", "high") if what != "start" else ()
-    peers = ("vllm", *(f"vllm_{end}" for end in ends))
-    of_ceiling = ("of_ceiling",) if what == "decode" else ()
-    experts = ("experts",) if any("experts" in row for row in rows) else ()
-    return markdown(rows, (key, *out, *experts, value, *ends, *of_ceiling, *peers, "ratio"))
-
-
-def engine_options(args: argparse.Namespace) -> list[str]:
-    """Return the command-line options of an engine's bench."""
-    options = ["--model", args.model, "--times", args.times, "--max-num-seqs", args.max_num_seqs]
-    options += ["--parts", *args.parts, "--mixes", *args.mixes]
-    options += ["--prompts", *args.prompts, "--batches", *args.batches, "--context", args.context]
-    options += [] if args.budget is None else ["--budget", args.budget]
-    return [str(option) for option in options]
+    return markdown(rows)
 
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--no-kernels", dest="kernels", action="store_false")
-    parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--no-kernels", dest="kernels", action="store_false")
+    own.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
+    _, options = own.parse_known_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], parents=[own])
     args = read_options(parser)
-    stop_servers_on_sigterm()
+    return run_bench(lambda: measure(args, options))
+
+
+def measure(args: argparse.Namespace, options: list[str]) -> None:
+    """Run the benches and print the tables.
+
+    Args:
+        args: the command line's options.
+        options: those of an engine's bench, as given.
+
+    Raises:
+        BenchError: a bench failed, perhaps since a kernel is wrong.
+    """
     with_peer = vllm_environment(args.vllm, pair=False)
     if args.kernels and results("pagewire.kernels.bench.run", environment=with_peer) is None:
-        print("error: a kernel is wrong, or cannot be timed: no engine bench", file=sys.stderr)
-        return 1
-    options = engine_options(args)
+        raise BenchError("a kernel is wrong, or cannot be timed: no engine bench")
     ours = results("pagewire.loadtest.bench.engine", *options)
     theirs: list[Row] | None = []
     if with_peer is not None:
@@ -92,11 +91,9 @@ def main() -> int:
     else:
         print("vLLM cannot be imported: no peer", file=sys.stderr)
     if ours is None or theirs is None:
-        print("error: an engine's bench failed", file=sys.stderr)
-        return 1
+        raise BenchError("an engine's bench failed")
     for what in ("start", *args.parts):
         print(f"\n### {what}\n\n{compare(what, ours, theirs)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""Measurements of a serving cluster: unloaded TTFT, token gaps under long prompts, goodput.
-
-Each is a function: `unloaded`, `isolation`, `goodput`.
-"""
+"""Measurements of a serving cluster: unloaded TTFT, and token gaps under long prompts."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
-import time
+from collections.abc import Sequence
 from typing import Any
 
 from pagewire.loadtest.bench.client import Client
+from pagewire.loadtest.bench.tables import spread
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.stats import percentile
 
@@ -25,7 +22,6 @@ ISOLATION_TIMES = 3
 LONG_PROMPT = 8192
 LONG_PROMPTS_PER_S = 2.0
 MOST_LONG_PROMPTS = 128
-GOODPUT_PROMPT, GOODPUT_TOKENS = 6144, 256
 
 Row = dict[str, Any]
 
@@ -45,14 +41,11 @@ async def unloaded(client: Client) -> list[Row]:
         before = await client.transfer_seconds()
         answers = [await client.complete(length, UNLOADED_TOKENS) for _ in range(UNLOADED_TIMES)]
         after = await client.transfer_seconds()
-        ttft = [answer.ttft * 1e3 for answer in answers]
         rows.append(
             {
                 "what": "unloaded",
                 "prompt": length,
-                "ttft": statistics.median(ttft),
-                "low": min(ttft),
-                "high": max(ttft),
+                **spread("ttft", [answer.ttft * 1e3 for answer in answers]),
                 "exposed": (after[0] - before[0]) / max(1, after[1] - before[1]) * 1e3,
                 "second": statistics.median(answer.gaps[0] for answer in answers) * 1e3,
                 "usual": statistics.median(gap for a in answers for gap in a.gaps[1:]) * 1e3,
@@ -109,60 +102,7 @@ def _isolation_row(runs: list[list[float]]) -> Row:
     }
 
 
-def poisson_waits(rate: float, seconds: float) -> list[float]:
-    """Return random times between arrivals in seconds, until their sum reaches `seconds`.
-
-    Args:
-        rate: mean arrivals per second.
-        seconds: duration of all arrivals.
-    """
-    rng = random.Random(int(rate * 10))
-    waits: list[float] = []
-    while sum(waits) < seconds:
-        waits.append(rng.expovariate(rate))
-    return waits
-
-
-async def goodput(client: Client, rates: list[float], seconds: float) -> list[Row]:
-    """Measure TTFT, gaps (in ms) and completed requests/s with Poisson arrivals of long prompts.
-
-    Args:
-        client: sends the requests.
-        rates: arrivals per second, one after the other.
-        seconds: duration of the arrivals at each rate.
-
-    Raises:
-        BenchError: a request failed.
-    """
-    rows = []
-    for rate in rates:
-        waits = poisson_waits(rate, seconds)
-        requests = [client.prepare(GOODPUT_PROMPT, GOODPUT_TOKENS) for _ in waits]
-        tasks = []
-        start = time.perf_counter()
-        for request, wait in zip(requests, waits, strict=True):
-            tasks.append(asyncio.create_task(client.ask(request)))
-            await asyncio.sleep(wait)
-        answers = await asyncio.gather(*tasks)
-        elapsed = time.perf_counter() - start
-        ttft = [answer.ttft * 1e3 for answer in answers]
-        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps]
-        rows.append(
-            {
-                "what": "goodput",
-                "rate": rate,
-                "requests": len(answers),
-                "ttft_p50": percentile(ttft, 50),
-                "ttft_p99": percentile(ttft, 99),
-                "gap_p50": percentile(gaps, 50),
-                "gap_p99": percentile(gaps, 99),
-                "completed_per_s": len(answers) / elapsed,
-            }
-        )
-    return rows
-
-
-async def run(client: Client, names: list[str], rates: list[float], seconds: float) -> list[Row]:
+async def run(client: Client, names: Sequence[str]) -> list[Row]:
     """Run the phases of these names, one after the other, and close the client."""
     rows: list[Row] = []
     try:
@@ -170,8 +110,6 @@ async def run(client: Client, names: list[str], rates: list[float], seconds: flo
             rows += await unloaded(client)
         if "isolation" in names:
             rows += await isolation(client)
-        if "goodput" in names:
-            rows += await goodput(client, rates, seconds)
     finally:
         await client.close()
     return rows

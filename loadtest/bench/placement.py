@@ -19,13 +19,12 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
 
+from pagewire.loadtest.bench.tables import emit
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, PrefixPolicy, Prompt
@@ -243,11 +242,8 @@ def main() -> None:
             Simulation(routers, load, known, seed).run(options.seconds)
             for seed in range(options.runs)
         ]
-        figures: dict[str, Any] = {
-            name: round(mean(run[name] for run in runs), 3) for name in runs[0]
-        }
-        case = {"what": "placement", "routers": routers, "load": load, "known": known}
-        print("RESULT " + json.dumps(case | figures), flush=True)
+        figures = {name: round(mean(run[name] for run in runs), 3) for name in runs[0]}
+        emit("placement", routers=routers, load=load, known=known, **figures)
 
 
 if __name__ == "__main__":

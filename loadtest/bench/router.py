@@ -16,7 +16,6 @@ Every token of every stream is checked: a wrong or missing one ends the bench.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,11 +25,11 @@ from statistics import median
 from typing import Any
 
 from pagewire.loadtest import cluster
-from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
+from pagewire.loadtest.bench.clusters import run_bench
 from pagewire.loadtest.bench.router_client import MAX_STREAMS
 from pagewire.loadtest.bench.router_run import CONNECTIONS, Bench, Case
 from pagewire.loadtest.bench.router_start import CYCLE
-from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.bench.tables import emit, spread
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.shared.base.open_files import raise_open_file_limit
 
@@ -47,11 +46,9 @@ def case_row(cases: dict[str, list[Case]]) -> Row:
         cases: by target, one for each repetition.
     """
     ours = cases["router"]
-    rates = [case.events_per_cpu_s for case in ours]
-    row = {
+    row: Row = {
         **target_row("", ours),
-        "low": min(rates),
-        "high": max(rates),
+        **spread("events_per_cpu_s", [case.events_per_cpu_s for case in ours]),
         "tokens_per_cpu_s": median_of(ours, lambda case: case.full[1].tokens / case.full[0].cpu_s),
         "events_per_s": median_of(ours, lambda case: case.full[1].events / case.full[0].seconds),
         "cores": median_of(ours, lambda case: case.full[0].cpu_s / case.full[0].seconds),
@@ -98,28 +95,14 @@ def median_of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
     return median([value(case) for case in cases])
 
 
-def print_row(what: str, options: argparse.Namespace, row: Row) -> None:
-    """Print a result as one line."""
-    setting = {
-        name: getattr(options, name) for name in ("routers", "workers", "repeats", "seconds")
-    }
-    found = {key: rounded(value) for key, value in row.items()}
-    print("RESULT " + json.dumps({"what": what} | found | setting), flush=True)
-
-
-def rounded(value: Any) -> Any:
-    """Return a float with four significant digits, or whole from 1000 on; others unchanged."""
-    if not isinstance(value, float):
-        return value
-    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
-
-
 def measure(options: argparse.Namespace, bench: Bench) -> None:
     """Print a line for each case.
 
     Raises:
         BenchError: a token is wrong or missing, or a process ended.
     """
+    names = ("routers", "workers", "repeats", "seconds")
+    setting = {name: getattr(options, name) for name in names}
     for streams in options.streams:
         found: dict[str, list[dict[int, Case]]] = {name: [] for name in bench.targets}
         for _ in range(options.repeats):
@@ -130,15 +113,17 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
                 found[name].append(cases)
         for tokens in options.tokens_per_event:
             by_name = {name: [each[tokens] for each in runs] for name, runs in found.items()}
-            row = {"streams": streams, "tokens_per_event": tokens, **case_row(by_name)}
-            print_row("router", options, row)
+            case = {"streams": streams, "tokens_per_event": tokens}
+            emit("router", **case, **case_row(by_name), **setting)
     short = [bench.short_answers() for _ in range(options.repeats)]
-    speeds = [count / span.cpu_s for span, count in short]
-    row = {"connections": CONNECTIONS * options.routers, "requests_per_cpu_s": median(speeds)}
-    row |= {"low": min(speeds), "high": max(speeds)}
-    row |= {"requests_per_s": median([count / span.seconds for span, count in short])}
-    row |= {"cores": median([span.cpu_s / span.seconds for span, _ in short])}
-    print_row("router_requests", options, row)
+    emit(
+        "router_requests",
+        connections=CONNECTIONS * options.routers,
+        **spread("requests_per_cpu_s", [count / span.cpu_s for span, count in short]),
+        requests_per_s=median([count / span.seconds for span, count in short]),
+        cores=median([span.cpu_s / span.seconds for span, _ in short]),
+        **setting,
+    )
 
 
 def number_up_to(most: int) -> Callable[[str], int]:
@@ -165,15 +150,13 @@ def main() -> int:
     parser.add_argument("--workers", type=number, default=2, help="stub decode workers")
     parser.add_argument("--program", default=cluster.PROGRAM, help="the module that is `pagewire`")
     options = parser.parse_args()
-    stop_servers_on_sigterm()
     raise_open_file_limit()
-    try:
+
+    def run() -> None:
         with tempfile.TemporaryDirectory(prefix="pw-") as folder, ExitStack() as stack:
             measure(options, Bench(options, Path(folder), stack))
-    except BenchError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+
+    return run_bench(run)
 
 
 if __name__ == "__main__":

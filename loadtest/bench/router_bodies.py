@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
-import multiprocessing
 import os
 import secrets
 import sys
@@ -23,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +29,8 @@ from typing import Any
 
 import httpx
 
-from pagewire.loadtest.bench.clusters import stop_servers_on_sigterm
+from pagewire.loadtest.bench.child import Child
+from pagewire.loadtest.bench.clusters import run_bench
 from pagewire.loadtest.bench.router_client import ENDLESS, MODEL, Script
 from pagewire.loadtest.bench.router_relay import HOST
 from pagewire.loadtest.bench.router_start import (
@@ -40,7 +40,7 @@ from pagewire.loadtest.bench.router_start import (
     write_model,
 )
 from pagewire.loadtest.bench.router_stubs import StubWorker
-from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.bench.tables import emit
 from pagewire.services.cli.bench.stats import percentile
 
 NAME = "decode-0"
@@ -118,37 +118,28 @@ class Stream(asyncio.Protocol):
             self.runs.set()
 
 
-class Poster(threading.Thread):
-    """Posts one body again and again.
+@dataclass(slots=True)
+class Posted:
+    """Answers to one body that was posted again and again.
 
     Attributes:
         seconds: time to each answer, in seconds.
         status: HTTP status of the last answer.
     """
 
-    def __init__(self, port: int, path: str, body: bytes) -> None:
-        super().__init__(daemon=True)
-        self.seconds: list[float] = []
-        self.status = 0
-        self._port, self._path, self._body = port, path, body
-        self._ended = threading.Event()
+    seconds: list[float] = field(default_factory=list)
+    status: int = 0
 
-    def run(self) -> None:
-        """Post until the end."""
-        connection = http.client.HTTPConnection(HOST, self._port, timeout=ANSWER_TIMEOUT_S)
-        while not self._ended.is_set():
+
+async def post(url: str, body: bytes, posted: Posted, ended: asyncio.Event) -> None:
+    """Post a body again and again until the end; each time from a thread, as it takes long."""
+    headers = {"Content-Type": "application/json"}
+    with httpx.Client(headers=headers, timeout=ANSWER_TIMEOUT_S, trust_env=False) as client:
+        while not ended.is_set():
             start = time.monotonic()
-            connection.request("POST", self._path, self._body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            response.read()
-            self.status = response.status
-            self.seconds.append(time.monotonic() - start)
-        connection.close()
-
-    async def end(self) -> None:
-        """Wait for the last answer."""
-        self._ended.set()
-        await asyncio.to_thread(self.join, ANSWER_TIMEOUT_S)
+            response = await asyncio.to_thread(client.post, url, content=body)
+            posted.status = response.status_code
+            posted.seconds.append(time.monotonic() - start)
 
 
 async def ask(port: int, seconds: float) -> list[float]:
@@ -174,54 +165,52 @@ async def measure(port: int, options: argparse.Namespace) -> None:
         for stream in streams:
             await stream.runs.wait()
     for name, path, body in (("none", "", b""), *bodies()):
-        poster = Poster(port, path, body)
-        if body:
-            poster.start()
-            await asyncio.sleep(options.settle)  # the first one may start a process
-        start = time.monotonic()
-        waits = await ask(port, options.seconds)
-        end = time.monotonic()
-        if body:
-            await poster.end()
+        posted, ended = Posted(), asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            if body:
+                group.create_task(post(f"http://{HOST}:{port}{path}", body, posted, ended))
+                await asyncio.sleep(options.settle)  # the first one may start a process
+            start = time.monotonic()
+            waits = await ask(port, options.seconds)
+            end = time.monotonic()
+            ended.set()
         gaps = [
             (after - before) * 1e3
             for stream in streams
             for before, after in pairwise(stream.times)
             if start <= before and after <= end
         ]
-        row = {"body": name, "mbytes": len(body) / 1e6, "status": poster.status}
-        row |= {"posted": len(poster.seconds), "slowest_s": max(poster.seconds, default=0.0)}
-        row |= {f"gap_p{percent}_ms": percentile(gaps, percent) for percent in (50, 99)}
-        row |= {"gap_max_ms": max(gaps), "lag_p99_ms": percentile(waits, 99) * 1e3}
-        row |= {"lag_max_ms": max(waits) * 1e3}
-        print("RESULT " + json.dumps({key: rounded(value) for key, value in row.items()}))
+        emit(
+            "router_bodies",
+            body=name,
+            mbytes=len(body) / 1e6,
+            status=posted.status,
+            posted=len(posted.seconds),
+            slowest_s=max(posted.seconds, default=0.0),
+            gap_p50_ms=percentile(gaps, 50),
+            gap_p99_ms=percentile(gaps, 99),
+            gap_max_ms=max(gaps),
+            lag_p99_ms=percentile(waits, 99) * 1e3,
+            lag_max_ms=max(waits) * 1e3,
+        )
     for stream in streams:
         stream.transport.abort()
 
 
-def rounded(value: Any) -> Any:
-    """Return a float with four significant digits; other values unchanged."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def run(options: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+def run(options: argparse.Namespace) -> None:
     """Start everything and measure.
 
     Raises:
         BenchError: something does not start.
     """
-    redis_url = start_redis(folder, stack)
     secret = secrets.token_hex(16)
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    worker = spawn.Process(target=run_worker, args=(theirs, redis_url, secret), daemon=True)
-    worker.start()
-    stack.callback(worker.join, 5)
-    stack.callback(ours.close)
-    theirs.close()
-    write_model(folder / "model")
-    port, _ = start_router(stack, folder / "router.log", redis_url, secret, [NAME])
-    asyncio.run(measure(port, options))
+    with tempfile.TemporaryDirectory(prefix="pw-") as name, ExitStack() as stack:
+        folder = Path(name)
+        redis_url = start_redis(folder, stack)
+        stack.callback(Child(run_worker, redis_url, secret).close)
+        write_model(folder / "model")
+        port, _ = start_router(stack, folder / "router.log", redis_url, secret, [NAME])
+        asyncio.run(measure(port, options))
 
 
 def main() -> int:
@@ -231,14 +220,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each kind of body")
     parser.add_argument("--settle", type=float, default=2.0, help="seconds before that")
     options = parser.parse_args()
-    stop_servers_on_sigterm()
-    try:
-        with tempfile.TemporaryDirectory(prefix="pw-") as folder, ExitStack() as stack:
-            run(options, Path(folder), stack)
-    except BenchError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+    return run_bench(lambda: run(options))
 
 
 if __name__ == "__main__":

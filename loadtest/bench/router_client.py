@@ -18,9 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
+import httptools
+import httpx
 import msgspec
 
 from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.client.sse import EventParser
 
 TOKEN_CHARS = 4  # of each token's text
 MODEL = "m"
@@ -163,40 +166,37 @@ class Stream:
         Raises:
             BenchError: the data are not a chunked response with status 200, or [DONE] is not last.
         """
-        line, last = b"", b""
-        for at, body in self._bodies():
-            *lines, line = (line + body).split(b"\n")
-            for each in lines:
-                if each.startswith(b"data: "):
-                    last = each[6:]
-                    if last != b"[DONE]":
-                        yield at, last
+        body, events, last = _Body(), EventParser(), b""
+        response = httptools.HttpResponseParser(body)
+        for at, data in zip(self.times, self.data, strict=True):
+            try:
+                response.feed_data(data)
+            except httptools.HttpParserError as exc:
+                raise BenchError(f"stream {self.number}: no response at {data[:99]!r}") from exc
+            if body.parts and response.get_status_code() != httpx.codes.OK:
+                raise BenchError(f"stream {self.number} was answered {b''.join(self.data)[:500]!r}")
+            for last in events.feed(body.take()):
+                if last != b"[DONE]":
+                    yield at, last
         if last != b"[DONE]":
             raise BenchError(f"stream {self.number} does not end with [DONE]")
 
-    def _bodies(self) -> Iterator[tuple[float, bytes]]:
-        """Yield each arrival time with the content of the chunks that it completed."""
-        rest, is_head = b"", True
-        for at, data in zip(self.times, self.data, strict=True):
-            rest += data
-            if is_head:
-                head, end, body = rest.partition(b"\r\n\r\n")
-                if not end:
-                    continue
-                if not head.startswith(b"HTTP/1.1 200 "):
-                    raise BenchError(f"stream {self.number} was answered {rest[:500]!r}")
-                rest, is_head = body, False
-            bodies = []
-            while (begin := rest.find(b"\r\n") + 2) >= 2:
-                try:
-                    size = int(rest[: begin - 2], 16)
-                except ValueError as exc:
-                    raise BenchError(f"stream {self.number}: no chunk at {rest[:99]!r}") from exc
-                if len(rest) < begin + size + 2:
-                    break
-                bodies.append(rest[begin : begin + size])
-                rest = rest[begin + size + 2 :]
-            yield at, b"".join(bodies)
+
+class _Body:
+    """The parts of a response's body that have not been taken."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def on_body(self, data: bytes) -> None:
+        """Keep a part; the parser calls this."""
+        self.parts.append(data)
+
+    def take(self) -> bytes:
+        """Return what has come since the last call."""
+        taken = b"".join(self.parts)
+        self.parts.clear()
+        return taken
 
 
 def read(stream: Stream, script: Script, tokens: int) -> Iterator[tuple[float, int, int]]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import uvloop
@@ -31,31 +32,7 @@ RESPONSE = (
 DONE = b"data: [DONE]\n\n"
 ENTRY = struct.Struct("<HI")  # in a message to the relay: stream, number of bytes that follow
 NGINX_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-NGINX_CONFIG = """
-daemon off;
-master_process off;
-pid {folder}/nginx.pid;
-error_log stderr error;
-events {{ worker_connections 16384; }}
-http {{
-    access_log off;
-    client_body_temp_path {folder}/client_body;
-    proxy_temp_path {folder}/proxy;
-    fastcgi_temp_path {folder}/fastcgi;
-    uwsgi_temp_path {folder}/uwsgi;
-    scgi_temp_path {folder}/scgi;
-    upstream stubs {{ {servers} }}
-    server {{
-        listen {host}:{port} backlog={backlog};
-        location / {{
-            proxy_pass http://stubs;
-            proxy_http_version 1.1;
-            proxy_set_header Connection "";
-            proxy_buffering off;
-        }}
-    }}
-}}
-"""
+NGINX_CONFIG = Path(__file__).with_name("nginx.conf")  # a template
 
 
 class HttpProtocol(asyncio.Protocol):
@@ -154,7 +131,8 @@ def running_nginx(upstreams: Sequence[int], folder: Path) -> Iterator[tuple[int,
     port, config, log = late_port(), folder / "nginx.conf", folder / "nginx.log"
     servers = " ".join(f"server {HOST}:{each};" for each in upstreams)
     fields = {"folder": folder, "servers": servers, "host": HOST, "port": port}
-    config.write_text(NGINX_CONFIG.format(backlog=BACKLOG, **fields))
+    template = Template(NGINX_CONFIG.read_text(encoding="utf-8"))
+    config.write_text(template.substitute(backlog=BACKLOG, **fields))
     with cluster.server([program, "-c", str(config)], log) as process:
         cluster.wait_ready(process, log, lambda: _accepts(port), START_TIMEOUT_S)
         yield port, process.pid

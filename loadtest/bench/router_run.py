@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pagewire.loadtest.bench.child import REPLY_TIMEOUT_S, SPAWN, Child
 from pagewire.loadtest.bench.router_client import Arrivals, Sent, run_client
 from pagewire.loadtest.bench.router_relay import run_relay, running_nginx
 from pagewire.loadtest.bench.router_start import start_redis, start_router, write_model
@@ -23,63 +23,6 @@ OPENING_POLL_S = 0.01
 LEAST_STEPS = 4  # of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # time in which the baselines are measured / that of the router
 CONNECTIONS = 64  # of the client of short answers
-REPLY_TIMEOUT_S = 120.0
-_SPAWN = multiprocessing.get_context("spawn")
-
-
-class Child:
-    """A process of the bench that answers commands.
-
-    Args:
-        run: its function; the first argument is the other end of a connection.
-        args: the other arguments.
-    """
-
-    def __init__(self, run: Callable[..., None], *args: Any) -> None:
-        self._connection, there = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=run, args=(there, *args), daemon=True)
-        self._process.start()
-        there.close()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid or 0
-
-    def ask(self, name: str, *args: Any) -> Any:
-        """Send a command; return its result, see `result`."""
-        self.send(name, *args)
-        return self.result()
-
-    def send(self, name: str, *args: Any) -> None:
-        """Send a command."""
-        self._connection.send((name, *args))
-
-    def result(self) -> Any:
-        """Wait for the result of the oldest command that has none yet.
-
-        Raises:
-            BenchError: the process reports an error, has ended, or does not answer.
-        """
-        if not self._connection.poll(REPLY_TIMEOUT_S):
-            raise BenchError(f"the streams stand still: no answer within {REPLY_TIMEOUT_S:g} s")
-        try:
-            result = self._connection.recv()
-        except (EOFError, OSError) as exc:
-            raise BenchError("a process of the bench has ended, see above") from exc
-        if isinstance(result, BenchError):
-            raise result
-        return result
-
-    def has_result(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._connection.poll()
-
-    def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        self._process.join(5)
-        self._process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +137,7 @@ class Bench:
         redis_url = start_redis(folder, stack)
         secret = secrets.token_hex(16)
         names = [f"decode-{number}" for number in range(options.workers)]
-        pipes = [_SPAWN.Pipe(duplex=False) for _ in names]
+        pipes = [SPAWN.Pipe(duplex=False) for _ in names]
         self._stubs = [
             self._child(run_stub, reader, script, name, secret, redis_url)
             for name, (reader, _) in zip(names, pipes, strict=True)

@@ -6,6 +6,7 @@ A shape is the content of a config.json, which is in the folder `models`; weight
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,11 @@ def vocab_used(vocab_size: int) -> int:
     So special tokens, which are the last ones, are not in prompts.
     """
     return vocab_size // 1000 * 1000
+
+
+def random_prompts(rng: random.Random, count: int, length: int, vocab: int) -> list[list[int]]:
+    """Return prompts of random token ids below `vocab_used`."""
+    return [[rng.randrange(10, vocab) for _ in range(length)] for _ in range(count)]
 
 
 VOCAB_USED = vocab_used(LLAMA_8B["vocab_size"])

@@ -25,8 +25,8 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pagewire.loadtest.bench.engine import emit
-from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
+from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED, random_prompts
+from pagewire.loadtest.bench.tables import emit, spread
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -40,21 +40,7 @@ MAX_TOKENS = 2048
 TEMPERATURE = 0.35
 SEGMENT = 16  # steps
 REPETITIONS = 5
-SCHEMA = {
-    "type": "array",
-    "minItems": 200,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 40},
-            "kind": {"enum": ["first", "second", "third"]},
-            "size": {"type": "number"},
-            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 5},
-        },
-        "required": ["name", "kind", "size", "tags"],
-        "additionalProperties": False,
-    },
-}
+SCHEMA = json.loads(Path(__file__).with_name("shaping_schema.json").read_text(encoding="utf-8"))
 _LETTERS = 'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789{}[]":,.-'
 
 
@@ -98,9 +84,9 @@ def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
     Raises:
         BenchError: an answer has ended.
     """
-    core, rng = llm.engine.core, random.Random(batch)
-    for number in range(batch):
-        prompt = [rng.randrange(10, VOCAB_USED) for _ in range(CONTEXT)]
+    core = llm.engine.core
+    prompts = random_prompts(random.Random(batch), batch, CONTEXT, VOCAB_USED)
+    for number, prompt in enumerate(prompts):
         core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
     while core.scheduler.num_queued_tokens:
         core.step()
@@ -139,16 +125,8 @@ def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
                     found[kind].append(took)
         first = statistics.median(next(iter(found.values())))
         for kind, times in found.items():
-            median = statistics.median(times)
-            emit(
-                what="shaping",
-                batch=batch,
-                kind=kind,
-                ms=median,
-                low=min(times),
-                high=max(times),
-                ratio=median / first,
-            )
+            ratio = statistics.median(times) / first
+            emit("shaping", batch=batch, kind=kind, **spread("ms", times), ratio=ratio)
 
 
 def read_batches() -> list[int]:

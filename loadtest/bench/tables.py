@@ -1,13 +1,41 @@
-"""Results as Markdown tables."""
+"""Results as lines of JSON, and as Markdown tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 
-def markdown(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
-    """Return a table of these columns; floats have three or four significant digits."""
+def emit(what: str, **fields: Any) -> None:
+    """Print one result; floats have four significant digits, or are whole from 1000 on."""
+    rounded = {name: _rounded(value) for name, value in fields.items()}
+    print("RESULT " + json.dumps({"what": what} | rounded), flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return round(value) if abs(value) >= 1000 else float(f"{value:.4g}")
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return the median of values by a name, with the lowest and the highest."""
+    return {name: median(values), "low": min(values), "high": max(values)}
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a table of rows; floats have three or four significant digits.
+
+    Its columns are all of the rows' fields but `what`, and those that have parts.
+    """
+    columns = dict.fromkeys(
+        name
+        for row in rows
+        for name, value in row.items()
+        if name != "what" and not isinstance(value, (list, dict))
+    )
     head = [
         f"| {' | '.join(name.replace('_', ' ') for name in columns)} |",
         "| --- " * len(columns) + "|",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,9 @@ from pagewire.loadtest.bench import phases
 from pagewire.loadtest.bench.client import Client
 from pagewire.loadtest.bench.clusters import (
     Topology,
+    run_bench,
     running_cluster,
     running_vllm_pair,
-    stop_servers_on_sigterm,
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
@@ -36,47 +35,13 @@ from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row
-from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.settings.types import KvTransport
 
 TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
-PHASES = ("handover", "unloaded", "isolation", "idle")
+PHASES = ("handover", "unloaded", "isolation", "idle", "crowd")
 OWN_CLUSTERS = ("handover",)  # phases that start what they measure
-COLUMNS = {
-    "unloaded": ("prompt", "ttft", "low", "high", "exposed", "second", "usual"),
-    "isolation": ("loaded", "p50", "p99", "of_alone", "max", "long_ttft"),
-    "handover": (
-        "prompt",
-        "ttft",
-        "aggregated_ttft",
-        "ttft_ratio",
-        "second",
-        "aggregated_second",
-        "second_ratio",
-    ),
-    "idle": ("worker", "percent_of_a_core"),
-    "goodput": (
-        "rate",
-        "requests",
-        "completed_per_s",
-        "ttft_p50",
-        "ttft_p99",
-        "gap_p50",
-        "gap_p99",
-    ),
-    "crowd": (
-        "clients",
-        "tokens_per_s",
-        "low",
-        "high",
-        "step",
-        "gap_p50",
-        "gap_p99",
-        "ttft_p50",
-        "tokens_per_chunk",
-    ),
-}
 
 
 def check_and_time_the_wire() -> None:
@@ -106,10 +71,10 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
     def note(label: str, found: list[Row]) -> None:
         for row in found:
             rows.append({"cluster": label, **row})
-            print(json.dumps(rows[-1]), flush=True)
+            emit(**rows[-1])
 
     def ask(label: str, urls: list[str], prefill_url: str | None = None) -> None:
-        note(label, asyncio.run(_phases(Client(urls, prefill_url), args)))
+        note(label, asyncio.run(phases.run(Client(urls, prefill_url), args.phases)))
         if "crowd" in args.phases and prefill_url is None:
             for clients in args.clients:
                 note(label, [crowd(urls, clients, args.seconds)])
@@ -124,7 +89,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
         with running_cluster(model, topology, logs, *options) as cluster:
             ask(topology.label, [cluster.url])
             if "idle" in args.phases:
-                note(topology.label, idle(cluster.pid))
+                note(topology.label, idle())
     if args.peer:
         _measure_vllm(args, model, logs, ask)
 
@@ -152,17 +117,12 @@ def _measure_vllm(
                 ask(f"vLLM, 1P1D{more}", urls[1:], urls[0])
 
 
-async def _phases(client: Client, args: argparse.Namespace) -> list[Row]:
-    return await phases.run(client, args.phases, args.rates, args.seconds)
-
-
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
-    parser.add_argument("--phases", nargs="+", choices=COLUMNS, default=list(PHASES))
-    parser.add_argument("--rates", nargs="+", type=float, default=[3, 6, 9])
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each rate or crowd")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES[:-1]))
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each crowd")
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of a worker, at once")
@@ -179,11 +139,18 @@ def main() -> int:
     parser.add_argument("--no-peer", dest="peer", action="store_false")
     parser.add_argument("--no-wire", dest="wire", action="store_false")
     args = parser.parse_args()
-    stop_servers_on_sigterm()
+    return run_bench(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and print the tables, of what was measured before an error, too.
+
+    Raises:
+        BenchError: a server did not start, or an answer was wrong.
+    """
     rows: list[Row] = []
-    failure: BenchError | None = None
+    args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
     try:
-        args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
         if args.wire:
             check_and_time_the_wire()
         with tempfile.TemporaryDirectory() as directory:
@@ -191,15 +158,10 @@ def main() -> int:
             logs = args.logs or Path(directory, "logs")
             logs.mkdir(parents=True, exist_ok=True)
             measure(args, Path(directory), logs, rows)
-    except BenchError as exc:
-        failure = exc  # what was measured before is shown all the same
-    for phase in args.phases:
-        print(f"\n### {phase}{'' if phase == 'idle' else ', ms'}\n")
-        chosen = [row for row in rows if row["what"] == phase]
-        print(markdown(chosen, ("cluster", *COLUMNS[phase])))
-    if failure is not None:
-        print(f"error: {failure}", file=sys.stderr)
-    return 0 if failure is None else 1
+    finally:
+        for phase in args.phases:
+            print(f"\n### {phase}{'' if phase == 'idle' else ', ms'}\n")
+            print(markdown([row for row in rows if row["what"] == phase]))
 
 
 if __name__ == "__main__":

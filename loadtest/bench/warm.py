@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import itertools
 import math
 import os
 import random
@@ -21,17 +21,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from pagewire.loadtest.bench.client import Answer, Client, Request
-from pagewire.loadtest.bench.clusters import Topology, running_cluster, stop_servers_on_sigterm
+from pagewire.loadtest.bench.clusters import Topology, run_bench, running_cluster
 from pagewire.loadtest.bench.model import write_model
-from pagewire.loadtest.bench.phases import Row, poisson_waits
+from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import DEFAULT_MODEL, SHAPES, vocab_used
-from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import BenchError, metrics
+from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.bench.stats import percentile
 
 TOPOLOGIES = {"aggregated": Topology(0, 1, 2048), "both": Topology(1, 1, 2048)}
@@ -44,19 +43,6 @@ MINUTE_S = 60.0  # from the first request of one window to that of the other
 MOST_RATIO, MOST_MORE_S = 1.5, 0.150
 SLOW_S = 0.5
 LATE = "pagewire_engine_builds_total{"
-COLUMNS = (
-    "cluster",
-    "cache",
-    "ready_s",
-    "ttft_p50",
-    "ttft_p99",
-    "ttft_max",
-    "later_p50",
-    "later_p99",
-    "later_max",
-    "slow",
-    "late_builds",
-)
 
 
 def lengths(count: int, context: int = CONTEXT) -> list[tuple[int, int]]:
@@ -114,13 +100,13 @@ def late_builds(values: dict[str, float]) -> dict[str, int]:
 
 
 async def _send(
-    client: Client, requests: Sequence[Request], waits: Sequence[float]
+    client: Client, requests: Sequence[Request], starts: Sequence[float]
 ) -> list[Answer]:
-    tasks = []
-    for request, wait in zip(requests, waits, strict=True):
-        tasks.append(asyncio.create_task(client.ask(request)))
-        await asyncio.sleep(wait)
-    return list(await asyncio.gather(*tasks))
+    async def ask(request: Request, start: float) -> Answer:
+        await asyncio.sleep(start)
+        return await client.ask(request)
+
+    return await asyncio.gather(*map(ask, requests, starts))
 
 
 async def both_windows(url: str, vocab: int, args: argparse.Namespace) -> Row:
@@ -130,18 +116,20 @@ async def both_windows(url: str, vocab: int, args: argparse.Namespace) -> Row:
         BenchError: a request failed.
     """
     client = Client([url], vocab=vocab)
-    waits = poisson_waits(args.rate, args.seconds)
+    arrivals = arrival_times("poisson", args.rate, seed=0)
+    starts = list(itertools.takewhile(lambda at: at < args.seconds, arrivals))
     requests = [
-        [client.prepare(prompt, answer) for prompt, answer in lengths(len(waits))] for _ in range(2)
+        [client.prepare(prompt, answer) for prompt, answer in lengths(len(starts))]
+        for _ in range(2)
     ]
     try:
         begin = time.monotonic()
-        first = await _send(client, requests[0], waits)
+        first = await _send(client, requests[0], starts)
         await asyncio.sleep(max(0.0, begin + args.minute - time.monotonic()))
-        later = await _send(client, requests[1], waits)
+        later = await _send(client, requests[1], starts)
     finally:
         await client.close()
-    return {"requests": len(waits), **compare(first, later)}
+    return {"requests": len(starts), **compare(first, later)}
 
 
 def measure(name: str, model: str, vocab: int, args: argparse.Namespace) -> Iterator[Row]:
@@ -152,29 +140,17 @@ def measure(name: str, model: str, vocab: int, args: argparse.Namespace) -> Iter
     """
     options = ["--device", args.device, "--max-model-len", str(CONTEXT)]
     options += ["--max-num-seqs", str(args.max_num_seqs)]
-    with tempfile.TemporaryDirectory() as cache, _triton_cache(cache):
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "TRITON_CACHE_DIR": cache}
         for state in ("empty", "filled"):
             logs = args.logs / state
             start = time.monotonic()
-            with running_cluster(Path(model), TOPOLOGIES[name], logs, *options) as cluster:
+            with running_cluster(Path(model), TOPOLOGIES[name], logs, *options, env=env) as cluster:
                 row: Row = {"cluster": name, "cache": state, "ready_s": time.monotonic() - start}
                 if state == "empty":
                     row |= asyncio.run(both_windows(cluster.url, vocab, args))
                 late = late_builds(metrics(cluster.operator_url))
                 yield {**row, "late_builds": sum(late.values()), "built": late}
-
-
-@contextmanager
-def _triton_cache(directory: str) -> Iterator[None]:
-    name = "TRITON_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = directory
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 def wrong_in(row: Row) -> list[str]:
@@ -185,7 +161,7 @@ def wrong_in(row: Row) -> list[str]:
 
 
 def main() -> int:
-    """Measure, print, and return the exit code."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--model", choices=(*SHAPES, DEMO), default=DEFAULT_MODEL)
@@ -196,27 +172,31 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
     args = parser.parse_args()
-    stop_servers_on_sigterm()
-    rows: list[dict[str, Any]] = []
-    wrong: list[str] = []
-    with tempfile.TemporaryDirectory() as directory:
-        args.logs = args.logs or Path(directory, "logs")
-        model, vocab = DEMO, DEMO_VOCAB
-        if args.model != DEMO:
-            write_model(Path(directory), SHAPES[args.model])
-            model, vocab = directory, vocab_used(SHAPES[args.model]["vocab_size"])
-        try:
+    return run_bench(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure each cluster, and print a table of what was measured.
+
+    Raises:
+        BenchError: a cluster is not warm, or did not start.
+    """
+    rows: list[Row] = []
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            args.logs = args.logs or Path(directory, "logs")
+            model, vocab = DEMO, DEMO_VOCAB
+            if args.model != DEMO:
+                write_model(Path(directory), SHAPES[args.model])
+                model, vocab = directory, vocab_used(SHAPES[args.model]["vocab_size"])
             for name in args.topologies:
                 for row in measure(name, model, vocab, args):
                     rows.append(row)
-                    wrong += wrong_in(row)
-                    print(json.dumps(row), flush=True)
-        except BenchError as exc:
-            wrong.append(str(exc))
-    print(f"\n### TTFT in ms from ready on, and one minute later\n\n{markdown(rows, COLUMNS)}")
-    for line in wrong:
-        print(f"error: {line}", file=sys.stderr)
-    return 1 if wrong else 0
+                    emit("warm", **row)
+    finally:
+        print(f"\n### TTFT in ms from ready on, and one minute later\n\n{markdown(rows)}")
+    if wrong := [line for row in rows for line in wrong_in(row)]:
+        raise BenchError("\nerror: ".join(wrong))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ end the first sender is measured again; the others have links and send nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,17 +27,17 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pagewire.loadtest.bench.child import Child
+from pagewire.loadtest.bench.clusters import run_bench
+from pagewire.loadtest.bench.tables import emit
 from pagewire.loadtest.bench.wire_sides import (
     BLOCK_SIZE,
     LAYOUT,
     MOST_IN_A_ROW,
     Engine,
     Receiving,
-    Sending,
-    child,
-    sending_process,
+    run_sender,
 )
-from pagewire.loadtest.cluster import BenchError
 
 ROUNDS = 9
 IN_A_ROW = (1, MOST_IN_A_ROW)  # prompts
@@ -80,9 +79,9 @@ class Bench:
     num_links: int = 0
     alone: dict[int, float] = field(default_factory=dict)
 
-    def join(self, process: Sending) -> None:
+    def join(self, process: Child) -> None:
         """Wait for a sender, open its link, send a prompt, and print how long these two took."""
-        process.listen()
+        process.result()
         started = time.monotonic()
         tested_s = self.receiving.open_link(process, f"sender-{self.num_links}")
         self.receiving.round(process, 1)
@@ -90,12 +89,12 @@ class Bench:
         self._print(
             "join",
             links_before=self.num_links,
-            tested_s=round(tested_s, 4),
-            first_prompt_s=round(first_prompt_s, 4),
+            tested_s=tested_s,
+            first_prompt_s=first_prompt_s,
         )
         self.num_links += 1
 
-    def send(self, process: Sending) -> None:
+    def send(self, process: Child) -> None:
         """Measure prompts from a sender; prints a line for each number of prompts in a row."""
         for prompts in IN_A_ROW:
             times = [self.receiving.round(process, prompts) for _ in range(ROUNDS + 2)][2:]
@@ -106,18 +105,16 @@ class Bench:
                 "wire",
                 links=self.num_links,
                 prompts_in_a_row=prompts,
-                gb_per_s=round(speed, 1),
-                slowest=round(nbytes / max(times) / 1e9, 1),
-                fastest=round(nbytes / min(times) / 1e9, 1),
-                copy_gb_per_s=round(self.ceiling, 1),
-                of_copy=round(speed / self.ceiling, 3),
-                of_alone=round(speed / self.alone[prompts], 3),
+                gb_per_s=speed,
+                slowest=nbytes / max(times) / 1e9,
+                fastest=nbytes / min(times) / 1e9,
+                copy_gb_per_s=self.ceiling,
+                of_copy=speed / self.ceiling,
+                of_alone=speed / self.alone[prompts],
             )
 
     def _print(self, what: str, **fields: float) -> None:
-        options = self.options
-        head = {"what": what, "carrier": options.carrier}
-        print(json.dumps({**head, "stepping": options.stepping, **fields}), flush=True)
+        emit(what, carrier=self.options.carrier, stepping=self.options.stepping, **fields)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -135,9 +132,10 @@ def measure(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         stack.callback(engine.close)
 
-        def start() -> Sending:
-            sender = sending_process(options.carrier, options.source, options.tokens)
-            return stack.enter_context(sender)
+        def start() -> Child:
+            child = Child(run_sender, options.carrier, options.source, options.tokens)
+            stack.callback(child.close)
+            return child
 
         first = start()
         bench.join(first)
@@ -161,17 +159,8 @@ def main() -> int:
     parser.add_argument("--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu")
     parser.add_argument("--stepping", action="store_true")
     parser.add_argument("--senders", type=int, default=1, help="linked; one of them sends")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.carrier, options.source, options.tokens)
-        return 0
-    try:
-        measure(options)
-    except BenchError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+    return run_bench(lambda: measure(options))
 
 
 if __name__ == "__main__":

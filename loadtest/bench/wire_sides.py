@@ -5,22 +5,20 @@ The receiving side is in the bench's own process, each sending side in a child's
 
 from __future__ import annotations
 
-import json
+import contextlib
 import queue
-import select
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.loadtest.bench.child import Child
 from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import KvHello
@@ -158,7 +156,6 @@ class Engine:
         self.thread = EngineThread(self.core, self._on_outputs, busy_polls=is_gpu)
         slot_bytes = packed_bytes(LAYOUT, STAGING_SLOT_BLOCKS)
         self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
-        self.sockets: KvSockets | None = None
         self.open = ExitStack()  # what is closed after the thread has ended
 
     def start_stepping(self) -> None:
@@ -175,15 +172,15 @@ class Engine:
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Ignore all tokens."""
 
-    def endpoint(self, carrier: str) -> dict[str, Any]:
-        """Open sockets and carrier; returns the arguments that both halves of an endpoint take."""
-        self.sockets = KvSockets(None, self.staging.slot_bytes)
+    def endpoint(self, carrier: str) -> tuple[KvSockets, dict[str, Any]]:
+        """Open sockets and carrier; also returns what both halves of an endpoint take."""
+        sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
-        self.open.callback(self.sockets.close)
+        self.open.callback(sockets.close)
         self.open.callback(opened.close)
         for fd in opened.fds():
             self.thread.watch(fd)
-        return {
+        return sockets, {
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
@@ -207,54 +204,49 @@ class Engine:
         return done.get(timeout=TIMEOUT_S)
 
 
-def child(carrier: str, device: str, num_tokens: int) -> None:
-    """Run a sender's process, which answers each line of its input.
+def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int) -> None:
+    """Run a sender's process, until the bench closes the connection.
 
-    It prints "ready". It answers a `KvHello` with "open", and then each list of jobs, which it
-    sends, with the time in ns at which the first prompt was computed.
+    It sends None once it can open a link. It answers a `KvHello` with None when the link is open,
+    and then each list of jobs, which it sends, with the time in ns at which the first prompt was
+    computed.
     """
     engine = Engine(torch.device(device), num_tokens)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
-    parts = engine.endpoint(carrier)
-    if engine.sockets is None:
-        raise BenchError("the endpoint has no sockets")
-    sender = KvSender(sockets=engine.sockets, timeout_s=TIMEOUT_S, **parts)
+    sockets, parts = engine.endpoint(carrier)
+    sender = KvSender(sockets=sockets, timeout_s=TIMEOUT_S, **parts)
     engine.open.callback(sender.close_all)
     engine.core.hooks.append(sender)
     engine.thread.start()
-    print("ready", flush=True)
-    hello = msgspec.json.decode(sys.stdin.readline(), type=KvHello)
+    commands.send(None)
+    (hello,) = commands.recv()
     link = engine.call(lambda: sender.connect(hello))
-    print("open", flush=True)
+    commands.send(None)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
-    def begin(jobs: list[str]) -> None:
+    def begin(jobs: list[str], _core: EngineCore) -> None:
         for job in jobs:
             engine.sequence(job, prefill_only=True)
             sender.export(job, link, 0, num_blocks)
 
-    for line in sys.stdin:
-        timers = engine.runner.timers = queue.SimpleQueue()
-        engine.thread.submit(partial(_begin_jobs, begin, json.loads(line)))
-        first = timers.get(timeout=TIMEOUT_S)
-        time.sleep(PAUSE_S)  # until the prompts have crossed: the engine's thread is left alone
-        print(first.end_ns(), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            (jobs,) = commands.recv()
+            timers = engine.runner.timers = queue.SimpleQueue()
+            engine.thread.submit(partial(begin, jobs))
+            first = timers.get(timeout=TIMEOUT_S)
+            time.sleep(PAUSE_S)  # until the prompts have crossed: the engine's thread is left alone
+            commands.send(first.end_ns())
     engine.close()
-
-
-def _begin_jobs(begin: Callable[[list[str]], None], jobs: list[str], _core: EngineCore) -> None:
-    begin(jobs)
 
 
 class Receiving(JobCallbacks):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
-        parts = engine.endpoint(carrier)
-        if engine.sockets is None:
-            raise BenchError("the endpoint has no sockets")
-        socket = ReceiverSocket(engine.sockets, "127.0.0.1", "127.0.0.1")
+        sockets, parts = engine.endpoint(carrier)
+        socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
         self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
         self._engine = engine
         self._receiver = KvReceiver(
@@ -290,7 +282,7 @@ class Receiving(JobCallbacks):
             raise event
         return event
 
-    def open_link(self, process: Sending, name: str) -> float:
+    def open_link(self, process: Child, name: str) -> float:
         """Open a link; returns the seconds until its test has arrived.
 
         Raises:
@@ -309,7 +301,7 @@ class Receiving(JobCallbacks):
             carriers=link.offers,
             slot_bytes=self._engine.staging.slot_bytes,
         )
-        process.ask(msgspec.json.encode(hello).decode())
+        process.ask(hello)
         tested_ns = int(self._next(f"the test of the link to {name}"))
         return (tested_ns - started_ns) / 1e9
 
@@ -317,7 +309,7 @@ class Receiving(JobCallbacks):
         for name in names:
             self._engine.sequence(name, remote=True)
 
-    def round(self, process: Sending, prompts: int) -> float:
+    def round(self, process: Child, prompts: int) -> float:
         """Send `prompts` prompts; returns the seconds that this takes.
 
         Raises:
@@ -327,47 +319,6 @@ class Receiving(JobCallbacks):
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
         self._engine.call(lambda: self._reserve(names))
         jobs = [self._next("a reservation") for _ in names]
-        computed_ns = int(process.ask(json.dumps(jobs)))
+        computed_ns = int(process.ask(jobs))
         last_ns: int = max(self._next("a prompt") for _ in names)
         return (last_ns - computed_ns) / 1e9
-
-
-class Sending:
-    """The handle of a sending process."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        if process.stdin is None or process.stdout is None:
-            raise BenchError("the child has no pipes")
-        self._in, self._out = process.stdin, process.stdout
-
-    def listen(self) -> str:
-        """Return the next line.
-
-        Raises:
-            BenchError: it does not come.
-        """
-        readable, _, _ = select.select([self._out], [], [], TIMEOUT_S)
-        line = self._out.readline() if readable else ""
-        if not line:
-            raise BenchError("a sending process has ended, or says nothing; see stderr")
-        return line
-
-    def ask(self, line: str) -> str:
-        """Write a line and return the answer; see `listen`."""
-        self._in.write(line + "\n")
-        self._in.flush()
-        return self.listen()
-
-
-@contextmanager
-def sending_process(carrier: str, source: str, num_tokens: int) -> Iterator[Sending]:
-    """Run a sender's process; its first line reports that it is ready to open a link."""
-    command = [sys.executable, "-P", "-m", "pagewire.loadtest.bench.wire", "--child"]
-    command += ["--carrier", carrier, "--source", source, "--tokens", str(num_tokens)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Sending(process)
-        finally:
-            process.kill()
