@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from pagewire.loadtest.sampler import blocks_of, parse_metrics
 from pagewire.services.cli.client.client_options import endpoint
 from pagewire.services.cli.client.endpoint_url import key_header, usual_operator_url
@@ -156,6 +158,14 @@ def wait_ready(
         text = log.read_text(encoding="utf-8", errors="replace")
         raise BenchError(f"a server did not start, {why}:\n{gist(text)}")
     return found
+
+
+def answers(url: str) -> bool:
+    """Return whether a server answers a request for a page with success."""
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 def gist(log: str) -> str:

@@ -92,32 +92,23 @@ class LoadTest:
         self.has_errors |= record.outcome == "error"
         if record.outcome == "unfinished":
             return
-        if record.ttft is not None:
-            self._fire("TTFT", record, record.ttft)
-        for gap in record.gaps:
-            self._fire("ITL", record, gap)
         error = RuntimeError(record.error) if record.outcome == "error" else None
-        kind = "CANCEL" if record.outcome == "cancelled" else "E2E"
-        self._fire(kind, record, record.end, error)
-        good = is_good(record, self.slo)
-        missed = None if good else SloMissedError("not within the objectives")
-        self._fire("GOODPUT", record, record.end, missed)
-
-    def _fire(
-        self,
-        request_type: str,
-        record: RequestRecord,
-        seconds: float,
-        error: Exception | None = None,
-    ) -> None:
-        self._events.request.fire(
-            request_type=request_type,
-            name=record.kind,
-            response_time=seconds * 1000,
-            response_length=len(record.token_times),
-            exception=error,
-            context={},
-        )
+        missed = None if is_good(record, self.slo) else SloMissedError("not within the objectives")
+        entries: list[tuple[str, float, Exception | None]] = [
+            *(("TTFT", first, None) for first in record.token_times[:1]),
+            *(("ITL", gap, None) for gap in record.gaps),
+            ("CANCEL" if record.outcome == "cancelled" else "E2E", record.end, error),
+            ("GOODPUT", record.end, missed),
+        ]
+        for request_type, seconds, exception in entries:
+            self._events.request.fire(
+                request_type=request_type,
+                name=record.kind,
+                response_time=seconds * 1000,
+                response_length=len(record.token_times),
+                exception=exception,
+                context={},
+            )
 
     def _sample(self) -> None:
         """Note the cluster's state every second, until killed."""

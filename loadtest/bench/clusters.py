@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from pagewire.loadtest import cluster
 from pagewire.loadtest.cluster import BenchError, Running, server, wait_ready
 
@@ -167,7 +165,7 @@ def running_vllm_pair(
             process = stack.enter_context(server(command, log, env))
             started.append((process, log, f"http://127.0.0.1:{port}"))
         for process, log, url in started:
-            wait_ready(process, log, partial(_answers, f"{url}/health"), READY_TIMEOUT_S)
+            wait_ready(process, log, partial(cluster.answers, f"{url}/health"), READY_TIMEOUT_S)
         yield [url for _, _, url in started]
 
 
@@ -200,10 +198,3 @@ def run_bench(work: Callable[[], None]) -> int:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     return 0
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False

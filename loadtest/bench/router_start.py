@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from pagewire.loadtest import cluster
 from pagewire.loadtest.bench.clusters import late_port
 from pagewire.loadtest.bench.router_client import MAX_STREAMS, MODEL, TOKEN_CHARS, Script
@@ -26,14 +24,6 @@ from pagewire.shared.text.tokenizer import Tokenizer
 
 CYCLE = 64  # tokens of the script
 START_TIMEOUT_S = 60.0
-
-
-def is_up(url: str) -> bool:
-    """Whether `/ready` says that a router can serve."""
-    try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
 
 
 def write_model(folder: Path) -> Script:
@@ -91,7 +81,7 @@ def start_router(
     command += ["--redis-url", redis_url, "--max-queue", str(MAX_STREAMS), "--operator-port", "0"]
     process = stack.enter_context(cluster.server(command, log, env))
     url = f"http://{HOST}:{port}/ready"
-    cluster.wait_ready(process, log, partial(is_up, url), START_TIMEOUT_S)
+    cluster.wait_ready(process, log, partial(cluster.answers, url), START_TIMEOUT_S)
     return port, process.pid
 
 

@@ -305,10 +305,6 @@ class Receiving(JobCallbacks):
         tested_ns = int(self._next(f"the test of the link to {name}"))
         return (tested_ns - started_ns) / 1e9
 
-    def _reserve(self, names: list[str]) -> None:
-        for name in names:
-            self._engine.sequence(name, remote=True)
-
     def round(self, process: Child, prompts: int) -> float:
         """Send `prompts` prompts; returns the seconds that this takes.
 
@@ -317,7 +313,8 @@ class Receiving(JobCallbacks):
         """
         self._rounds += 1
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
-        self._engine.call(lambda: self._reserve(names))
+        for name in names:
+            self._engine.call(partial(self._engine.sequence, name, remote=True))
         jobs = [self._next("a reservation") for _ in names]
         computed_ns = int(process.ask(jobs))
         last_ns: int = max(self._next("a prompt") for _ in names)

@@ -46,17 +46,11 @@ def probe_torch() -> dict[str, Any]:
     else:
         found["triton"] = triton.__version__
     if torch.cuda.is_available():
-        found["gpus"] = [_gpu(index) for index in range(torch.cuda.device_count())]
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        found["gpus"] = [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in gpus]
         found["kernel_error"] = found["kernel_error"] or _kernel_error()
         found["ipc_error"] = _ipc_error()
     return found
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    return {"name": properties.name, "bytes": properties.total_memory}
 
 
 def _kernel_error() -> str | None:
@@ -95,6 +89,7 @@ def probe_ucx() -> dict[str, Any]:
     from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings  # isort: split
 
     import torch
+    import ucxx
 
     from pagewire.services.cli.doctor.ucx_lane import name_lane
     from pagewire.shared.transfer.carriers.ucx_worker import UcxLibrary
@@ -116,13 +111,8 @@ def probe_ucx() -> dict[str, Any]:
         peer.kill()
         peer.communicate()
         worker.close()
-    return {**_ucx_versions(), "lanes": lanes, "crossed": has_crossed}
-
-
-def _ucx_versions() -> dict[str, str]:
-    import ucxx
-
-    return {"ucx": ".".join(map(str, ucxx.get_ucx_version())), "ucxx": ucxx.__version__}
+    version = ".".join(map(str, ucxx.get_ucx_version()))
+    return {"ucx": version, "ucxx": ucxx.__version__, "lanes": lanes, "crossed": has_crossed}
 
 
 def _poll_until_done(worker: UcxWorker, request: UcxRequest) -> bool:
