@@ -15,7 +15,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -107,6 +108,30 @@ def throughput(generate: Generate, mixes: list[str], times: int) -> None:
         emit("throughput", inp=inp, out=out, n=count, **spread("out_tok_s", rates))
 
 
+@contextmanager
+def decoding(core: EngineCore, prompts: list[list[int]], spec: RequestSpec) -> Iterator[None]:
+    """Have an engine compute some prompts, and decode until the context ends."""
+    for number, prompt in enumerate(prompts):
+        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while core.scheduler.num_queued_tokens:
+        core.step()
+    yield
+    for number in range(len(prompts)):
+        core.abort(f"bench-{number}")
+    while core.has_work:
+        core.step()
+
+
+def run_steps(core: EngineCore, count: int) -> float:
+    """Return the seconds that some steps take."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        core.step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 class Bench:
     """One engine and its prompts."""
 
@@ -162,24 +187,9 @@ class Bench:
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
         prompts = random_prompts(self._rng, batch, self._context, self._vocab)
-        for number, prompt in enumerate(prompts):
-            core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
-        while core.scheduler.num_queued_tokens:
-            core.step()
-        times = []
-        for _ in range(segments + 1):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(SEGMENT):
-                core.step()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) / SEGMENT)
-        experts = self._count_experts(core)
-        for number in range(batch):
-            core.abort(f"bench-{number}")
-        while core.has_work:
-            core.step()
-        return times[1:], experts
+        with decoding(core, prompts, spec):
+            times = [run_steps(core, SEGMENT) / SEGMENT for _ in range(segments + 1)]
+            return times[1:], self._count_experts(core)
 
     def _count_experts(self, core: EngineCore) -> float | None:
         """Run a step; return its distinct experts, the mean of the layers, or None without any."""

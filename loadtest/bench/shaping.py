@@ -17,19 +17,17 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pagewire.loadtest.bench.engine import decoding, run_steps
 from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED, random_prompts
 from pagewire.loadtest.bench.tables import emit, spread
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.offline.llm import LLM
-from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.request.sampling import RequestSpec
 
@@ -86,26 +84,14 @@ def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
     """
     core = llm.engine.core
     prompts = random_prompts(random.Random(batch), batch, CONTEXT, VOCAB_USED)
-    for number, prompt in enumerate(prompts):
-        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
-    while core.scheduler.num_queued_tokens:
-        core.step()
-    for _ in range(SEGMENT):
-        core.step()
-    before = core.stats.tokens_generated
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(SEGMENT):
-        core.step()
-    torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    tokens = core.stats.tokens_generated - before
-    if len(core.scheduler.running) < batch:
-        raise BenchError(f"{batch - len(core.scheduler.running)} of {batch} answers have ended")
-    for number in range(batch):
-        core.abort(f"bench-{number}")
-    while core.has_work:
-        core.step()
+    with decoding(core, prompts, spec):
+        run_steps(core, SEGMENT)
+        before = core.stats.tokens_generated
+        seconds = run_steps(core, SEGMENT)
+        tokens = core.stats.tokens_generated - before
+        if len(core.scheduler.running) < batch:
+            ended = batch - len(core.scheduler.running)
+            raise BenchError(f"{ended} of {batch} answers have ended")
     return seconds / tokens * batch * 1e3
 
 
