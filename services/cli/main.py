@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from pagewire.services.cli.help_page import SETTINGS, Command
+from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.stdout import checked_stdout
 from pagewire.services.cli.up.machine import forget_impossible_width
 from pagewire.services.cli.version import own_version
@@ -51,7 +52,8 @@ class _Commands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         """Return a command."""
-        module = import_module(f"pagewire.services.cli.{_MODULES[name]}")
+        with without_garbage_searches():
+            module = import_module(f"pagewire.services.cli.{_MODULES[name]}")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(name, cls=Command, context_settings=SETTINGS)(getattr(module, name))
         return get_command(alone)

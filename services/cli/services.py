@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import DECODE_ONLY, with_settings
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
@@ -17,7 +18,8 @@ def router(ctx: typer.Context) -> None:
     """
     with one_line_errors():
         settings = load_settings(RouterSettings, ctx.params)
-        from pagewire.services.router.main import run
+        with without_garbage_searches():
+            from pagewire.services.router.main import run
 
         raise typer.Exit(run(settings))
 
@@ -32,7 +34,7 @@ def prefill(ctx: typer.Context) -> None:
     """
     with one_line_errors():
         settings = load_settings(WorkerSettings, ctx.params)
-        with needs_worker_extra():
+        with needs_worker_extra(), without_garbage_searches():
             from pagewire.services.prefill.main import run
 
         raise typer.Exit(run(settings))
@@ -48,7 +50,7 @@ def decode(ctx: typer.Context) -> None:
     """
     with one_line_errors():
         settings = load_settings(WorkerSettings, ctx.params)
-        with needs_worker_extra():
+        with needs_worker_extra(), without_garbage_searches():
             from pagewire.services.decode.main import run
 
         raise typer.Exit(run(settings))
