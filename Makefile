@@ -22,23 +22,28 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make the environment; every other target does it by itself
 
 up: $(STAMP) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
 	@$(BIN)/pagewire up $(ARGS)
 
-test: $(STAMP) redis prometheus ## Run all tests that this machine can run
 ifneq ($(ARGS),)
+test: $(STAMP) redis prometheus
 	$(BIN)/pytest $(ARGS)
 else
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/kernels tests/integration
-	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
+test: test-parts test-clusters ## Run all tests that this machine can run
 endif
+
+test-parts: $(STAMP) redis prometheus ## Run those of them that start no whole cluster
+	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/kernels tests/integration
+
+test-clusters: $(STAMP) redis prometheus ## Run the others
+	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
 
 test-gpu: $(STAMP) redis ## Run the tests that need a CUDA device (10 minutes)
 ifneq ($(ARGS),)
