@@ -10,20 +10,28 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from pagewire.tests.support import fake_engine
 from pagewire.tests.support.browser import PROGRAM
 from pagewire.tests.support.executor_pipe import Pipe, PipeDevice, executor_process
 from pagewire.tests.support.fake_redis import fake_redis_url
+from pagewire.tests.support.local_cluster import SharedClusters
 from pagewire.tests.support.redis_server import RedisServer
+
+# Else each of the hundreds of processes that the tests start would compile Pagewire for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -35,6 +43,43 @@ settings.load_profile("any-speed")
 # A job in the background, or under nohup, ignores these, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# Files that one process runs, before others: those that have the same clusters, and long ones, that
+# would leave the other process without work at the end.
+RUN_TOGETHER = {
+    "with one decode worker": (
+        "documents",
+        "cluster_structured",
+        "cluster_timings",
+        "cluster_unkind",
+        "cluster_strangers",
+        "schemathesis",
+    ),
+    "with two decode workers": (
+        "cluster_answers",
+        "cluster_faults",
+        "cluster_killed",
+        "cluster_logprobs",
+        "cluster_routers",
+        "loadtest_stopped",
+        "transfer_faults",
+    ),
+}
+_SCOPES = {f"test_{file}.py": scope for scope, files in RUN_TOGETHER.items() for file in files}
+
+
+class FileScheduling(LoadFileScheduling):
+    """`--dist loadfile`, with some files as one; xdist begins with those that have most tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return _SCOPES.get(file.rpartition("/")[2], file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Let one process run what `RUN_TOGETHER` says."""
+    return FileScheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -67,6 +112,14 @@ def each_executor(request: pytest.FixtureRequest) -> Iterator[None]:
             pipe = request.getfixturevalue("other_process")
             patch.setattr(fake_engine, "make_device", partial(PipeDevice, pipe))
         yield
+
+
+@pytest.fixture(scope="session")
+def shared_clusters() -> Iterator[SharedClusters]:
+    """Clusters of several files."""
+    clusters = SharedClusters()
+    yield clusters
+    clusters.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,30 +13,24 @@ import pytest
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.answers import SEEDS, complete, each_alone
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 
 pytestmark = pytest.mark.timeout(240)
 
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
 TEXT = "The with statement is used to wrap the execution of a block. "
-LAYOUTS = {
-    "prefill-and-decode": ("--prefill", "1", "--decode", "2"),
-    "aggregated": ("--prefill", "0", "--decode", "2"),
-}
-SETTINGS = ("--device", "cpu", "--dtype", "float32", "--no-enable-prefix-caching")
+PREFILL_WORKERS = {"prefill-and-decode": 1, "aggregated": 0}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=LAYOUTS)
+@pytest.fixture(scope="module", params=PREFILL_WORKERS)
 def layout(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="module")
-def cluster(layout: str) -> Iterator[LocalCluster]:
-    """Without a prefix cache, so that no prompt is saved but by sharing it."""
-    with local_cluster(*LAYOUTS[layout], *SETTINGS) as running:
-        yield running
+def cluster(layout: str, shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=PREFILL_WORKERS[layout], decode=2)
 
 
 def total(cluster: LocalCluster, name: str, **labels: str) -> float:

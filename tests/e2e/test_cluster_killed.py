@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ import pytest
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 from pagewire.tests.support.shaped_requests import SHAPES
 from pagewire.tests.support.sse import arriving_events
 
@@ -81,10 +80,8 @@ class Arrivals:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    workers = ("--prefill", "1", "--decode", "2", "--tool-parser", "hermes")
-    with local_cluster(*workers, "--device", "cpu", "--dtype", "float32") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=2)
 
 
 def sampling_of(index: int, greedy: bool) -> dict[str, Any]:
@@ -177,3 +174,26 @@ def test_answers_keep_their_tokens_when_their_decode_worker_is_killed(
     different = [i for i, (a, b) in enumerate(zip(disturbed, undisturbed, strict=True)) if a != b]
     assert not different, [(asked(i), disturbed[i], undisturbed[i]) for i in different]
     assert cluster.total("pagewire_request_migrations_total") - migrated >= COUNT // 4
+
+
+def test_the_timings_of_an_answer_that_changed_its_decode_worker(cluster: LocalCluster) -> None:
+    """Its parts are those of the last worker, its workers all that it had."""
+    cluster.wait_whole()
+    body = {"model": "pagewire-demo", "prompt": [609, *range(10, 309)], "max_tokens": 600}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True, "timings": True}
+    url, first, last = f"{cluster.url}/v1/completions", "", {}
+    with httpx.stream("POST", url, json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if not first:
+                held = cluster.used_blocks()
+                first = next(each for each in ("decode-0", "decode-1") if held.get(each))
+                os.kill(cluster.worker_pid(first), signal.SIGKILL)
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))
+    [choice] = last["timings"]["choices"]
+    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[first]
+    assert choice["migrations"] == 1
+    assert (first in choice["workers"], choice["decode"]["worker"]) == (True, other)
+    assert choice["workers"][-1] == other
+    assert choice["decode"]["steps"] == 599  # on both
+    assert last["timings"]["total_ms"] >= choice["decode"]["ms"]

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pytest
 
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_body, greedy_prompts
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 from pagewire.tests.support.sse import arriving_events
 
 pytestmark = pytest.mark.timeout(240)
@@ -30,9 +29,8 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--prefill", "0", "--decode", "2", "--device", "cpu") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=0, decode=2)
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +96,12 @@ def check(outcomes: list[Outcome], prompts: GreedyPrompts) -> None:
 
 
 def test_both_serve(cluster: LocalCluster, expected: GreedyPrompts) -> None:
+    before = generated(cluster)
     outcomes = run_async(ask_for(0, cluster.url, expected), 120)
     assert len(outcomes) == CLIENTS
     assert all(each.tokens is not None for each in outcomes)
     check(outcomes, expected)
-    tokens = generated(cluster)
+    tokens = {name: n - before.get(name, 0) for name, n in generated(cluster).items()}
     assert sum(tokens.values()) == CLIENTS * MAX_TOKENS
     assert min(tokens[name] for name in ROUTERS) >= 2 * MAX_TOKENS, tokens
     assert cluster.health()["status"] == "ok"

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 from pagewire.tests.support.tool_answers import TOOLS, written
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,10 +34,8 @@ class Part(pydantic.BaseModel):
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    options = ("--device", "cpu", "--dtype", "float32", "--tool-parser", "hermes")
-    with local_cluster("--prefill", "1", "--decode", "1", *options) as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=1)
 
 
 @pytest.fixture

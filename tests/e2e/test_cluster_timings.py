@@ -1,11 +1,11 @@
-"""Where a request's time went, as a real cluster of prefill and decode workers says."""
+"""Where a request's time went, as a real cluster of prefill and decode workers says.
+
+`test_cluster_killed.py` has an answer that changes its decode worker.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -14,7 +14,7 @@ import pytest
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -24,9 +24,8 @@ EPSILON_MS = 0.01  # each number is rounded
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--prefill", "1", "--decode", "1", "--device", "cpu") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=1)
 
 
 def prompt_of(first: int) -> list[int]:
@@ -181,29 +180,6 @@ def test_every_route_has_them(
 
 def test_nothing_is_said_where_nobody_asks(cluster: LocalCluster) -> None:
     assert "timings" not in ask(cluster, prompt=prompt_of(608), max_tokens=2).json()
-
-
-def test_an_answer_that_changed_its_decode_worker() -> None:
-    """Its parts are those of the last worker, its workers all that it had."""
-    with local_cluster("--decode", "2", "--device", "cpu") as cluster:
-        body = {"model": "pagewire-demo", "prompt": prompt_of(609), "max_tokens": 600}
-        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "timings": True}
-        url, first, last = f"{cluster.url}/v1/completions", "", {}
-        with httpx.stream("POST", url, json=body, timeout=60) as response:
-            for line in response.iter_lines():
-                if not first:
-                    held = cluster.used_blocks()
-                    first = next(each for each in ("decode-0", "decode-1") if held.get(each))
-                    os.kill(cluster.worker_pid(first), signal.SIGKILL)
-                if line.startswith("data: {"):
-                    last = json.loads(line.removeprefix("data: "))
-        [choice] = last["timings"]["choices"]
-        other = {"decode-0": "decode-1", "decode-1": "decode-0"}[first]
-        assert choice["migrations"] == 1
-        assert (first in choice["workers"], choice["decode"]["worker"]) == (True, other)
-        assert choice["workers"][-1] == other
-        assert choice["decode"]["steps"] == 599  # on both
-        assert last["timings"]["total_ms"] >= choice["decode"]["ms"]
 
 
 def test_a_wrong_value_is_refused(cluster: LocalCluster) -> None:

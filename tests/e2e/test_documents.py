@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from pagewire.tests.support.documents import ROOT, Block, blocks
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -19,9 +18,8 @@ BLOCKS = blocks()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--device", "cpu") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=1)
 
 
 # What the demo is asked in documents and help texts, and what only the right answer has.

@@ -7,14 +7,14 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
 
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_body, greedy_prompts
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -24,9 +24,8 @@ WORKERS = 3
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--prefill", "1", "--decode", "2", "--device", "cpu") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=2)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +61,10 @@ def test_a_killed_worker_costs_no_request_and_comes_back(
     cluster: LocalCluster, expected: GreedyPrompts, name: str
 ) -> None:
     pid, epoch = cluster.worker_pid(name), _epoch(cluster, name)
+    deaths = cluster.output.count(f"{name} died")
     _ask(cluster, expected, trouble=lambda: os.kill(pid, signal.SIGKILL), after_s=0.7)
     _wait_for_workers(cluster, WORKERS, epoch, name)
-    assert f"{name} died" in cluster.output
+    assert cluster.output.count(f"{name} died") == deaths + 1
     _ask(cluster, expected[:8])
     cluster.wait_idle(WORKERS)
 

@@ -11,14 +11,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
 
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_body, greedy_prompts
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,9 +27,8 @@ WORKERS = 2
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--prefill", "1", "--decode", "1", "--device", "cpu") as running:
-        yield running
+def cluster(shared_clusters: SharedClusters) -> LocalCluster:
+    return shared_clusters.get(prefill=1, decode=1)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ SEEDS = [RequestSpec(seed=SEED).for_choice(choice).seed for choice in range(4)]
 
 
 def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
+    """Return a request that finds nothing in a prefix cache."""
     return {
         "model": "pagewire-demo",
         "prompt": prompt,
@@ -22,6 +24,7 @@ def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
         "seed": SEED,
         "ignore_eos": True,
         "return_token_ids": True,
+        "cache_salt": secrets.token_hex(8),
         **fields,
     }
 

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ from pagewire.services.cli.up.machine import LOOPBACK, PortTakenError, require_f
 
 ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 MIN_PORT, PORTS = 10_000, 16_000
+# Services find each other sooner than with the default of 1 s; the lease is as long as it is.
+HEARTBEAT = {"PAGEWIRE_HEARTBEAT_S": "0.25"}
+ONE_ROUTER = ("--routers", "1")  # of tests of what workers compute: it starts sooner than two
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
 
@@ -58,7 +61,7 @@ class LocalCluster:
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
         self._path = Path(self.directory.name)
         command = up_command(self._path, "--port", str(self.port), *options, program=program)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        env = {**HEARTBEAT, **os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = start(command, self._path / "up.log", env)
 
     @property
@@ -83,6 +86,21 @@ class LocalCluster:
             self.process, log, lambda: read_ready_file(self.process, self._path), timeout
         )
         self.operator_url = ready["operator_url"]
+
+    def wait_whole(self, timeout: float = 60.0) -> None:
+        """Wait until all workers that have died are back and linked."""
+        deadline = time.monotonic() + timeout
+        while not self._is_whole():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def _is_whole(self) -> bool:
+        deaths = [line for line in self.lines if " died: " in line]
+        back = [line for line in self.lines if line.endswith(" is ready again")]
+        return len(back) == len(deaths) and all(
+            each["state"] == "ready" and not each["missing_links"]
+            for each in self.health()["services"]
+        )
 
     def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
         """Wait until a line that begins with `start` was printed, and return it."""
@@ -175,6 +193,30 @@ def local_cluster(
         yield cluster
     finally:
         cluster.stop()
+
+
+_SHARED_OPTIONS = ("--device", "cpu", "--dtype", "float32", "--tool-parser", "hermes")
+
+
+class SharedClusters:
+    """Clusters that several files of tests share; each test leaves them as it would find them."""
+
+    def __init__(self) -> None:
+        self._clusters: dict[tuple[int, int], LocalCluster] = {}
+        self._stack = ExitStack()
+
+    def get(self, prefill: int, decode: int) -> LocalCluster:
+        """Return a cluster with these numbers of workers, all of which are there."""
+        key = (prefill, decode)
+        if key not in self._clusters:
+            workers = ("--prefill", str(prefill), "--decode", str(decode))
+            made = self._stack.enter_context(local_cluster(*workers, *_SHARED_OPTIONS))
+            self._clusters[key] = made
+        self._clusters[key].wait_whole()
+        return self._clusters[key]
+
+    def close(self) -> None:
+        self._stack.close()
 
 
 async def complete_all(
