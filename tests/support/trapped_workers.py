@@ -1,7 +1,7 @@
-"""Workers with a trap: a step with a certain token in a prompt hangs, fails or crashes.
+"""Workers with traps: a step with a certain token in a prompt hangs, fails or crashes.
 
-`python -P -m pagewire.tests.support.trapped_workers` is `pagewire` with such workers. The
-environment variable `TRAP` says what the trap does.
+`python -P -m pagewire.tests.support.trapped_workers` is `pagewire` with such workers. The prompts
+of `POISONS` say by their second token what the trap does.
 
     hang     the step never ends
     fail     the step raises an error each time
@@ -12,7 +12,6 @@ environment variable `TRAP` says what the trap does.
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 import threading
 from typing import Any
@@ -23,9 +22,12 @@ from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.tests.support.own_workers import use_program
 
 PROGRAM = "pagewire.tests.support.trapped_workers"
-TRAP = "TRAP"
 TRAP_TOKEN = 2043  # which no other prompt of the tests has
-POISON = [TRAP_TOKEN, *[9] * 200]
+TRAPS = ("hang", "fail", "crash", "later")
+POISON_TOKENS = 201
+POISONS = {
+    trap: [TRAP_TOKEN, 10 + index, *[9] * (POISON_TOKENS - 2)] for index, trap in enumerate(TRAPS)
+}
 LATER = 120
 RESTART_DELAY_S = 0.25
 
@@ -40,21 +42,29 @@ def spring(trap: str) -> None:
         ctypes.string_at(0)
 
 
-def set_trap(trap: str) -> None:
-    """Make the worker in this process run into the trap."""
+def trap_in(tokens: list[int]) -> str:
+    """Return the trap of a prompt that begins with these tokens; empty if it has none."""
+    return next((trap for trap, poison in POISONS.items() if tokens[:2] == poison[:2]), "")
+
+
+def set_traps() -> None:
+    """Make the worker in this process run into traps."""
     execute = ModelRunner.execute
-    positions: dict[int, int] = {}  # by device slot, of an answer's tokens
+    positions: dict[int, int] = {}  # by device slot, of a trapped answer's tokens
 
     def trapped(runner: ModelRunner, plan: StepPlan) -> Any:
         for new in plan.new_slots:
             positions.pop(new.slot, None)
         for slot in positions.keys() & set(plan.decodes):
             positions[slot] += 1
-        poisoned = [chunk for chunk in plan.chunks if TRAP_TOKEN in chunk.token_ids]
-        if trap == "later":
-            positions.update((chunk.slot, chunk.end - len(POISON)) for chunk in poisoned)
-        if max(positions.values(), default=0) >= LATER or (poisoned and trap != "later"):
-            spring(trap)
+        for chunk in plan.chunks:
+            trap = trap_in(chunk.token_ids)
+            if trap == "later":
+                positions[chunk.slot] = chunk.end - POISON_TOKENS
+            else:
+                spring(trap)
+        if max(positions.values(), default=0) >= LATER:
+            spring("later")
         return execute(runner, plan)
 
     ModelRunner.execute = trapped
@@ -64,7 +74,7 @@ def main() -> None:
     if sys.argv[1] == "up":
         use_program(PROGRAM, RESTART_DELAY_S)
     elif sys.argv[1] in ("prefill", "decode"):
-        set_trap(os.environ[TRAP])
+        set_traps()
     app()
 
 
