@@ -21,6 +21,15 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@torch.inference_mode()
+def is_greedy(model: Any, prompt: list[int], answer: list[int]) -> bool:
+    """Whether an answer is `greedy`'s, by one run of Hugging Face's code for all its tokens."""
+    logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    best = logits.topk(2)
+    assert (best.values[:, 0] - best.values[:, 1] > 1e-4).all()
+    return best.indices[:, 0].tolist() == answer
+
+
 def check_greedy_answers(
     paged: PagedModel,
     prompts: list[list[int]],
