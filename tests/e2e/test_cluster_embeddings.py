@@ -18,7 +18,7 @@ import pytest
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.embedding_models import embeddings_by_hugging_face, model_with
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import ONE_ROUTER, LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -30,7 +30,7 @@ TEXTS = [
     "The café by the river — 東京 🌍",
     *(f"def f{i}():" for i in range(40)),
 ]
-OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "64")
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-num-batched-tokens", "64", *ONE_ROUTER)
 SHAPES = {
     "disaggregated": ("--prefill", "1", "--decode", "1"),
     "aggregated": ("--prefill", "0", "--decode", "1"),
@@ -103,21 +103,23 @@ def test_a_client_that_leaves_frees_all_blocks(cluster: LocalCluster) -> None:
     cluster.wait_idle(workers=cluster.workers)  # type: ignore[attr-defined]
 
 
-def test_a_prefill_worker_is_killed_in_the_middle(model: Path, truth: Any) -> None:
-    async def disturbed(cluster: LocalCluster) -> list[httpx.Response]:
+@pytest.mark.parametrize("cluster", list(SHAPES)[:1], indirect=True)
+def test_a_prefill_worker_is_killed_in_the_middle(cluster: LocalCluster, truth: Any) -> None:
+    embeddings, tokens = "pagewire_embeddings_total", "pagewire_prompt_tokens_computed_total"
+    before = {name: cluster.total(name) for name in (embeddings, tokens)}
+
+    async def disturbed() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=100) as http:
             body = {"model": "embedder", "input": TEXTS * 8}
             url = f"{cluster.url}/v1/embeddings"
             visits = [asyncio.create_task(http.post(url, json=body)) for _ in range(2)]
-            name = "pagewire_prompt_tokens_computed_total"
-            await eventually(lambda: cluster.total(name) > 2000, timeout=60)
+            await eventually(lambda: cluster.total(tokens) > before[tokens] + 2000, timeout=60)
             os.kill(cluster.worker_pid("prefill-0"), signal.SIGKILL)
             assert not any(visit.done() for visit in visits), "it was killed too late"
             return await asyncio.gather(*visits)
 
-    with local_cluster(*SHAPES["disaggregated"], "--model", str(model), *OPTIONS) as cluster:
-        for response in run_async(disturbed(cluster), 150):
-            assert response.status_code == 200, response.text
-            found = [item["embedding"] for item in response.json()["data"]]
-            close(found, np.concatenate([truth] * 8))
-        assert cluster.total("pagewire_embeddings_total") == 2 * 8 * len(TEXTS)
+    for response in run_async(disturbed(), 150):
+        assert response.status_code == 200, response.text
+        found = [item["embedding"] for item in response.json()["data"]]
+        close(found, np.concatenate([truth] * 8))
+    assert cluster.total(embeddings) - before[embeddings] == 2 * 8 * len(TEXTS)

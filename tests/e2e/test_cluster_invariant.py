@@ -15,7 +15,7 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import ONE_ROUTER, LocalCluster, local_cluster
 from pagewire.tests.support.sse import events_of
 from pagewire.tests.support.tiny_models import write_tiny_model
 
@@ -56,7 +56,14 @@ def served(
         name = "tiny-experts"
         model = write_experts(tmp_path_factory.mktemp("models") / name)
     options = ("--model", model, "--prefill", "1", "--decode", "2", "--device", "cpu")
-    options += ("--dtype", DTYPE, "--batch-invariant", "--max-num-batched-tokens", "50")
+    options += (
+        *ONE_ROUTER,
+        "--dtype",
+        DTYPE,
+        "--batch-invariant",
+        "--max-num-batched-tokens",
+        "50",
+    )
     with local_cluster(*options) as running:
         yield Served(running, model, name)
 

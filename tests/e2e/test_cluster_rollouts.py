@@ -15,7 +15,7 @@ import torch
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import ONE_ROUTER, LocalCluster, local_cluster
 from pagewire.tests.support.logprob_truth import LogprobTruth
 from pagewire.tests.support.sse import events_of
 from pagewire.tests.support.tiny_models import write_tiny_model
@@ -58,7 +58,7 @@ def truth(path: Path) -> LogprobTruth:
 @pytest.fixture(scope="module")
 def cluster(path: Path, truth: LogprobTruth) -> Iterator[LocalCluster]:
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
-    with local_cluster("--model", str(path), *options) as running:
+    with local_cluster("--model", str(path), *ONE_ROUTER, *options) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ import torch
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.tests.support.local_cluster import local_cluster
+from pagewire.tests.support.local_cluster import ONE_ROUTER, local_cluster
 from pagewire.tests.support.tiny_transformers import write_tiny
 
 pytestmark = pytest.mark.timeout(240)
@@ -35,7 +35,8 @@ def test_tokens_are_hugging_faces_over_both_workers(tmp_path: Path, architecture
             assert best.values[0] - best.values[1] > 1e-3  # each is chosen clearly
             expected.append(int(best.indices[0]))
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
-    with local_cluster("--model", str(path), "--model-impl", "transformers", *options) as cluster:
+    options += ("--model-impl", "transformers", *ONE_ROUTER)
+    with local_cluster("--model", str(path), *options) as cluster:
         asked = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": TOKENS}
         asked |= {"ignore_eos": True, "return_token_ids": True}
         response = httpx.post(f"{cluster.url}/v1/completions", json=asked, timeout=60)
