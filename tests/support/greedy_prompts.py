@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from pagewire import LLM, SamplingParams
 from pagewire.tests.support.local_cluster import complete_all
 from pagewire.tools.demo_model.prompts import standard_prompts
+
+MOST_TOKENS = 64  # of an answer
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,20 @@ class GreedyPrompts:
 
 def greedy_prompts(max_tokens: int, count: int | None = None) -> GreedyPrompts:
     """Return the first standard prompts, or all, with their tokens by one process on the CPU."""
+    assert max_tokens <= MOST_TOKENS
+    prompts, tokens = _prompts_and_tokens()
+    return GreedyPrompts(
+        prompts[:count], [each[:max_tokens] for each in tokens[:count]], max_tokens
+    )
+
+
+@functools.cache
+def _prompts_and_tokens() -> tuple[list[list[int]], list[list[int]]]:
     llm = LLM("demo", device="cpu")
     assert llm.tokenizer is not None
-    prompts = standard_prompts(llm.tokenizer)[:count]
-    greedy = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    tokens = [output.token_ids for output in llm.generate(prompts, greedy)]
-    return GreedyPrompts(prompts, tokens, max_tokens)
+    prompts = standard_prompts(llm.tokenizer)
+    greedy = SamplingParams(temperature=0, max_tokens=MOST_TOKENS, ignore_eos=True)
+    return prompts, [output.token_ids for output in llm.generate(prompts, greedy)]
 
 
 def greedy_body(prompt: list[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
