@@ -7,16 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 BAR_S = 1.0  # the bar appears after this time
 LINE_S = 5.0  # time between two lines
@@ -54,15 +48,7 @@ class LoadProgress:
         self._lock = threading.Lock()
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn(what),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-                transient=True,
-            )
+            self._bar = _make_bar(what)
             self._task = self._bar.add_task("", total=total)
 
     def __enter__(self) -> LoadProgress:
@@ -102,3 +88,18 @@ class LoadProgress:
         """Bytes, duration and rate."""
         rate = self.total / GB / max(self.seconds, 1e-6)
         return f"{self.total / GB:.2f} GB in {self.seconds:.1f} s ({rate:.1f} GB/s)"
+
+
+def _make_bar(what: str) -> Progress:
+    from rich import progress  # which workers without a terminal need not import
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
