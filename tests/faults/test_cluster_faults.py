@@ -19,7 +19,7 @@ from pagewire.tests.support.local_cluster import LocalCluster, SharedClusters
 pytestmark = pytest.mark.timeout(240)
 
 MAX_TOKENS = 48
-DISCONNECT_SECONDS = float(os.environ.get("PAGEWIRE_TEST_DISCONNECT_S", "15"))
+DISCONNECT_SECONDS = float(os.environ.get("PAGEWIRE_TEST_DISCONNECT_S", "8"))
 WORKERS = 3
 
 
