@@ -95,9 +95,13 @@ class LocalCluster:
             time.sleep(0.1)
 
     def _is_whole(self) -> bool:
-        deaths = [line for line in self.lines if " died: " in line]
-        back = [line for line in self.lines if line.endswith(" is ready again")]
-        return len(back) == len(deaths) and all(
+        dead = set()
+        for line in self.lines:
+            if " died: " in line:
+                dead.add(line.partition(" ")[0])
+            elif line.endswith(" is ready again"):
+                dead.discard(line.partition(" ")[0])
+        return not dead and all(
             each["state"] == "ready" and not each["missing_links"]
             for each in self.health()["services"]
         )
