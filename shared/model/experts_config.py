@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.routing import Routing
-from pagewire.shared.model.fields import MAX_COUNT, Fields
+from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import ModelConfig
 
 
@@ -18,15 +19,17 @@ class ExpertsConfig:
         intermediate_size: intermediate size of one of them.
         routing: the rule by which a token's experts are chosen.
         shared_size: intermediate size of the expert that all tokens share; 0: there is none.
+        activation: activation between an expert's projections.
     """
 
     count: int
     intermediate_size: int
     routing: Routing
     shared_size: int = 0
+    activation: GatedSilu = SILU
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeConfig(ModelConfig):
     """A decoder with mixtures of experts.
 
@@ -60,6 +63,30 @@ def read_experts(
         renormalise=fields.flag("norm_topk_prob", False),
     )
     return ExpertsConfig(count, size, routing, shared_size)
+
+
+def read_renormalised_experts(
+    fields: Fields, *, count: int, top_k: int, size: int, activation: GatedSilu = SILU
+) -> ExpertsConfig:
+    """Read a mixture as Mixtral's, Granite's and gpt-oss's files have it.
+
+    Args:
+        fields: of config.json.
+        count: number of experts, by default.
+        top_k: number of experts of a token, by default.
+        size: intermediate size of an expert, by default.
+        activation: activation between an expert's projections.
+
+    Raises:
+        ModelLoadError: a field is wrong; one line.
+    """
+    count = expert_count(fields, ("num_local_experts", "num_experts"), count)
+    return ExpertsConfig(
+        count,
+        fields.positive_int("intermediate_size", size, MAX_WIDTH),
+        Routing(top_k=chosen_count(fields, count, top_k), renormalise=True),
+        activation=activation,
+    )
 
 
 def expert_count(fields: Fields, names: tuple[str, str], default: int) -> int:

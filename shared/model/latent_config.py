@@ -25,7 +25,7 @@ from pagewire.shared.model.rope_config import raw_rope
 LATENT_NORM_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig(MoeConfig):
     """A decoder with latent attention and, in some layers, mixtures of experts.
 
@@ -37,7 +37,6 @@ class LatentConfig(MoeConfig):
         kv_rank: size of the latent vector from which keys and values are computed.
         nope_dim: size of the part of a query's or key's head that is not rotated.
         value_dim: size of a value's head.
-        score_scale: factor of the scores.
         interleaved: whether each number is rotated with its neighbour; otherwise the first half of
             the rotated part is rotated with the second.
     """
@@ -46,7 +45,6 @@ class LatentConfig(MoeConfig):
     kv_rank: int
     nope_dim: int
     value_dim: int
-    score_scale: float
     interleaved: bool
 
     @property
@@ -68,7 +66,6 @@ def read_latent(
     *,
     experts: ExpertsConfig,
     dense_layers: int,
-    mlp_bias: bool,
     interleaved: bool,
 ) -> LatentConfig:
     """Read what DeepSeek's files have in common.
@@ -79,14 +76,11 @@ def read_latent(
         defaults: of the family.
         experts: the mixture of each layer that has one.
         dense_layers: number of first layers without a mixture, by default.
-        mlp_bias: whether the feed-forward projections have a bias.
         interleaved: see `LatentConfig`.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    bias = fields.flag("attention_bias", False)
-    q_rank = _query_rank(fields, bias)
     nope_dim = fields.positive_int("qk_nope_head_dim", 128, MAX_WIDTH)
     rope_dim = read_head_dim(fields, "qk_rope_head_dim", 64)
     heads = fields.positive_int("num_attention_heads", defaults.num_heads, MAX_COUNT)
@@ -99,12 +93,9 @@ def read_latent(
         architecture,
         Fields({**fields.raw, **own}, fields.source),
         defaults,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=mlp_bias,
         experts=experts,
         sparse=tuple(layer >= first for layer in range(layers)),
-        q_rank=q_rank,
+        q_rank=_query_rank(fields),
         kv_rank=fields.positive_int("kv_lora_rank", 512, MAX_WIDTH),
         nope_dim=nope_dim,
         value_dim=fields.positive_int("v_head_dim", 128, MAX_WIDTH),
@@ -113,11 +104,11 @@ def read_latent(
     )
 
 
-def _query_rank(fields: Fields, bias: bool) -> int | None:
+def _query_rank(fields: Fields) -> int | None:
     """Return the size of the latent vectors of queries; None if queries have none."""
     if "q_lora_rank" not in fields.raw or fields.raw["q_lora_rank"] is not None:
         return fields.positive_int("q_lora_rank", 1536, MAX_WIDTH)
-    if bias:
+    if fields.flag("attention_bias", False):
         raise fields.error("attention_bias is not supported where q_lora_rank is null")
     return None
 

@@ -8,29 +8,12 @@ scaling.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.model_config import Config
 from pagewire.shared.model.rope_config import RopeConfig
 from pagewire.shared.model.windows import FULL, SLIDING, read_window, sliding_layers, with_windows
-
-
-@dataclass(frozen=True, slots=True)
-class TwoRopesConfig(ModelConfig):
-    """A decoder whose sliding layers have angles of their own; `rope` is for the other layers.
-
-    Attributes:
-        local_rope: rotary parameters of sliding layers.
-        sliding: whether each layer is a sliding one, also where its window hides nothing.
-    """
-
-    local_rope: RopeConfig
-    sliding: tuple[bool, ...]
-
-
-TwoRopes = TypeVar("TwoRopes", bound=TwoRopesConfig)
 
 
 def full_fields(fields: Fields) -> Fields:
@@ -66,12 +49,15 @@ def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> Rope
     return RopeConfig(theta=own.positive_float("rope_theta", older))
 
 
-def with_sliding(fields: Fields, config: TwoRopes, pattern: int, window: int) -> TwoRopes:
+def with_sliding(
+    fields: Fields, config: Config, rope: RopeConfig, pattern: int, window: int
+) -> Config:
     """Return the configuration with a window in all but each `pattern`-th layer.
 
     Args:
         fields: of config.json; they may name the layers with a window, and its length.
         config: the configuration without windows.
+        rope: rotary parameters of sliding layers, also where the window hides nothing.
         pattern: by default, each `pattern`-th layer has full attention.
         window: the window's length in tokens, by default.
 
@@ -79,7 +65,8 @@ def with_sliding(fields: Fields, config: TwoRopes, pattern: int, window: int) ->
         ModelLoadError: a field is wrong; one line.
     """
     sliding = sliding_layers(fields, config.num_layers, lambda index: (index + 1) % pattern != 0)
-    config = dataclasses.replace(config, sliding=sliding)
+    ropes = tuple(rope if is_sliding else config.rope for is_sliding in sliding)
+    config = dataclasses.replace(config, ropes=ropes)
     return with_windows(fields, config, read_window(fields, window), sliding)
 
 

@@ -7,7 +7,7 @@ the same here and there. What cannot be computed exactly is refused, not approxi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
@@ -17,8 +17,15 @@ SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 # A configuration has entries for each layer, which take memory before any weight is read.
 MAX_LAYERS = 4096
 
+Activation = Literal["silu", "gelu"]  # "gelu" is the tanh approximation
+# What the weight of a normalisation multiplies. "rounded": the normalised value, rounded to the
+# activations' dtype, as in Llama. "wide": the value in float32. "plus one": as "wide", with one
+# added to the checkpoint's weight, as in Gemma. "centred": layer normalisation without a bias in
+# float32, as in Cohere.
+NormStyle = Literal["rounded", "wide", "plus one", "centred"]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and constants of a decoder; a family with more of them has a subclass.
 
@@ -34,6 +41,13 @@ class ModelConfig:
         bos_token_id: None if the model has none.
         windows: of each layer: a query at position p attends to positions p - window + 1 to p; None
             for all up to p, also where the window is at least as long as the context.
+        ropes: of each layer: its rotary parameters; None if it rotates nothing.
+        score_scale: factor of the scores, usually the inverse root of the head size.
+        scores_cap: a score x becomes `cap * tanh(x / cap)`; None means no cap.
+        embedding_multiplier: factor of the embeddings.
+        residual_multiplier: factor of the outputs of attention and feed-forward.
+        logits_divisor: divisor of logits.
+        logits_cap: as `scores_cap`, for logits.
     """
 
     architecture: str
@@ -48,13 +62,22 @@ class ModelConfig:
     rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     windows: tuple[int | None, ...]
+    ropes: tuple[RopeConfig | None, ...] = ()
+    score_scale: float = 1.0
+    scores_cap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    norm_style: NormStyle = "rounded"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float | None = None
 
     @property
     def cached_token(self) -> CachedToken:
@@ -81,6 +104,10 @@ class Defaults:
         special_tokens: ids of the tokens that begin and end a text.
         activation: the field that names the feed-forward layers' activation, and the only value
             that is supported.
+        attention_bias: whether the attention's projections have a bias; None: they have none,
+            whatever the file says.
+        mlp_bias: the same of the feed-forward projections.
+        norm_style: of all normalisations; not a field of the file.
     """
 
     vocab_size: int
@@ -96,6 +123,9 @@ class Defaults:
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
+    attention_bias: bool | None = False
+    mlp_bias: bool | None = None
+    norm_style: NormStyle = "rounded"
 
 
 Config = TypeVar("Config", bound=ModelConfig)
@@ -118,7 +148,7 @@ def read_config(
         fields: of config.json.
         defaults: of the family.
         partial_rotary: whether a part of each head may be rotated.
-        own: the remaining fields of `kind`: biases, and what the family alone has.
+        own: the remaining fields of `kind`: what the family alone has, or has otherwise.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
@@ -133,6 +163,8 @@ def read_config(
     begin, end = defaults.special_tokens
     num_layers = read_num_layers(fields, defaults.num_layers)
     vocab_size = number("vocab_size", defaults.vocab_size, MAX_TOKENS)
+    bias = _has_bias(fields, "attention_bias", defaults.attention_bias)
+    mlp_bias = _has_bias(fields, "mlp_bias", defaults.mlp_bias)
     return kind(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -150,8 +182,16 @@ def read_config(
         eos_token_ids=fields.eos_token_ids(vocab_size, end),
         bos_token_id=fields.token_id("bos_token_id", begin),
         windows=(None,) * num_layers,
-        **own,
+        ropes=(rope,) * num_layers,
+        o_bias=bias,
+        activation="silu" if defaults.activation[1] == "silu" else "gelu",
+        norm_style=defaults.norm_style,
+        **{"score_scale": head_dim**-0.5, "qkv_bias": bias, "mlp_bias": mlp_bias, **own},
     )
+
+
+def _has_bias(fields: Fields, name: str, default: bool | None) -> bool:
+    return default is not None and fields.flag(name, default)
 
 
 def read_head_dim(fields: Fields, name: str, default: int) -> int:

@@ -58,7 +58,7 @@ def sliding_layers(
 
 
 def with_windows(
-    fields: Fields, config: Config, window: int | None, sliding: Sequence[bool]
+    fields: Fields, config: Config, window: int | None, sliding: Sequence[bool] | None = None
 ) -> Config:
     """Return the configuration with a window in some layers; see `ModelConfig.windows`.
 
@@ -66,17 +66,30 @@ def with_windows(
         fields: of config.json, for messages.
         config: the configuration without windows.
         window: the window's length in tokens; None if there is none.
-        sliding: whether each layer has the window.
+        sliding: whether each layer has the window; None: all have it if there is one.
 
     Raises:
         ModelLoadError: a layer has the window, but it has no length; one line.
     """
+    if sliding is None:
+        sliding = [window is not None] * config.num_layers
     if any(sliding) and window is None:
         raise fields.error(f"layer_types has {SLIDING}, but no sliding_window is in use")
     if window is not None and window >= config.max_position_embeddings:
         window = None
     windows = tuple(window if is_sliding else None for is_sliding in sliding)
     return dataclasses.replace(config, windows=windows)
+
+
+def with_some_windows(
+    fields: Fields, config: Config, window: int | None, default: Callable[[int], bool]
+) -> Config:
+    """Return the configuration with a window in the layers that `sliding_layers` finds.
+
+    Raises:
+        ModelLoadError: as for `sliding_layers` and `with_windows`; one line.
+    """
+    return with_windows(fields, config, window, sliding_layers(fields, config.num_layers, default))
 
 
 def refuse_window(fields: Fields) -> None:

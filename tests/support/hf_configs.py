@@ -8,7 +8,6 @@ from typing import Any
 import transformers
 
 from pagewire.shared.model.config import load_config
-from pagewire.shared.model.layer_ropes import TwoRopesConfig
 
 SLIDING = "sliding_attention"
 # Transformers' class, where it is not that of the architecture's name.
@@ -88,9 +87,9 @@ def assert_same(path: Path, theirs: transformers.PreTrainedConfig) -> None:
     ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
     assert list(ours.eos_token_ids) == ends
     rope = theirs.rope_parameters
-    if isinstance(ours, TwoRopesConfig):
-        assert ours.local_rope.theta == rope[SLIDING]["rope_theta"]
-        assert ours.sliding == tuple(kind == SLIDING for kind in theirs.layer_types)
+    if SLIDING in rope:  # whose layers have angles of their own
+        thetas = [each and each.theta for each in ours.ropes]
+        assert thetas == [rope[kind]["rope_theta"] for kind in theirs.layer_types]
         rope = rope["full_attention"]
     assert ours.rope.theta == rope["rope_theta"]
     assert ours.rope.rope_type == rope["rope_type"]

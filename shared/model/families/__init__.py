@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagewire.shared.model.families import (
     cohere,
@@ -40,13 +40,10 @@ from pagewire.shared.model.families import (
     qwen3_moe,
     smollm3,
 )
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.text_part import RENAMED_PREFIXES, VISION_PREFIXES
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": Architecture(qwen2.parse_config, llama.build),
     "Qwen3ForCausalLM": Architecture(qwen3.parse_config, qwen3.build),
     "Olmo2ForCausalLM": Architecture(olmo2.parse_config, olmo2.build),
-    "Olmo3ForCausalLM": Architecture(olmo3.parse_config, olmo3.build),
+    "Olmo3ForCausalLM": Architecture(olmo3.parse_config, olmo2.build),
     "Gemma2ForCausalLM": Architecture(gemma2.parse_config, gemma2.build),
     "Gemma3ForCausalLM": Architecture(gemma3.parse_config, gemma3.build),
     "Gemma3ForConditionalGeneration": Architecture(
@@ -93,16 +90,16 @@ ARCHITECTURES = {
     "CohereForCausalLM": Architecture(cohere.parse_config, cohere.build),
     "Cohere2ForCausalLM": Architecture(cohere.parse_second_config, cohere.build),
     "GptOssForCausalLM": Architecture(gpt_oss.parse_config, gpt_oss.build),
-    "GraniteForCausalLM": Architecture(granite.parse_config, granite.build),
+    "GraniteForCausalLM": Architecture(granite.parse_config, llama.build),
     "GraniteMoeForCausalLM": Architecture(granite_moe.parse_config, granite_moe.build),
     "GraniteMoeHybridForCausalLM": Architecture(
         granite_moe_hybrid.parse_config, granite_moe_hybrid.build
     ),
-    "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, smollm3.build),
+    "SmolLM3ForCausalLM": Architecture(smollm3.parse_config, llama.build),
     "Phi3ForCausalLM": Architecture(phi3.parse_config, phi3.build),
     "MixtralForCausalLM": Architecture(mixtral.parse_config, mixtral.build),
     "Qwen2MoeForCausalLM": Architecture(qwen2_moe.parse_config, qwen2_moe.build),
-    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse_config, qwen3_moe.build),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.parse_config, qwen3.build),
     "OlmoeForCausalLM": Architecture(olmoe.parse_config, olmoe.build),
     "DeepseekV2ForCausalLM": Architecture(deepseek_v2.parse_config, deepseek_v2.build),
     "DeepseekV3ForCausalLM": Architecture(

@@ -7,16 +7,11 @@ layers, and rotates queries and keys only in these.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, read_num_layers
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import read_window, refuse_window, sliding_layers, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _DEFAULTS = Defaults(
     vocab_size=256_000,
@@ -29,6 +24,7 @@ _DEFAULTS = Defaults(
     rms_norm_eps=1e-5,
     rope_theta=500_000.0,
     tie_word_embeddings=True,
+    norm_style="centred",
 )
 _SECOND_DEFAULTS = dataclasses.replace(_DEFAULTS, rope_theta=10_000.0)
 _LOGIT_SCALE = 0.0625
@@ -36,20 +32,7 @@ _WINDOW = 4096
 _INTERVAL = 4  # each fourth layer has full attention
 
 
-@dataclass(frozen=True, slots=True)
-class CohereConfig(ModelConfig):
-    """A Cohere model.
-
-    Attributes:
-        logit_scale: factor of logits.
-        rotates: whether each layer rotates queries and keys.
-    """
-
-    logit_scale: float
-    rotates: tuple[bool, ...]
-
-
-def parse_config(fields: Fields) -> CohereConfig:
+def parse_config(fields: Fields) -> ModelConfig:
     """Read the config.json of the first architecture.
 
     Raises:
@@ -64,7 +47,7 @@ def parse_config(fields: Fields) -> CohereConfig:
     return _read("CohereForCausalLM", fields, _DEFAULTS)
 
 
-def parse_second_config(fields: Fields) -> CohereConfig:
+def parse_second_config(fields: Fields) -> ModelConfig:
     """Read the config.json of the second architecture.
 
     Raises:
@@ -73,39 +56,22 @@ def parse_second_config(fields: Fields) -> CohereConfig:
     config = _read("Cohere2ForCausalLM", fields, _SECOND_DEFAULTS)
     interval = fields.positive_int("sliding_window_pattern", _INTERVAL)
     sliding = sliding_layers(fields, config.num_layers, lambda index: (index + 1) % interval != 0)
-    config = dataclasses.replace(config, rotates=sliding)
+    ropes = tuple(config.rope if is_sliding else None for is_sliding in sliding)
+    config = dataclasses.replace(config, ropes=ropes)
     return with_windows(fields, config, read_window(fields, _WINDOW), sliding)
 
 
-def _read(architecture: str, fields: Fields, defaults: Defaults) -> CohereConfig:
-    bias = fields.flag("attention_bias", False)
+def _read(architecture: str, fields: Fields, defaults: Defaults) -> ModelConfig:
     eps = fields.positive_float("layer_norm_eps", defaults.rms_norm_eps)
-    layers = read_num_layers(fields, defaults.num_layers)
     return read_config(
-        CohereConfig,
+        ModelConfig,
         architecture,
         Fields({**fields.raw, "rms_norm_eps": eps}, fields.source),
         defaults,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=False,
-        logit_scale=fields.positive_float("logit_scale", _LOGIT_SCALE),
-        rotates=(True,) * layers,
+        logits_divisor=1 / fields.positive_float("logit_scale", _LOGIT_SCALE),
     )
 
 
-def build(config: CohereConfig, make: LayerFactory) -> DecoderModel:
+def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     """Compose parallel layers."""
-    make = make.with_norms("centred")
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.parallel_layer(
-            config,
-            make.attention(
-                config, cos_sin if rotates else None, window=window, interleaved=rotates
-            ),
-            make.mlp(config),
-        )
-        for rotates, window in zip(config.rotates, config.windows, strict=True)
-    ]
-    return make.model(config, layers, logits_divisor=1 / config.logit_scale)
+    return make.decoder(config, make.parallel_layer, interleaved=True)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagewire.kernels.routing import Routing
 from pagewire.shared.model.experts_config import chosen_count
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import MAX_COUNT, Fields
 from pagewire.shared.model.latent_config import LatentConfig, read_latent, read_latent_experts
 from pagewire.shared.model.model_config import Defaults
 from pagewire.shared.model.windows import refuse_window
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel, TokenPart
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _DEFAULTS = Defaults(
     vocab_size=102_400,
     intermediate_size=11_008,
     max_position_embeddings=2048,
     special_tokens=(1, 2),
+    mlp_bias=False,
 )
 
 
@@ -37,7 +33,6 @@ def parse_config(fields: Fields) -> LatentConfig:
         _DEFAULTS,
         experts=read_latent_experts(fields, _routing(fields, count), count, size=1407, shared=2),
         dense_layers=0,
-        mlp_bias=fields.flag("mlp_bias", False),
         interleaved=True,
     )
 
@@ -65,22 +60,15 @@ def _routing(fields: Fields, count: int) -> Routing:
 
 def build(config: LatentConfig, make: LayerFactory) -> DecoderModel:
     """Compose a model with latent attention; all layers except the first ones have mixtures."""
-    cos_sin = make.cos_sin(config)
+    cos_sin = make.cos_sin(config.rope, config.head_dim)
     layers = [
         make.pre_norm_layer(
             config,
             make.latent_attention(config, cos_sin),
-            _mixture(config, make) if is_sparse else make.mlp(config),
+            make.with_shared_expert(config, "shared_experts", wide_router=True)
+            if is_sparse
+            else make.mlp(config),
         )
         for is_sparse in config.sparse
     ]
     return make.model(config, layers)
-
-
-def _mixture(config: LatentConfig, make: LayerFactory) -> TokenPart:
-    return make.with_shared_expert(
-        config,
-        make.experts(config, config.experts, wide_router=True),
-        config.experts.shared_size,
-        "shared_experts",
-    )

@@ -52,6 +52,5 @@ def parse_config(fields: Fields) -> LatentConfig:
         _DEFAULTS,
         experts=read_latent_experts(fields, routing, count, size=2048, shared=1),
         dense_layers=3,
-        mlp_bias=False,
         interleaved=fields.flag("rope_interleave", True),
     )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
-from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.windows import read_window, with_some_windows
 
 _DEFAULTS = Defaults(
     vocab_size=256_000,
@@ -25,47 +21,29 @@ _DEFAULTS = Defaults(
     special_tokens=(2, 1),
     tie_word_embeddings=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
+    norm_style="plus one",
 )
 _WINDOW = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Gemma2Config(ModelConfig):
-    """A Gemma 2.
-
-    Attributes:
-        attention_multiplier: factor of the scores, instead of the inverse root of the head size.
-        scores_cap: a score x becomes `cap * tanh(x / cap)`; None means no cap.
-        logits_cap: the same for logits.
-    """
-
-    attention_multiplier: float
-    scores_cap: float | None
-    logits_cap: float | None
-
-
-def parse_config(fields: Fields) -> Gemma2Config:
+def parse_config(fields: Fields) -> ModelConfig:
     """Read the config.json of a Gemma 2.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     refuse_bidirectional(fields)
-    bias = fields.flag("attention_bias", False)
     config = read_config(
-        Gemma2Config,
+        ModelConfig,
         "Gemma2ForCausalLM",
         fields,
         _DEFAULTS,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=False,
-        attention_multiplier=fields.positive_float("query_pre_attn_scalar", 256) ** -0.5,
+        score_scale=fields.positive_float("query_pre_attn_scalar", 256) ** -0.5,
         scores_cap=read_cap(fields, "attn_logit_softcapping", 50.0),
         logits_cap=read_cap(fields, "final_logit_softcapping", 30.0),
     )
-    sliding = sliding_layers(fields, config.num_layers, lambda index: index % 2 == 0)
-    return with_windows(fields, config, read_window(fields, _WINDOW), sliding)
+    window = read_window(fields, _WINDOW)
+    return with_some_windows(fields, config, window, lambda index: index % 2 == 0)
 
 
 def refuse_bidirectional(fields: Fields) -> None:
@@ -89,27 +67,13 @@ def read_cap(fields: Fields, name: str, default: float | None) -> float | None:
     return fields.positive_float(name, default)
 
 
-def build(config: Gemma2Config, make: LayerFactory) -> DecoderModel:
-    """Compose layers with capped attention and a feed-forward layer with GELU."""
-    make = make.with_norms("plus one")
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.sandwich_layer(
-            config,
-            make.attention(
-                config,
-                cos_sin,
-                scale=config.attention_multiplier,
-                window=window,
-                soft_cap=config.scores_cap,
-            ),
-            make.mlp(config, activation="gelu"),
-        )
-        for window in config.windows
-    ]
-    return make.model(
-        config,
-        layers,
-        embedding_multiplier=make.rounded(config.hidden_size**0.5),
-        logits_cap=config.logits_cap,
-    )
+def build(config: ModelConfig, make: LayerFactory, **attention: Any) -> DecoderModel:
+    """Compose layers with a norm before and after each part, and scaled embeddings.
+
+    Args:
+        config: the model's configuration.
+        make: the factory of layers.
+        attention: options of `LayerFactory.attention`.
+    """
+    multiplier = make.rounded(config.hidden_size**0.5)
+    return make.decoder(config, make.sandwich_layer, embedding_multiplier=multiplier, **attention)

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
 
-from pagewire.shared.model.families.granite import GraniteConfig, compose, read_granite
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
+from pagewire.shared.model.families.granite import read_granite
 from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.windows import FULL
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _SHARED_SIZE = 1024
 _EXPERTS = 8
 _KINDS = ("attention", FULL)  # two names of full attention
 
 
-@dataclass(frozen=True, slots=True)
-class GraniteMoeHybridConfig(GraniteConfig):
-    """A Granite 4.
-
-    Attributes:
-        rotates: whether queries and keys are rotated.
-    """
-
-    rotates: bool
-
-
-def parse_config(fields: Fields) -> GraniteMoeHybridConfig:
+def parse_config(fields: Fields) -> ModelConfig:
     """Read the config.json of a Granite 4.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     config = read_granite(
-        GraniteMoeHybridConfig,
+        ModelConfig,
         "GraniteMoeHybridForCausalLM",
         fields,
         mlp_bias=False,
-        rotates=fields.raw.get("position_embedding_type") == "rope",
     )
     if fields.whole_number("num_local_experts", _EXPERTS, MAX_COUNT):
         raise fields.error("num_local_experts is not 0: Granite 4 is supported without experts")
@@ -55,15 +40,13 @@ def parse_config(fields: Fields) -> GraniteMoeHybridConfig:
                 "are not supported"
             )
     size = fields.positive_int("shared_intermediate_size", _SHARED_SIZE, MAX_WIDTH)
-    return dataclasses.replace(config, intermediate_size=size)
+    rotates = fields.raw.get("position_embedding_type") == "rope"
+    ropes = config.ropes if rotates else (None,) * config.num_layers
+    return dataclasses.replace(config, intermediate_size=size, ropes=ropes)
 
 
-def build(config: GraniteMoeHybridConfig, make: LayerFactory) -> DecoderModel:
+def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     """Compose a Granite whose feed-forward layers are named as Granite 4's shared experts."""
-    return compose(
-        config,
-        make,
-        lambda: make.mlp(config, names=("input_linear", "output_linear")),
-        "shared_mlp",
-        rotates=config.rotates,
-    )
+    layer = partial(make.pre_norm_layer, mlp_name="shared_mlp")
+    mlp = partial(make.mlp, config, names=("input_linear", "output_linear"))
+    return make.decoder(config, layer, mlp)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pagewire.shared.model.families.mistral import DEFAULTS, WINDOW
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig, read_config
-from pagewire.shared.model.windows import read_window, sliding_layers, with_windows
+from pagewire.shared.model.windows import read_window, with_some_windows
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -14,15 +14,6 @@ def parse_config(fields: Fields) -> ModelConfig:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    config = read_config(
-        ModelConfig,
-        "MinistralForCausalLM",
-        fields,
-        DEFAULTS,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-    )
+    config = read_config(ModelConfig, "MinistralForCausalLM", fields, DEFAULTS)
     window = read_window(fields, WINDOW)
-    sliding = sliding_layers(fields, config.num_layers, lambda _: window is not None)
-    return with_windows(fields, config, window, sliding)
+    return with_some_windows(fields, config, window, lambda _: window is not None)

@@ -17,6 +17,7 @@ DEFAULTS = Defaults(
     max_position_embeddings=131_072,
     special_tokens=(1, 2),
     num_kv_heads=8,
+    attention_bias=None,
 )
 WINDOW = 4096
 
@@ -60,14 +61,5 @@ def parse_conditional_config(fields: Fields) -> ModelConfig:
 
 
 def _parse(architecture: str, fields: Fields) -> ModelConfig:
-    config = read_config(
-        ModelConfig,
-        architecture,
-        fields,
-        DEFAULTS,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-    )
-    window = read_window(fields, WINDOW)
-    return with_windows(fields, config, window, [window is not None] * config.num_layers)
+    config = read_config(ModelConfig, architecture, fields, DEFAULTS)
+    return with_windows(fields, config, read_window(fields, WINDOW))

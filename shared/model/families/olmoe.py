@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagewire.shared.model.experts_config import MoeConfig, read_experts
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
 from pagewire.shared.model.windows import refuse_window
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _DEFAULTS = Defaults(
     vocab_size=50_304,
@@ -39,31 +34,17 @@ def parse_config(fields: Fields) -> MoeConfig:
         top_k=8,
         size=fields.positive_int("intermediate_size", _DEFAULTS.intermediate_size, MAX_WIDTH),
     )
-    bias = fields.flag("attention_bias", False)
-    config = read_config(
+    refuse_window(fields)
+    return read_config(
         MoeConfig,
         "OlmoeForCausalLM",
         fields,
         _DEFAULTS,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=False,
         experts=experts,
         sparse=(True,) * read_num_layers(fields, _DEFAULTS.num_layers),
     )
-    refuse_window(fields)
-    return config
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
     """Compose a Llama with norms of the projections and a mixture in each layer."""
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.pre_norm_layer(
-            config,
-            make.attention(config, cos_sin, qk_norm="projection"),
-            make.experts(config, config.experts),
-        )
-        for _ in config.sparse
-    ]
-    return make.model(config, layers)
+    return make.decoder(config, qk_norm="projection")

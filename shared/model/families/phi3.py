@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import read_window, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _DEFAULTS = Defaults(
     vocab_size=32_064,
@@ -19,6 +16,7 @@ _DEFAULTS = Defaults(
     max_position_embeddings=4096,
     special_tokens=(1, 32_000),
     rms_norm_eps=1e-5,
+    attention_bias=None,
 )
 _ORIGINAL_POSITIONS = 4096
 _ROPE_TYPES = ("default", "longrope")
@@ -31,22 +29,14 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     config = read_config(
-        ModelConfig,
-        "Phi3ForCausalLM",
-        _with_todays_names(fields),
-        _DEFAULTS,
-        partial_rotary=True,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
+        ModelConfig, "Phi3ForCausalLM", _with_todays_names(fields), _DEFAULTS, partial_rotary=True
     )
     if config.rope.rope_type not in _ROPE_TYPES:
         raise fields.error(
             f"rope type {config.rope.rope_type!r} is not supported in a Phi-3; supported are "
             f"{', '.join(_ROPE_TYPES)}"
         )
-    window = read_window(fields, None)
-    return with_windows(fields, config, window, [window is not None] * config.num_layers)
+    return with_windows(fields, config, read_window(fields, None))
 
 
 def _with_todays_names(fields: Fields) -> Fields:
@@ -61,13 +51,5 @@ def _with_todays_names(fields: Fields) -> Fields:
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
     """Compose a Llama with the fused projections of the checkpoint."""
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.pre_norm_layer(
-            config,
-            make.attention(config, cos_sin, fused=True, window=window),
-            make.mlp(config, names=("gate_up_proj", "down_proj")),
-        )
-        for window in config.windows
-    ]
-    return make.model(config, layers)
+    mlp = partial(make.mlp, config, names=("gate_up_proj", "down_proj"))
+    return make.decoder(config, mlp=mlp, fused=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
-from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
+from pagewire.shared.model.windows import switched_window, with_some_windows
 
 _DEFAULTS = Defaults(
     vocab_size=151_936,
@@ -12,6 +12,7 @@ _DEFAULTS = Defaults(
     max_position_embeddings=32_768,
     special_tokens=(None, None),
     num_kv_heads=32,
+    attention_bias=None,
 )
 _WINDOW = 4096
 _FIRST_WINDOW = 28  # the first layer with a window, by default
@@ -23,15 +24,7 @@ def parse_config(fields: Fields) -> ModelConfig:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    config = read_config(
-        ModelConfig,
-        "Qwen2ForCausalLM",
-        fields,
-        _DEFAULTS,
-        qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
-    )
+    config = read_config(ModelConfig, "Qwen2ForCausalLM", fields, _DEFAULTS, qkv_bias=True)
     return with_upper_windows(fields, config)
 
 
@@ -43,7 +36,6 @@ def with_upper_windows(fields: Fields, config: ModelConfig) -> ModelConfig:
     """
     window = switched_window(fields, _WINDOW)
     first = fields.whole_number("max_window_layers", _FIRST_WINDOW)
-    sliding = sliding_layers(
-        fields, config.num_layers, lambda index: window is not None and index >= first
+    return with_some_windows(
+        fields, config, window, lambda index: window is not None and index >= first
     )
-    return with_windows(fields, config, window, sliding)

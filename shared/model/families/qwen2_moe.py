@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 from pagewire.shared.model.experts_config import MoeConfig, read_experts, sparse_layers
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
-from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.experts import WithSharedExpert
-    from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.windows import switched_window, with_some_windows
 
 _DEFAULTS = Defaults(
     vocab_size=151_936,
@@ -23,6 +19,7 @@ _DEFAULTS = Defaults(
     num_kv_heads=16,
     max_position_embeddings=32_768,
     special_tokens=(None, None),
+    attention_bias=None,
 )
 _WINDOW = 4096
 _WINDOW_LAYERS = 28  # of these first layers, every second one has a window
@@ -41,52 +38,26 @@ def parse_config(fields: Fields) -> MoeConfig:
         size=fields.positive_int("moe_intermediate_size", 1408, MAX_WIDTH),
         shared_size=fields.positive_int("shared_expert_intermediate_size", 5632, MAX_WIDTH),
     )
-    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     config = read_config(
         MoeConfig,
         "Qwen2MoeForCausalLM",
         fields,
         _DEFAULTS,
         qkv_bias=fields.flag("qkv_bias", True),
-        o_bias=False,
-        mlp_bias=False,
         experts=experts,
-        sparse=sparse_layers(fields, layers),
+        sparse=sparse_layers(fields, read_num_layers(fields, _DEFAULTS.num_layers)),
     )
-    return _with_windows(fields, config)
-
-
-def _with_windows(fields: Fields, config: MoeConfig) -> MoeConfig:
-    """Return the configuration with the window, if it is enabled, in every second layer."""
     window = switched_window(fields, _WINDOW)
     last = fields.whole_number("max_window_layers", _WINDOW_LAYERS)
-    sliding = sliding_layers(
+    return with_some_windows(
         fields,
-        config.num_layers,
+        config,
+        window,
         lambda index: window is not None and index % 2 == 0 and index < last,
     )
-    return with_windows(fields, config, window, sliding)
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
     """Compose a Qwen2 whose sparse layers have mixtures with a gated shared expert."""
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.pre_norm_layer(
-            config,
-            make.attention(config, cos_sin, window=window),
-            _mixture(config, make) if is_sparse else make.mlp(config),
-        )
-        for is_sparse, window in zip(config.sparse, config.windows, strict=True)
-    ]
-    return make.model(config, layers)
-
-
-def _mixture(config: MoeConfig, make: LayerFactory) -> WithSharedExpert:
-    return make.with_shared_expert(
-        config,
-        make.experts(config, config.experts),
-        config.experts.shared_size,
-        "shared_expert",
-        gate="shared_expert_gate",
-    )
+    mixture = partial(make.with_shared_expert, config, "shared_expert", gate="shared_expert_gate")
+    return make.decoder(config, mlp=mixture)

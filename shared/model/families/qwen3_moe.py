@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagewire.shared.model.experts_config import MoeConfig, read_experts, sparse_layers
 from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
 from pagewire.shared.model.windows import switched_window, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
 
 _DEFAULTS = Defaults(
     vocab_size=151_936,
@@ -38,33 +32,13 @@ def parse_config(fields: Fields) -> MoeConfig:
         top_k=8,
         size=fields.positive_int("moe_intermediate_size", 768, MAX_WIDTH),
     )
-    bias = fields.flag("attention_bias", False)
-    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     config = read_config(
         MoeConfig,
         "Qwen3MoeForCausalLM",
         fields,
         _DEFAULTS,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=False,
         experts=experts,
-        sparse=sparse_layers(fields, layers),
+        sparse=sparse_layers(fields, read_num_layers(fields, _DEFAULTS.num_layers)),
     )
     # In all layers: Hugging Face's code does not use `max_window_layers` here.
-    window = switched_window(fields, _WINDOW)
-    return with_windows(fields, config, window, [window is not None] * config.num_layers)
-
-
-def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Qwen3 whose sparse layers have mixtures."""
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.pre_norm_layer(
-            config,
-            make.attention(config, cos_sin, qk_norm="head", window=window),
-            make.experts(config, config.experts) if is_sparse else make.mlp(config),
-        )
-        for is_sparse, window in zip(config.sparse, config.windows, strict=True)
-    ]
-    return make.model(config, layers)
+    return with_windows(fields, config, switched_window(fields, _WINDOW))

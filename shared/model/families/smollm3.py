@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import dataclasses
 
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config, read_num_layers
-from pagewire.shared.model.windows import sliding_layers, switched_window, with_windows
-
-if TYPE_CHECKING:
-    from pagewire.shared.model.layers.decoder import DecoderModel
-    from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.windows import switched_window, with_some_windows
 
 _DEFAULTS = Defaults(
     vocab_size=128_256,
@@ -24,49 +19,30 @@ _DEFAULTS = Defaults(
     special_tokens=(128_000, 128_001),
     rope_theta=2_000_000.0,
     tie_word_embeddings=True,
+    mlp_bias=False,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SmolLM3Config(ModelConfig):
-    """A SmolLM3.
-
-    Attributes:
-        rotates: whether each layer rotates queries and keys.
-    """
-
-    rotates: tuple[bool, ...]
-
-
-def parse_config(fields: Fields) -> SmolLM3Config:
+def parse_config(fields: Fields) -> ModelConfig:
     """Read the config.json of a SmolLM3.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    bias = fields.flag("attention_bias", False)
-    config = read_config(
-        SmolLM3Config,
-        "SmolLM3ForCausalLM",
-        fields,
-        _DEFAULTS,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-        rotates=_rotates(fields),
-    )
+    config = read_config(ModelConfig, "SmolLM3ForCausalLM", fields, _DEFAULTS)
+    rotates = _rotates(fields, config.num_layers)
+    ropes = tuple(config.rope if each else None for each in rotates)
     window = switched_window(fields, None)
-    sliding = sliding_layers(
+    return with_some_windows(
         fields,
-        config.num_layers,
-        lambda index: window is not None and not config.rotates[index],
+        dataclasses.replace(config, ropes=ropes),
+        window,
+        lambda index: window is not None and not rotates[index],
     )
-    return with_windows(fields, config, window, sliding)
 
 
-def _rotates(fields: Fields) -> tuple[bool, ...]:
+def _rotates(fields: Fields, layers: int) -> tuple[bool, ...]:
     """Read `no_rope_layers`, where 1 means that a layer rotates, or else the interval."""
-    layers = read_num_layers(fields, _DEFAULTS.num_layers)
     flags = fields.raw.get("no_rope_layers")
     if flags is None:
         interval = fields.positive_int("no_rope_layer_interval", 4)
@@ -78,17 +54,3 @@ def _rotates(fields: Fields) -> tuple[bool, ...]:
     ):
         raise fields.error(f"no_rope_layers must be {layers} numbers that are 0 or 1")
     return tuple(flag == 1 for flag in flags[:layers])
-
-
-def build(config: SmolLM3Config, make: LayerFactory) -> DecoderModel:
-    """Compose a Llama, with the table of angles only where a layer rotates."""
-    cos_sin = make.cos_sin(config)
-    layers = [
-        make.pre_norm_layer(
-            config,
-            make.attention(config, cos_sin if rotates else None, window=window),
-            make.mlp(config),
-        )
-        for rotates, window in zip(config.rotates, config.windows, strict=True)
-    ]
-    return make.model(config, layers)

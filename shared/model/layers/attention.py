@@ -29,22 +29,6 @@ class Attention:
         sinks: the attention sinks `[heads]`, or None.
     """
 
-    __slots__ = (
-        "_cos_sin",
-        "_head_dim",
-        "_head_norms",
-        "_heads",
-        "_ops",
-        "_options",
-        "_projection_norms",
-        "_projections",
-        "_scale",
-        "norms",
-        "o_proj",
-        "qkv_proj",
-        "sinks",
-    )
-
     def __init__(
         self,
         config: ModelConfig,
@@ -52,24 +36,22 @@ class Attention:
         qkv_proj: Linear,
         o_proj: Linear,
         cos_sin: torch.Tensor | None,
-        scale: float,
         qk_norm: QkNorm,
         norms: tuple[Norm, Norm] | None,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: torch.Tensor | None = None,
+        window: int | None,
+        sinks: torch.Tensor | None,
     ) -> None:
         self._ops = ops
         self._cos_sin = cos_sin  # [max_positions, R]; None: nothing is rotated
         self._head_dim = config.head_dim
         self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         self._projections = [heads * config.head_dim for heads in self._heads]
-        self._scale = scale
+        self._scale = config.score_scale
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.norms = norms
         self.sinks = sinks
-        options = {"window": window, "soft_cap": soft_cap, "sinks": sinks}
+        options = {"window": window, "soft_cap": config.scores_cap, "sinks": sinks}
         self._options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
         # Heads are normalised by the kernel that rotates them.
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()

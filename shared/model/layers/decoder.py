@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,24 +70,31 @@ class DecoderLayer(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
+class Scaled:
+    """Attention or a feed-forward layer whose output is multiplied."""
+
+    part: AttentionPart | TokenPart
+    multiplier: float
+
+    def forward(self, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+        """Map hidden states as the part does."""
+        return self.part.forward(hidden, *more).mul_(self.multiplier)
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the part."""
+        yield from self.part.targets(name)
+
+
+@dataclass(eq=False, slots=True)
 class PreNormLayer:
     """Attention and feed-forward, each after a normalisation."""
 
-    __slots__ = ("_mlp_name", "attention", "input_norm", "mlp", "post_attention_norm")
-
-    def __init__(
-        self,
-        input_norm: Norm,
-        attention: AttentionPart,
-        post_attention_norm: Norm,
-        mlp: TokenPart,
-        mlp_name: str = "mlp",
-    ) -> None:
-        self._mlp_name = mlp_name  # name of `mlp` in the checkpoint
-        self.input_norm = input_norm
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.mlp = mlp
+    input_norm: Norm
+    attention: AttentionPart
+    post_attention_norm: Norm
+    mlp: TokenPart
+    mlp_name: str  # name of `mlp` in the checkpoint
 
     def forward(
         self,
@@ -107,25 +114,17 @@ class PreNormLayer:
         yield from self.input_norm.targets(f"{name}.input_layernorm")
         yield from self.attention.targets(f"{name}.self_attn")
         yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
-        yield from self.mlp.targets(f"{name}.{self._mlp_name}")
+        yield from self.mlp.targets(f"{name}.{self.mlp_name}")
 
 
+@dataclass(eq=False, slots=True)
 class PostNormLayer:
     """Attention and feed-forward, whose outputs are normalised before they are added."""
 
-    __slots__ = ("attention", "mlp", "post_attention_norm", "post_mlp_norm")
-
-    def __init__(
-        self,
-        attention: AttentionPart,
-        post_attention_norm: Norm,
-        mlp: TokenPart,
-        post_mlp_norm: Norm,
-    ) -> None:
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.mlp = mlp
-        self.post_mlp_norm = post_mlp_norm
+    attention: AttentionPart
+    post_attention_norm: Norm
+    mlp: TokenPart
+    post_mlp_norm: Norm
 
     def forward(
         self,
@@ -148,33 +147,16 @@ class PostNormLayer:
         yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
 
 
+@dataclass(eq=False, slots=True)
 class SandwichLayer:
     """Attention and feed-forward, each between two normalisations."""
 
-    __slots__ = (
-        "attention",
-        "input_norm",
-        "mlp",
-        "post_attention_norm",
-        "post_mlp_norm",
-        "pre_mlp_norm",
-    )
-
-    def __init__(
-        self,
-        input_norm: Norm,
-        attention: AttentionPart,
-        post_attention_norm: Norm,
-        pre_mlp_norm: Norm,
-        mlp: TokenPart,
-        post_mlp_norm: Norm,
-    ) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.pre_mlp_norm = pre_mlp_norm
-        self.mlp = mlp
-        self.post_mlp_norm = post_mlp_norm
+    input_norm: Norm
+    attention: AttentionPart
+    post_attention_norm: Norm
+    pre_mlp_norm: Norm
+    mlp: TokenPart
+    post_mlp_norm: Norm
 
     def forward(
         self,
@@ -200,21 +182,6 @@ class SandwichLayer:
         yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """Scaling of embeddings and logits.
-
-    Attributes:
-        embedding: factor of embeddings.
-        logits_divisor: divisor of logits.
-        logits_cap: a logit x becomes `cap * tanh(x / cap)`; None means no cap.
-    """
-
-    embedding: float = 1.0
-    logits_divisor: float = 1.0
-    logits_cap: float | None = None
-
-
 class DecoderModel:
     """The whole model, its parameters uninitialised until a loader has filled `targets()`.
 
@@ -234,9 +201,8 @@ class DecoderModel:
         layers: Sequence[DecoderLayer],
         norm: Norm,
         lm_head: torch.Tensor,
-        scaling: Scaling,
-        plus_one: Sequence[torch.Tensor] = (),
-        after_loading: Sequence[Callable[[], None]] = (),
+        embedding_multiplier: float,
+        after_loading: Sequence[Callable[[], object]],
     ) -> None:
         self.config = config
         self._linear = ops.linear
@@ -244,8 +210,7 @@ class DecoderModel:
         self.layers = list(layers)
         self.norm = norm
         self.lm_head = lm_head
-        self._scaling = scaling
-        self._plus_one = plus_one  # parameters to which one is added after loading
+        self._embedding_multiplier = embedding_multiplier
         self._after_loading = after_loading
 
     @torch.inference_mode()
@@ -272,8 +237,8 @@ class DecoderModel:
             Hidden states after the last normalisation, `[N, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
-        if self._scaling.embedding != 1.0:
-            hidden.mul_(self._scaling.embedding)
+        if self._embedding_multiplier != 1.0:
+            hidden.mul_(self._embedding_multiplier)
         residual: torch.Tensor | None = None
         groups, last = batch.groups, len(self.layers) - 1
         for index, (layer, (group, cache)) in enumerate(zip(self.layers, kv, strict=True)):
@@ -294,9 +259,9 @@ class DecoderModel:
             out: [N, vocab], to which the logits are written; None allocates it.
         """
         logits = self._linear(hidden, self.lm_head, out=out)
-        if self._scaling.logits_divisor != 1.0:
-            logits.div_(self._scaling.logits_divisor)
-        cap = self._scaling.logits_cap
+        if self.config.logits_divisor != 1.0:
+            logits.div_(self.config.logits_divisor)
+        cap = self.config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def targets(self) -> Iterator[NamedTarget]:
@@ -310,7 +275,5 @@ class DecoderModel:
 
     def finish_loading(self) -> None:
         """Convert parameters from the checkpoint's form; call once, after filling `targets()`."""
-        for weight in self._plus_one:
-            weight.add_(1.0)
         for change in self._after_loading:
             change()

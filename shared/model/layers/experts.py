@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.kernels.gated_silu import SILU, GatedSilu
+from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.sigmoid import sigmoid
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
@@ -31,6 +31,7 @@ class ExpertNames:
     transposed: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class Experts:
     """The weighted sum of the outputs of each token's experts.
 
@@ -43,55 +44,23 @@ class Experts:
         correction: `[E]` float32, a bias that affects only the choice of experts, or None.
     """
 
-    __slots__ = (
-        "_activation",
-        "_interleaved",
-        "_names",
-        "_op",
-        "_route",
-        "_routing",
-        "_wide_router",
-        "correction",
-        "down",
-        "down_bias",
-        "gate_up",
-        "gate_up_bias",
-        "router",
-    )
-
-    def __init__(
-        self,
-        ops: Ops,
-        router: Linear,
-        routing: Routing,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        names: ExpertNames,
-        *,
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
-        correction: torch.Tensor | None = None,
-        activation: GatedSilu = SILU,
-        interleaved: bool = False,
-        wide_router: bool = False,
-    ) -> None:
-        self._op = ops.experts
-        self._route = ops.route
-        self._routing = routing
-        self._names = names
-        self._activation = activation
-        self._interleaved = interleaved
-        self._wide_router = wide_router
-        self.router = router
-        self.gate_up = gate_up
-        self.down = down
-        self.gate_up_bias = None if biases is None else biases[0]
-        self.down_bias = None if biases is None else biases[1]
-        self.correction = correction
+    ops: Ops
+    router: Linear
+    routing: Routing
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    names: ExpertNames
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    activation: GatedSilu
+    interleaved: bool
+    wide_router: bool
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
         chosen, weights = self.choose(hidden)
-        return self._op(
+        return self.ops.experts(
             hidden,
             chosen,
             weights,
@@ -99,25 +68,25 @@ class Experts:
             self.down,
             self.gate_up_bias,
             self.down_bias,
-            self._activation,
-            self._interleaved,
+            self.activation,
+            self.interleaved,
         )
 
     def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts, `[T, K]` int32, and their weights, `[T, K]` float32."""
-        logits = self.router.apply(hidden.float() if self._wide_router else hidden)
-        return self._route(logits, self._routing, self.correction)
+        logits = self.router.apply(hidden.float() if self.wide_router else hidden)
+        return self.ops.route(logits, self.routing, self.correction)
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills router and experts."""
         yield from self.router.targets(name)
         if self.correction is not None:
             yield f"{name}.gate.e_score_correction_bias", self.correction
-        if self._names.each:
-            yield from self._each_target(name, self._names.each)
+        if self.names.each:
+            yield from self._each_target(name, self.names.each)
             return
-        gate_up, down = (f"{name}.{part}" for part in self._names.stacked)
-        is_transposed = self._names.transposed
+        gate_up, down = (f"{name}.{part}" for part in self.names.stacked)
+        is_transposed = self.names.transposed
         yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
         yield down, self.down.transpose(1, 2) if is_transposed else self.down
         if self.gate_up_bias is not None and self.down_bias is not None:
@@ -133,6 +102,7 @@ class Experts:
                 yield f"{name}.{part.format(expert)}", target
 
 
+@dataclass(eq=False, slots=True)
 class WithSharedExpert:
     """A mixture and a shared expert: a feed-forward layer that all tokens use in addition.
 
@@ -143,15 +113,10 @@ class WithSharedExpert:
             is none.
     """
 
-    __slots__ = ("_shared_name", "experts", "gate", "shared")
-
-    def __init__(
-        self, experts: Experts, shared: Mlp, gate: Linear | None, shared_name: str
-    ) -> None:
-        self.experts = experts
-        self.shared = shared
-        self.gate = gate
-        self._shared_name = shared_name
+    experts: Experts
+    shared: Mlp
+    gate: Linear | None
+    shared_name: str
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
@@ -163,6 +128,6 @@ class WithSharedExpert:
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the mixture, the shared expert and its gate."""
         yield from self.experts.targets(name)
-        yield from self.shared.targets(f"{name}.{self._shared_name}")
+        yield from self.shared.targets(f"{name}.{self.shared_name}")
         if self.gate is not None:
             yield from self.gate.targets(name)

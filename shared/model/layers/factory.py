@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.kernels.gated_silu import SILU, GatedSilu
-from pagewire.shared.model.experts_config import ExpertsConfig
+from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.latent_config import LATENT_NORM_EPS, LatentConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
 from pagewire.shared.model.layers.decoder import (
@@ -20,14 +19,14 @@ from pagewire.shared.model.layers.decoder import (
     PostNormLayer,
     PreNormLayer,
     SandwichLayer,
-    Scaling,
+    Scaled,
     TokenPart,
 )
 from pagewire.shared.model.layers.experts import ExpertNames, Experts, WithSharedExpert
 from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
-from pagewire.shared.model.layers.mlp import Activation, Mlp
-from pagewire.shared.model.layers.norm import LayerNorm, Norm, NormStyle, RmsNorm
+from pagewire.shared.model.layers.mlp import Mlp
+from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
 from pagewire.shared.model.layers.parallel import ParallelLayer
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
@@ -63,17 +62,7 @@ class LayerFactory:
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
-        self._norm_style: NormStyle = "rounded"
-        self._plus_one: list[torch.Tensor] = []
-        self._after_loading: list[Callable[[], None]] = []
-
-    def with_norms(self, style: NormStyle) -> LayerFactory:
-        """Return a factory for the layers of a model whose normalisations have this style."""
-        other = copy.copy(self)
-        other._norm_style = style
-        other._plus_one = []
-        other._after_loading = []
-        return other
+        self._after_loading: list[Callable[[], object]] = []
 
     def rounded(self, value: float) -> float:
         """Return a number rounded to the activations' dtype."""
@@ -90,24 +79,19 @@ class LayerFactory:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
-    def norm(self, size: int, eps: float) -> Norm:
-        """Return a normalisation of rows of `size` numbers."""
-        if self._norm_style == "centred":
+    def norm(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
+        """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
+        size, eps = size or config.hidden_size, eps or config.rms_norm_eps
+        if config.norm_style == "centred":
             return LayerNorm(size, eps, self._device)
-        norm = RmsNorm(size, eps, self._ops, self._device, self._dtype, self._norm_style)
-        if self._norm_style == "plus one":
-            self._plus_one.append(norm.weight)
+        norm = RmsNorm(size, eps, self._ops, self._device, self._dtype, config.norm_style)
+        if config.norm_style == "plus one":
+            self._after_loading.append(partial(norm.weight.add_, 1.0))
         return norm
 
-    def cos_sin(self, config: ModelConfig, rope: RopeConfig | None = None) -> torch.Tensor:
-        """Return the table of rotary angles, for all attention layers that use it.
-
-        Args:
-            config: has the size of a head.
-            rope: rotary parameters; None uses those of the configuration.
-        """
-        table = cos_sin_table(rope or config.rope, config.head_dim, self._max_positions)
-        return table.to(self._device)
+    def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+        """Return the table of rotary angles, for all attention layers that use it."""
+        return cos_sin_table(rope, head_dim, self._max_positions).to(self._device)
 
     def attention(
         self,
@@ -115,10 +99,8 @@ class LayerFactory:
         cos_sin: torch.Tensor | None,
         *,
         qk_norm: QkNorm = "none",
-        scale: float | None = None,
         fused: bool = False,
         window: int | None = None,
-        soft_cap: float | None = None,
         sinks: bool = False,
         interleaved: bool = False,
     ) -> Attention:
@@ -128,22 +110,21 @@ class LayerFactory:
             config: has heads, sizes and biases.
             cos_sin: see `cos_sin`; None means no rotation.
             qk_norm: how queries and keys are normalised.
-            scale: factor of the scores; None uses the inverse root of the head size.
             fused: whether the checkpoint has one tensor `qkv_proj`.
             window: number of positions that a query attends to, including its own; None for all.
-            soft_cap: soft cap of the scores, or None.
             sinks: whether each head has an attention sink.
-            interleaved: whether neighbours of a head are rotated as pairs, instead of its halves.
+            interleaved: whether neighbours of a head are rotated as pairs, instead of its halves,
+                if anything is rotated.
         """
         q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
         parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
         norms = None
         if qk_norm != "none":
             sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q, kv)
-            q_norm, k_norm = (self.norm(size, config.rms_norm_eps) for size in sizes)
+            q_norm, k_norm = (self.norm(config, size) for size in sizes)
             norms = (q_norm, k_norm)
         qkv_proj = self.linear(config.hidden_size, parts, config.qkv_bias)
-        if interleaved:
+        if interleaved and cos_sin is not None:
             self._after_loading.append(partial(_halve_pairs, qkv_proj, config.head_dim))
         return Attention(
             config,
@@ -151,11 +132,9 @@ class LayerFactory:
             qkv_proj,
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
-            config.head_dim**-0.5 if scale is None else scale,
             qk_norm,
             norms,
             window,
-            soft_cap,
             self._empty(config.num_heads) if sinks else None,
         )
 
@@ -172,7 +151,7 @@ class LayerFactory:
         parts = {**q_part, "kv_a_proj_with_mqa": rank + config.head_dim}
         q_norm = q_up = None
         if config.q_rank is not None:
-            q_norm = self.norm(config.q_rank, LATENT_NORM_EPS)
+            q_norm = self.norm(config, config.q_rank, LATENT_NORM_EPS)
             q_up = self.linear(config.q_rank, {"q_b_proj": queries}, False)
         return LatentAttention(
             config,
@@ -180,7 +159,7 @@ class LayerFactory:
             self.linear(config.hidden_size, parts, config.qkv_bias),
             q_norm,
             q_up,
-            self.norm(rank, LATENT_NORM_EPS),
+            self.norm(config, rank, LATENT_NORM_EPS),
             self._empty(heads, config.nope_dim + config.value_dim, rank),
             self.linear(heads * config.value_dim, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
@@ -192,16 +171,14 @@ class LayerFactory:
         *,
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
         inner: int | None = None,
-        activation: Activation = "silu",
     ) -> Mlp:
         """Return a gated feed-forward layer.
 
         Args:
-            config: has sizes and biases.
+            config: has sizes, biases and the activation.
             names: names of the projections in the checkpoint: gate, up and down, or gate and up in
                 one tensor, and down.
             inner: the layer's intermediate size; None uses that of the configuration.
-            activation: activation of the gate.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
         inner = config.intermediate_size if inner is None else inner
@@ -210,7 +187,7 @@ class LayerFactory:
             self.linear(hidden, dict.fromkeys(first, 2 * inner // len(first)), bias),
             self.linear(inner, {down: hidden}, bias),
             self._ops,
-            activation,
+            config.activation,
         )
 
     def experts(
@@ -224,7 +201,6 @@ class LayerFactory:
         router_bias: bool = False,
         wide_router: bool = False,
         biases: bool = False,
-        activation: GatedSilu = SILU,
         interleaved: bool = False,
         transposed: bool = False,
     ) -> Experts:
@@ -232,7 +208,7 @@ class LayerFactory:
 
         Args:
             config: has the hidden size.
-            experts: number, size and routing of the experts.
+            experts: number, size, routing and activation of the experts.
             each: names of one expert's gate, up and down projection, with {} for its number; empty
                 if the checkpoint always has them stacked.
             stacked: names of all experts' gate and up projections, and of their down projections.
@@ -240,7 +216,6 @@ class LayerFactory:
             router_bias: whether the router has a bias.
             wide_router: whether the router's logits are computed in float32 for any model dtype.
             biases: whether each expert's projections have biases; only with stacked weights.
-            activation: activation between the projections.
             interleaved: whether rows of gate and up alternate in the stacked weights.
             transposed: whether stacked weights are [E, in, out].
         """
@@ -248,7 +223,6 @@ class LayerFactory:
         correction = None
         if experts.routing.corrected:
             correction = torch.empty(count, device=self._device, dtype=torch.float32)
-        both = (self._empty(count, 2 * inner), self._empty(count, hidden)) if biases else None
         return Experts(
             self._ops,
             self.linear(hidden, {router: count}, router_bias, wide=wide_router),
@@ -256,26 +230,27 @@ class LayerFactory:
             self._empty(count, 2 * inner, hidden),
             self._empty(count, hidden, inner),
             ExpertNames(() if self.stacked_experts else each, stacked, transposed),
-            biases=both,
-            correction=correction,
-            activation=activation,
-            interleaved=interleaved,
-            wide_router=wide_router,
+            self._empty(count, 2 * inner) if biases else None,
+            self._empty(count, hidden) if biases else None,
+            correction,
+            experts.activation,
+            interleaved,
+            wide_router,
         )
 
     def with_shared_expert(
-        self, config: ModelConfig, experts: Experts, inner: int, name: str, gate: str | None = None
+        self, config: MoeConfig, name: str, *, gate: str | None = None, wide_router: bool = False
     ) -> WithSharedExpert:
         """Return a mixture with a shared expert, which all tokens use.
 
         Args:
-            config: has the hidden size.
-            experts: the mixture.
-            inner: the shared expert's intermediate size.
+            config: has the sizes.
             name: name of the shared expert.
             gate: name of the projection whose sigmoid multiplies its output, if there is one.
+            wide_router: see `experts`.
         """
-        shared = self.mlp(config, inner=inner)
+        experts = self.experts(config, config.experts, wide_router=wide_router)
+        shared = self.mlp(config, inner=config.experts.shared_size)
         gating = None if gate is None else self.linear(config.hidden_size, {gate: 1}, False)
         return WithSharedExpert(experts, shared, gating, name)
 
@@ -288,62 +263,97 @@ class LayerFactory:
         mlp_name: str = "mlp",
     ) -> PreNormLayer:
         """Return a layer that normalises before attention and before the feed-forward layer."""
-        size, eps = config.hidden_size, config.rms_norm_eps
-        return PreNormLayer(self.norm(size, eps), attention, self.norm(size, eps), mlp, mlp_name)
+        if config.residual_multiplier != 1.0:
+            attention = Scaled(attention, config.residual_multiplier)
+            mlp = Scaled(mlp, config.residual_multiplier)
+        return PreNormLayer(self.norm(config), attention, self.norm(config), mlp, mlp_name)
 
     def parallel_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> ParallelLayer:
         """Return a layer whose attention and feed-forward layer have the same normalised input."""
-        return ParallelLayer(self.norm(config.hidden_size, config.rms_norm_eps), attention, mlp)
+        return ParallelLayer(self.norm(config), attention, mlp)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> PostNormLayer:
         """Return a layer that normalises the outputs of attention and the feed-forward layer."""
-        size, eps = config.hidden_size, config.rms_norm_eps
-        return PostNormLayer(attention, self.norm(size, eps), mlp, self.norm(size, eps))
+        return PostNormLayer(attention, self.norm(config), mlp, self.norm(config))
 
     def sandwich_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> SandwichLayer:
         """Return a layer that normalises before and after attention and feed-forward layer."""
-        size, eps = config.hidden_size, config.rms_norm_eps
-        norms = [self.norm(size, eps) for _ in range(4)]
+        norms = [self.norm(config) for _ in range(4)]
         return SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
+
+    def decoder(
+        self,
+        config: ModelConfig,
+        layer: Callable[[ModelConfig, AttentionPart, TokenPart], DecoderLayer] | None = None,
+        mlp: Callable[[], TokenPart] | None = None,
+        *,
+        embedding_multiplier: float | None = None,
+        **attention: Any,
+    ) -> DecoderModel:
+        """Return a model whose layers differ only in windows, angles and mixtures of experts.
+
+        Args:
+            config: has all sizes and constants.
+            layer: makes a layer of its two parts; by default `pre_norm_layer`.
+            mlp: makes a layer's feed-forward layer; in a model with mixtures, that of a sparse
+                layer. By default `mlp`, or `experts`.
+            embedding_multiplier: see `model`.
+            attention: options of `attention`, for all layers.
+        """
+        make_layer = layer or self.pre_norm_layer
+        make_mlp: Callable[[], TokenPart] = mlp or partial(self.mlp, config)
+        is_sparse = (True,) * config.num_layers
+        if isinstance(config, MoeConfig):
+            is_sparse = config.sparse
+            make_mlp = mlp or partial(self.experts, config, config.experts)
+        tables = {
+            rope: self.cos_sin(rope, config.head_dim)
+            for rope in set(config.ropes)
+            if rope is not None
+        }
+        layers = [
+            make_layer(
+                config,
+                self.attention(
+                    config, None if rope is None else tables[rope], window=window, **attention
+                ),
+                make_mlp() if sparse else self.mlp(config),
+            )
+            for rope, window, sparse in zip(config.ropes, config.windows, is_sparse, strict=True)
+        ]
+        return self.model(config, layers, embedding_multiplier)
 
     def model(
         self,
         config: ModelConfig,
         layers: Sequence[DecoderLayer],
-        *,
-        embedding_multiplier: float = 1.0,
-        logits_divisor: float = 1.0,
-        logits_cap: float | None = None,
+        embedding_multiplier: float | None = None,
     ) -> DecoderModel:
         """Return a model of these layers, with embedding, last normalisation and output head.
 
         Args:
             config: has sizes, and whether the head is the embedding.
             layers: layers that this factory made.
-            embedding_multiplier: see `Scaling.embedding`.
-            logits_divisor: see `Scaling`.
-            logits_cap: see `Scaling`.
+            embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
-        vocabulary = (config.vocab_size, config.hidden_size)
-        embed_tokens = torch.empty(vocabulary, device=self._device, dtype=self._dtype)
+        embed_tokens = self._empty(config.vocab_size, config.hidden_size)
         lm_head = embed_tokens
         if not config.tie_word_embeddings:
-            lm_head = torch.empty(vocabulary, device=self._device, dtype=self._dtype)
+            lm_head = self._empty(config.vocab_size, config.hidden_size)
         return DecoderModel(
             config,
             self._ops,
             embed_tokens,
             layers,
-            self.norm(config.hidden_size, config.rms_norm_eps),
+            self.norm(config),
             lm_head,
-            Scaling(embedding_multiplier, logits_divisor, logits_cap),
-            self._plus_one,
+            embedding_multiplier or config.embedding_multiplier,
             self._after_loading,
         )
 

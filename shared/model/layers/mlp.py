@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import Linear, NamedTarget
-
-Activation = Literal["silu", "gelu"]  # "gelu" is the tanh approximation
+from pagewire.shared.model.model_config import Activation
 
 
 class Mlp:
@@ -19,7 +17,7 @@ class Mlp:
     __slots__ = ("_gated", "down_proj", "gate_up_proj")
 
     def __init__(
-        self, gate_up_proj: Linear, down_proj: Linear, ops: Ops, activation: Activation = "silu"
+        self, gate_up_proj: Linear, down_proj: Linear, ops: Ops, activation: Activation
     ) -> None:
         self._gated = ops.silu_and_mul if activation == "silu" else ops.gelu_and_mul
         self.gate_up_proj = gate_up_proj

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import NamedTarget
-
-# What the weight multiplies. "rounded": the normalised value, rounded to the activations' dtype, as
-# in Llama. "wide": the value in float32. "plus one": as "wide", with one added to the checkpoint's
-# weight, as in Gemma. "centred": layer normalisation without a bias in float32, as in Cohere.
-NormStyle = Literal["rounded", "wide", "plus one", "centred"]
+from pagewire.shared.model.model_config import NormStyle
 
 
 class Norm(Protocol):
@@ -51,7 +47,7 @@ class RmsNorm:
         ops: Ops,
         device: torch.device,
         dtype: torch.dtype,
-        style: NormStyle = "rounded",
+        style: NormStyle,
     ) -> None:
         kept = dtype if style == "rounded" else torch.float32
         self.weight = torch.empty(size, device=device, dtype=kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -12,15 +13,13 @@ from pagewire.shared.model.layers.linear import NamedTarget
 from pagewire.shared.model.layers.norm import Norm
 
 
+@dataclass(eq=False, slots=True)
 class ParallelLayer:
     """Attention and feed-forward in parallel, after one normalisation."""
 
-    __slots__ = ("attention", "input_norm", "mlp")
-
-    def __init__(self, input_norm: Norm, attention: AttentionPart, mlp: TokenPart) -> None:
-        self.input_norm = input_norm
-        self.attention = attention
-        self.mlp = mlp
+    input_norm: Norm
+    attention: AttentionPart
+    mlp: TokenPart
 
     def forward(
         self,

@@ -187,12 +187,16 @@ def test_the_mixture_of_gpt_oss() -> None:
     make = LayerFactory(CPU, torch.float32, OPS, 16)
     ours = make.experts(
         config,
-        ExpertsConfig(5, 24, Routing(top_k=2, renormalise=True)),
+        ExpertsConfig(
+            5,
+            24,
+            Routing(top_k=2, renormalise=True),
+            activation=GatedSilu(alpha=1.702, up_offset=1.0, limit=0.5),
+        ),
         each=(),
         router="router",
         router_bias=True,
         biases=True,
-        activation=GatedSilu(alpha=1.702, up_offset=1.0, limit=0.5),
         interleaved=True,
         transposed=True,
     )

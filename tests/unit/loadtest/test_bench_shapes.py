@@ -80,7 +80,7 @@ def test_transformers_reads_a_shape_as_we_do(name: str, tmp_path: Path) -> None:
     assert str(theirs.dtype) == "torch.bfloat16"
     rope = theirs.rope_parameters
     if name == "gemma3-12b":
-        assert rope["sliding_attention"]["rope_theta"] == ours.local_rope.theta == 1e4
+        assert rope["sliding_attention"]["rope_theta"] == ours.ropes[0].theta == 1e4
         rope = rope["full_attention"]
         window = {"sliding_attention": theirs.sliding_window, "full_attention": None}
         assert tuple(window[kind] for kind in theirs.layer_types) == ours.windows
