@@ -28,7 +28,7 @@ first: `rms_norm.py` (a short one), `paged_decode.py`, `paged_prefill.py`.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from pagewire.kernels.attention_signatures import (
@@ -61,28 +61,6 @@ BATCH_DEPENDENT = (
     "linear",
     "head_products",
     "experts",
-)
-
-OP_NAMES = (
-    "paged_decode",
-    "paged_prefill",
-    "latent_attention",
-    "rotary_and_cache",
-    "latent_rotary_and_cache",
-    "rms_norm",
-    "linear",
-    "head_products",
-    "silu_and_mul",
-    "gelu_and_mul",
-    "route",
-    "experts",
-    "shape_logits",
-    "enter_tokens",
-    "note_tokens",
-    "sample",
-    "token_logprobs",
-    "pack_blocks",
-    "unpack_blocks",
 )
 
 
@@ -153,14 +131,11 @@ class HeadProducts(Protocol):
     ) -> torch.Tensor: ...  # [T, H, out], any strides
 
 
-class SiluAndMul(Protocol):
-    """`silu(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype."""
+class GatedActivation(Protocol):
+    """`activation(x[:, :I]) * x[:, I:]`, computed in float32, returned in x's dtype.
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
-
-
-class GeluAndMul(Protocol):
-    """`gelu(x[:, :I]) * x[:, I:]` by tanh's approximation, in float32, returned in x's dtype."""
+    The activation is SiLU, or GELU by tanh's approximation.
+    """
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, 2 I] -> [T, I]
 
@@ -270,8 +245,8 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     head_products: HeadProducts
-    silu_and_mul: SiluAndMul
-    gelu_and_mul: GeluAndMul
+    silu_and_mul: GatedActivation
+    gelu_and_mul: GatedActivation
     route: Route
     experts: Experts
     shape_logits: ShapeLogits
@@ -283,6 +258,7 @@ class Ops:
     unpack_blocks: UnpackBlocks
 
 
+OP_NAMES = tuple(field.name for field in fields(Ops) if field.name != "backend")
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "head_products": "linear",
     "pack_blocks": "kv_pack",

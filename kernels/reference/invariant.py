@@ -15,15 +15,6 @@ from pagewire.kernels.reference import experts as usual_experts
 from pagewire.kernels.reference import latent_attention as usual_latent_attention
 from pagewire.kernels.reference.paged_decode import paged_decode
 
-__all__ = [
-    "experts",
-    "head_products",
-    "latent_attention",
-    "linear",
-    "paged_decode",
-    "paged_prefill",
-]
-
 _ROWS = 16  # of a product, unless the library computes equal rows differently
 # Key: a weight's shape, and what else a library may choose an algorithm by.
 _rows_of_products: dict[tuple[object, ...], int] = {}
