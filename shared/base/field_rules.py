@@ -9,14 +9,15 @@ msgspec checks what arrives as JSON, `check_fields` what is made in Python.
 
 from __future__ import annotations
 
+import re
 import reprlib
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import msgspec
 from msgspec import inspect
+from msgspec.structs import FieldInfo
 
 from pagewire.shared.base.errors import InvalidRequestError
 
@@ -30,6 +31,8 @@ _PLAIN_RULES: dict[type[inspect.Type], str] = {
     inspect.StructType: "an object",
     inspect.VarTupleType: "a list",
 }
+# Where msgspec says that an item of a list is wrong.
+_WRONG_ITEM = re.compile(r"at `\$\[(\d+)\]")
 
 
 @cache
@@ -51,18 +54,26 @@ def check_fields(values: msgspec.Struct) -> None:
     try:
         msgspec.convert(msgspec.structs.asdict(values), type(values))
     except msgspec.ValidationError:  # or a type that msgspec does not take, such as a range
-        for name, kind in field_types(type(values)).items():
-            _check_field(name, getattr(values, name), kind)
+        types = field_types(type(values)).values()
+        for field, kind in zip(msgspec.structs.fields(type(values)), types, strict=True):
+            _check_field(field, kind, getattr(values, field.name))
 
 
-def _check_field(name: str, value: Any, kind: inspect.Type) -> None:
-    if _fits(value, kind):
-        return
-    path, item = name, _wrong_item(value, kind)
-    depth, rule = rule_at(kind, item)
-    for index in item[:depth]:
-        path, value = f"{path}[{index}]", value[index]
-    raise InvalidRequestError(f"{path} must be {rule}, not {reprlib.repr(value)}", name)
+def _check_field(field: FieldInfo, kind: inspect.Type, value: Any) -> None:
+    is_struct = any(isinstance(each, inspect.StructType) for each in _alternatives(kind))
+    if is_struct and isinstance(value, dict):
+        return  # its own fields are checked where it is read
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    try:
+        msgspec.convert(list(value) if is_list else value, field.type)
+    except msgspec.ValidationError as exc:
+        wrong = _WRONG_ITEM.search(str(exc)) if is_list else None
+        item = [] if wrong is None else [int(wrong[1])]
+        path, (depth, rule) = field.name, rule_at(kind, item)
+        for index in item[:depth]:
+            path, value = f"{path}[{index}]", value[index]
+        problem = f"{path} must be {rule}, not {reprlib.repr(value)}"
+        raise InvalidRequestError(problem, field.name) from exc
 
 
 def rule_at(kind: inspect.Type, path: Sequence[str | int]) -> tuple[int, str]:
@@ -119,71 +130,3 @@ def _rule(kind: inspect.Type) -> str:
         case inspect.LiteralType():
             return "one of " + ", ".join(str(value) for value in kind.values)
     return _PLAIN_RULES.get(type(kind), "null")
-
-
-def _fits(value: Any, kind: inspect.Type) -> bool:
-    """Whether a value has a type; the bounds of a NaN are never kept."""
-    match kind:
-        case inspect.Metadata():
-            return _fits(value, kind.type)
-        case inspect.UnionType():
-            return any(_fits(value, each) for each in kind.types)
-        case inspect.NoneType():
-            return value is None
-        case inspect.BoolType():
-            return isinstance(value, bool)
-        case inspect.IntType():
-            return isinstance(value, int) and not isinstance(value, bool) and _in_range(value, kind)
-        case inspect.FloatType():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            return is_number and _in_range(value, kind)
-        case inspect.StrType():
-            return isinstance(value, str) and _has_length(value, kind)
-        case inspect.DictType():
-            return (
-                isinstance(value, dict)
-                and _has_length(value, kind)
-                and all(_fits(key, kind.key_type) for key in value)
-                and all(_fits(item, kind.value_type) for item in value.values())
-            )
-        case inspect.ListType() | inspect.VarTupleType():
-            is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-            return (
-                is_list
-                and _has_length(value, kind)
-                and all(_fits(item, kind.item_type) for item in value)
-            )
-        case inspect.StructType(cls=cls):
-            return isinstance(value, cls | dict)  # its own fields are checked where it is read
-    return False
-
-
-def _in_range(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:
-    return (
-        (kind.ge is None or value >= kind.ge)
-        and (kind.gt is None or value > kind.gt)
-        and (kind.le is None or value <= kind.le)
-        and (kind.lt is None or value < kind.lt)
-    )
-
-
-_Sized = inspect.DictType | inspect.ListType | inspect.StrType | inspect.VarTupleType
-
-
-def _has_length(value: Sized, kind: _Sized) -> bool:
-    low, high = kind.min_length or 0, kind.max_length
-    return low <= len(value) and (high is None or len(value) <= high)
-
-
-def _wrong_item(value: Any, kind: inspect.Type) -> list[int]:
-    """Return the index of the first wrong item of a list that is otherwise right, if there is one.
-
-    A list of a wrong length is wrong itself.
-    """
-    for each in _alternatives(kind):
-        if isinstance(each, inspect.ListType | inspect.VarTupleType):
-            is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-            if is_list and _has_length(value, each):
-                wrong = (i for i, item in enumerate(value) if not _fits(item, each.item_type))
-                return list(islice(wrong, 1))
-    return []

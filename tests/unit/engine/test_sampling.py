@@ -29,6 +29,7 @@ GOOD = [
     {"seed": 2**63 - 1},
     {"max_tokens": 1},
     {"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS))},
+    {"stop_token_ids": range(3)},
 ]
 BAD = [
     ("temperature", -0.1),
@@ -47,6 +48,7 @@ BAD = [
     ("stop_token_ids", (-1,)),
     ("stop_token_ids", (2**31,)),
     ("stop_token_ids", tuple(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("log_id", 5),
 ]
 
 
