@@ -9,7 +9,7 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import read_window, with_some_windows
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=256_000,
     hidden_size=2304,
     intermediate_size=9216,
@@ -37,7 +37,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelConfig,
         "Gemma2ForCausalLM",
         fields,
-        _DEFAULTS,
+        DEFAULTS,
         score_scale=fields.positive_float("query_pre_attn_scalar", 256) ** -0.5,
         scores_cap=read_cap(fields, "attn_logit_softcapping", 50.0),
         logits_cap=read_cap(fields, "final_logit_softcapping", 30.0),

@@ -5,28 +5,21 @@ Models that also take images are served without images: only their text model is
 
 from __future__ import annotations
 
+import dataclasses
+
 from pagewire.shared.model.families import gemma2
 from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
 from pagewire.shared.model.families.gemma2 import read_cap, refuse_bidirectional
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.layer_ropes import full_fields, sliding_rope, with_sliding
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.model_config import ModelConfig, read_config
 from pagewire.shared.model.text_part import text_fields
 
-_DEFAULTS = Defaults(
+_DEFAULTS = dataclasses.replace(
+    gemma2.DEFAULTS,
     vocab_size=262_208,
-    hidden_size=2304,
-    intermediate_size=9216,
-    num_layers=26,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=256,
     max_position_embeddings=131_072,
-    special_tokens=(2, 1),
     rope_theta=1_000_000.0,
-    tie_word_embeddings=True,
-    activation=("hidden_activation", "gelu_pytorch_tanh"),
-    norm_style="plus one",
 )
 _LOCAL_THETA = 10_000.0
 _WINDOW = 4096

@@ -53,6 +53,7 @@ def parse_config(fields: Fields) -> MoeConfig:
         "GptOssForCausalLM",
         _with_rope(fields),
         _DEFAULTS,
+        mlp_bias=True,
         experts=read_renormalised_experts(
             fields,
             count=128,

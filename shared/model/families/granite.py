@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagewire.shared.model.families.llama import DEFAULTS
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Config, Defaults, ModelConfig, read_config
+from pagewire.shared.model.model_config import Config, ModelConfig, read_config
 from pagewire.shared.model.windows import refuse_window
-
-DEFAULTS = Defaults(
-    vocab_size=32_000,
-    intermediate_size=11_008,
-    max_position_embeddings=2048,
-    special_tokens=(1, 2),
-    mlp_bias=False,
-)
 
 
 def parse_config(fields: Fields) -> ModelConfig:

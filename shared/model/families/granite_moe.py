@@ -7,7 +7,8 @@ from typing import Any
 
 from pagewire.shared.model.experts_config import MoeConfig, read_renormalised_experts
 from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
-from pagewire.shared.model.families.granite import DEFAULTS, read_granite
+from pagewire.shared.model.families.granite import read_granite
+from pagewire.shared.model.families.llama import DEFAULTS
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import read_num_layers
 

@@ -7,7 +7,7 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import refuse_window
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=32_000,
     intermediate_size=11_008,
     max_position_embeddings=2048,
@@ -23,7 +23,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     refuse_window(fields)
-    return read_config(ModelConfig, "LlamaForCausalLM", fields, _DEFAULTS)
+    return read_config(ModelConfig, "LlamaForCausalLM", fields, DEFAULTS)
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:

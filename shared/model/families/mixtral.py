@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 from pagewire.shared.model.experts_config import MoeConfig, read_renormalised_experts
 from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
+from pagewire.shared.model.families.mistral import DEFAULTS
 from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, read_config, read_num_layers
+from pagewire.shared.model.model_config import read_config, read_num_layers
 from pagewire.shared.model.windows import read_window, with_windows
 
-_DEFAULTS = Defaults(
-    vocab_size=32_000,
-    intermediate_size=14_336,
-    max_position_embeddings=131_072,
-    special_tokens=(1, 2),
-    num_kv_heads=8,
-    rms_norm_eps=1e-5,
-    rope_theta=1_000_000.0,
-    attention_bias=None,
-)
+_DEFAULTS = dataclasses.replace(DEFAULTS, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
 _EACH = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
 
 

@@ -7,7 +7,7 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import refuse_window
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=50_304,
     intermediate_size=11_008,
     max_position_embeddings=2048,
@@ -24,7 +24,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     refuse_window(fields)
-    return read_config(ModelConfig, "Olmo2ForCausalLM", fields, _DEFAULTS)
+    return read_config(ModelConfig, "Olmo2ForCausalLM", fields, DEFAULTS)
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:

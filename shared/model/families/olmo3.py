@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from pagewire.shared.model.families.olmo2 import DEFAULTS
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.layer_ropes import full_fields, sliding_rope, with_sliding
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+from pagewire.shared.model.model_config import ModelConfig, read_config
 
-_DEFAULTS = Defaults(
-    vocab_size=50_304,
-    intermediate_size=11_008,
-    max_position_embeddings=2048,
-    special_tokens=(None, 50_279),
-    rms_norm_eps=1e-5,
-    rope_theta=500_000.0,
-    norm_style="wide",
-)
+_DEFAULTS = dataclasses.replace(DEFAULTS, rope_theta=500_000.0)
 _WINDOW = 4096
 _PATTERN = 4
 

@@ -6,7 +6,7 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
 from pagewire.shared.model.windows import switched_window, with_some_windows
 
-_DEFAULTS = Defaults(
+DEFAULTS = Defaults(
     vocab_size=151_936,
     intermediate_size=22_016,
     max_position_embeddings=32_768,
@@ -24,7 +24,7 @@ def parse_config(fields: Fields) -> ModelConfig:
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    config = read_config(ModelConfig, "Qwen2ForCausalLM", fields, _DEFAULTS, qkv_bias=True)
+    config = read_config(ModelConfig, "Qwen2ForCausalLM", fields, DEFAULTS, qkv_bias=True)
     return with_upper_windows(fields, config)
 
 

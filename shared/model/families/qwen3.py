@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
-from pagewire.shared.model.families.qwen2 import with_upper_windows
-from pagewire.shared.model.fields import Fields
-from pagewire.shared.model.model_config import Defaults, ModelConfig, read_config
+import dataclasses
 
-_DEFAULTS = Defaults(
-    vocab_size=151_936,
-    intermediate_size=22_016,
-    max_position_embeddings=32_768,
-    special_tokens=(None, None),
-    num_kv_heads=32,
-    head_dim=128,
-)
+from pagewire.shared.model.families.annotations import DecoderModel, LayerFactory
+from pagewire.shared.model.families.qwen2 import DEFAULTS, with_upper_windows
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.model_config import ModelConfig, read_config
+
+_DEFAULTS = dataclasses.replace(DEFAULTS, head_dim=128, attention_bias=False)
 
 
 def parse_config(fields: Fields) -> ModelConfig:

@@ -8,66 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
+from pagewire.shared.model.layers.attention import Attention
+from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
+from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.model_config import ModelConfig
 
-
-class AttentionPart(Protocol):
-    """Mixes tokens."""
-
-    def forward(
-        self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        """Map `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`.
-
-        See `LayerKv.cache`, and `ForwardBatch.kept_rows` for N.
-        """
-        ...
-
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
-        ...
-
-
-class TokenPart(Protocol):
-    """A feed-forward layer: maps each token independently."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map `[T, hidden]` to `[T, hidden]`."""
-        ...
-
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
-        ...
-
-
-class DecoderLayer(Protocol):
-    """One layer of a model."""
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
-        batch: ForwardBatch,
-        kv_cache: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Map `[T, hidden]` to hidden states and the residual stream to add to them, if any.
-
-        Both are `[N, hidden]`, see `ForwardBatch.kept_rows`.
-        """
-        ...
-
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
-        ...
+# Attention maps `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`; see `LayerKv.cache`. A
+# feed-forward layer maps each token independently.
+AttentionPart: TypeAlias = "Attention | LatentAttention | Scaled"
+TokenPart: TypeAlias = "Mlp | Experts | WithSharedExpert | Scaled"
 
 
 @dataclass(eq=False, slots=True)
@@ -180,6 +139,38 @@ class SandwichLayer:
         yield from self.pre_mlp_norm.targets(f"{name}.pre_feedforward_layernorm")
         yield from self.mlp.targets(f"{name}.mlp")
         yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
+
+
+@dataclass(eq=False, slots=True)
+class ParallelLayer:
+    """Attention and feed-forward in parallel, after one normalisation."""
+
+    input_norm: Norm
+    attention: AttentionPart
+    mlp: TokenPart
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return hidden states and residual stream, `[N, hidden]`, not yet added together."""
+        hidden, residual = self.input_norm(hidden, residual)
+        attended = self.attention.forward(hidden, batch, kv_cache)
+        return self.mlp.forward(batch.kept(hidden)), batch.kept(residual) + attended
+
+    def targets(self, name: str) -> Iterator[NamedTarget]:
+        """Yield what fills the layer."""
+        yield from self.input_norm.targets(f"{name}.input_layernorm")
+        yield from self.attention.targets(f"{name}.self_attn")
+        yield from self.mlp.targets(f"{name}.mlp")
+
+
+# Maps hidden states `[T, hidden]` to `[N, hidden]`, see `ForwardBatch.kept_rows`, and to the
+# residual stream to add to them, if any.
+DecoderLayer = PreNormLayer | PostNormLayer | SandwichLayer | ParallelLayer
 
 
 class DecoderModel:

@@ -16,6 +16,7 @@ from pagewire.shared.model.layers.decoder import (
     AttentionPart,
     DecoderLayer,
     DecoderModel,
+    ParallelLayer,
     PostNormLayer,
     PreNormLayer,
     SandwichLayer,
@@ -27,7 +28,6 @@ from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
-from pagewire.shared.model.layers.parallel import ParallelLayer
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
 from pagewire.shared.model.rope_config import RopeConfig

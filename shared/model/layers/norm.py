@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,23 +10,6 @@ import torch.nn.functional as F
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import NamedTarget
 from pagewire.shared.model.model_config import NormStyle
-
-
-class Norm(Protocol):
-    """A normalisation; see `RmsNorm`."""
-
-    weight: torch.Tensor
-    eps: float
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
-        ...
-
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the weight."""
-        ...
 
 
 class RmsNorm:
@@ -90,3 +72,6 @@ class LayerNorm:
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the weight."""
         yield f"{name}.weight", self.weight
+
+
+Norm = RmsNorm | LayerNorm

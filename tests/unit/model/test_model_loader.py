@@ -65,8 +65,8 @@ def _parameters(model: DecoderModel) -> dict[int, torch.Tensor]:
         elif isinstance(item, tuple):
             waiting.extend(item)
         elif type(item).__module__.startswith("pagewire.shared.model.layers"):
-            names = [name for name in vars(type(item))["__slots__"] if name != "_cos_sin"]
-            waiting.extend(getattr(item, name) for name in names)
+            names = getattr(item, "__slots__", None) or vars(item)
+            waiting.extend(getattr(item, name) for name in names if name != "_cos_sin")
     return found
 
 
