@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
 
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.text.markers import Markers
 
 # A grammar that is a little larger than a request may have is finished, and refused with its size.
 MAX_MADE_CHARS = 4 * MAX_GRAMMAR_CHARS
@@ -54,3 +56,12 @@ def check_size(num_chars: int) -> None:
         raise ValueError(
             f"the grammar becomes too large: at most {MAX_GRAMMAR_CHARS} characters are possible"
         )
+
+
+def literal(text: str, markers: Markers) -> str:
+    """Return the expression of a text, in which special tokens are written as tokens."""
+    parts = (
+        f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
+        for part in markers.split(text)
+    )
+    return " ".join(parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -47,42 +46,6 @@ class AnswerReading(msgspec.Struct, frozen=True):
     include_reasoning: bool = True
     shown: tuple[int, ...] = ()
     kinds: dict[str, dict[str, ArgumentKind]] = {}
-
-
-class AnswerParser(Protocol):
-    """Parses one answer, chunk by chunk.
-
-    Attributes:
-        has_calls: whether any call has begun.
-        may_reason: whether the next text may be reasoning.
-        reasoning_end: where the reasoning ends in the text, its close tag included; None if it has
-            no end.
-        has_reasoning: whether the answer began with reasoning.
-    """
-
-    @property
-    def has_calls(self) -> bool: ...  # noqa: D102
-
-    @property
-    def may_reason(self) -> bool: ...  # noqa: D102
-
-    @property
-    def reasoning_end(self) -> int | None: ...  # noqa: D102
-
-    @property
-    def has_reasoning(self) -> bool: ...  # noqa: D102
-
-    def push(self, text: str) -> list[AnswerEvent]:
-        """Add text; return the events that are certain."""
-        ...
-
-    def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
-        """End the answer; return the remaining events.
-
-        Args:
-            is_cut: the answer was cut off, so an incomplete call at its end is not content.
-        """
-        ...
 
 
 def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
@@ -159,6 +122,10 @@ class TaggedAnswer:
         if not text:
             return []
         return [ContentText(text)] if self._tools is None else list(self._tools.push(text))
+
+
+# Both parse one answer, chunk by chunk.
+AnswerParser = TaggedAnswer | ChannelParser
 
 
 @dataclass(slots=True)

@@ -2,6 +2,13 @@
 
 A reader consumes a text from its beginning, and leaves text that it cannot decide on yet. A call
 has begun when its name is known to be a function of the request and its arguments have begun.
+
+All readers have these attributes:
+
+- name: name of the function; None until the call has begun.
+- is_done: the call is complete; text after it is not consumed.
+- has_failed: the text is not a call, or its arguments are wrong; the rest is not consumed.
+- held: text of the arguments that was consumed but not returned yet.
 """
 
 from __future__ import annotations
@@ -9,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from typing import Literal, Protocol
+from typing import Literal
 
 from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ToolFormat
 from pagewire.shared.tool_calls.scanner import ValueScanner
@@ -29,44 +36,6 @@ _KEYWORDS = re.compile(r"\(\s*(?:\)|[A-Za-z_][A-Za-z0-9_]*\s*=)")
 _KEYWORDS_BEGIN = re.compile(r"\(\s*(?:[A-Za-z_][A-Za-z0-9_]*\s*)?\Z")
 _OBJECT = re.compile(r"\{")
 _SPACES = " \t\r\n"
-
-
-class CallReader(Protocol):
-    """Parses one call.
-
-    Attributes:
-        name: name of the function; None until the call has begun.
-        is_done: the call is complete; text after it is not consumed.
-        has_failed: the text is not a call, or its arguments are wrong; the rest is not consumed.
-    """
-
-    name: str | None
-    is_done: bool
-    has_failed: bool
-
-    @property
-    def held(self) -> str:
-        """Text of the arguments that was consumed but not returned yet."""
-        ...
-
-    def push(self, text: str) -> tuple[str, int]:
-        """Return the next part of the arguments, and how many characters were consumed."""
-        ...
-
-
-def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) -> CallReader:
-    """Return a reader of one call.
-
-    Args:
-        form: how the model writes calls.
-        names: names of the functions that may be called.
-        kinds: how the functions' arguments are written, for formats whose calls do not show it.
-    """
-    if form.kind == "xml":
-        return XmlCall(names, kinds)
-    if form.kind == "object":
-        return ObjectCall(names)
-    return HeadedCall(form, names)
 
 
 class ObjectCall:
@@ -269,6 +238,24 @@ class HeadedCall:
         if is_open:
             return any(each.startswith(name) for each in self._names)
         return name in self._names
+
+
+CallReader = XmlCall | ObjectCall | HeadedCall
+
+
+def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) -> CallReader:
+    """Return a reader of one call.
+
+    Args:
+        form: how the model writes calls.
+        names: names of the functions that may be called.
+        kinds: how the functions' arguments are written, for formats whose calls do not show it.
+    """
+    if form.kind == "xml":
+        return XmlCall(names, kinds)
+    if form.kind == "object":
+        return ObjectCall(names)
+    return HeadedCall(form, names)
 
 
 def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:

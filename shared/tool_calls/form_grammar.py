@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 
+from pagewire.shared.grammar.lark_rules import LarkRules, literal
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
+from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.asking import PROMPT_END_TOKENS, grammars_of
-from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.grammar import CallsWanted, add_reasoning, tools_grammar
 from pagewire.shared.tool_calls.harmony_grammar import form_in_final
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 
-_TEXT = "/(?s:.*)/"
 _NAME = "answer"
 
 
@@ -93,8 +94,8 @@ def form_or_calls(
     reasoning = None if begins is None else form
 
     def make(each: CallsWanted) -> str:
-        reads, start = syntax.tokens.get, f"@{_NAME}"
-        lark = tools_grammar(calls, each, reasoning, begins or "outside", reads, start)
+        start = begins or "outside"
+        lark = tools_grammar(calls, each, reasoning, start, syntax.tokens, f"@{_NAME}")
         return _named(lark, text)
 
     both = grammars_of(wanted, make)
@@ -128,28 +129,13 @@ def _grammars(text: str) -> list[dict[str, object]]:
 def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
     """Return the grammar of the reasoning, which refers to the form's grammar."""
     if form.has_channels:
-        return form_in_final(_NAME, begins, syntax.tokens.get)
-    open_id, close_id = (syntax.tokens.get(text) for text in (form.open, form.close))
-    rules = ["%llguidance {}", r"LINE_BREAKS: /\n{1,8}/"]
-    if close_id is not None:
-        rest = f"{_TEXT} <[{close_id}]> LINE_BREAKS?"
-    else:
-        rest = "reasoning_end LINE_BREAKS?"
-        rules += [f"REASONING: {_TEXT} {json.dumps(form.close)}", "reasoning_end[lazy]: REASONING"]
-    answer = f"@{_NAME}"
+        return form_in_final(_NAME, begins, syntax.tokens)
+    rules, markers = LarkRules(), Markers(syntax.tokens)
+    reasoning = add_reasoning(rules, form, begins, markers)
+    alone = answer = f"@{_NAME}"
     if form.answer_open:
-        tags = (form.answer_open, form.answer_close)
-        opened, closed = (_tag(text, syntax.tokens.get(text)) for text in tags)
-        in_tags = f'{opened} LINE_BREAKS? @{_NAME} "\\n"? {closed}'
-        answer = f"({answer} | {in_tags})"
+        opened, closed = (literal(tag, markers) for tag in (form.answer_open, form.answer_close))
+        answer = f'({alone} | {opened} LINE_BREAKS? {alone} "\\n"? {closed})'
     if begins == "inside":
-        rules.append(f"start: {rest} {answer}")
-    else:
-        alone = answer if form.tags_alone else f"@{_NAME}"
-        rules += [f"start: {alone} | reasoning {answer}"]
-        rules += [f"reasoning: {_tag(form.open, open_id)} {rest}"]
-    return "\n".join(rules) + "\n"
-
-
-def _tag(text: str, token_id: int | None) -> str:
-    return json.dumps(text) if token_id is None else f"<[{token_id}]>"
+        return rules.text(f"{reasoning} {answer}")
+    return rules.text(f"{answer if form.tags_alone else alone} | {reasoning} {answer}")

@@ -7,7 +7,6 @@ A new format is a new row. If its arguments are neither JSON nor Python, it also
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -275,7 +274,3 @@ def recognise_tools(template: str) -> ToolFormat | None:
         ):
             return row
     return None
-
-
-# Returns a marker's token id for grammars; None if grammars treat the marker as text.
-TokenOf = Callable[[str], int | None]

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
-from pagewire.shared.grammar.lark_rules import LarkRules
+from pagewire.shared.grammar.lark_rules import LarkRules, literal
+from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
     Keywords,
     Parameters,
@@ -25,7 +25,7 @@ from pagewire.shared.tool_calls.argument_grammar import (
     schema_problems,
 )
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.formats import ID_PLACE, TokenOf, ToolFormat
+from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END
 
@@ -57,7 +57,7 @@ def tools_grammar(
     wanted: CallsWanted,
     reasoning: ReasoningFormat | None,
     begins: Begins,
-    token_of: TokenOf,
+    tokens: Mapping[str, int],
     content: str = "",
 ) -> str:
     """Return the grammar of an answer.
@@ -67,7 +67,7 @@ def tools_grammar(
         wanted: the calls that the answer may have.
         reasoning: how the model writes reasoning; None if it does not.
         begins: whether the prompt has opened the reasoning.
-        token_of: returns a marker's token id; None if the marker is text.
+        tokens: ids of the markers that are tokens; others are text.
         content: expression of an answer without calls; if empty, any text is allowed, with or
             without calls after it.
 
@@ -75,7 +75,7 @@ def tools_grammar(
         InvalidRequestError: no grammar can express a function's schema, or the grammar becomes too
             large with it.
     """
-    return _Grammar(form, wanted, reasoning, begins, token_of).text(content)
+    return _Grammar(form, wanted, reasoning, begins, tokens).text(content)
 
 
 class _Grammar:
@@ -87,20 +87,19 @@ class _Grammar:
         wanted: CallsWanted,
         reasoning: ReasoningFormat | None,
         begins: Begins,
-        token_of: TokenOf,
+        tokens: Mapping[str, int],
     ) -> None:
-        self._form, self._wanted, self._token_of = form, wanted, token_of
+        self._form, self._wanted = form, wanted
         self._reasoning, self._begins = reasoning, begins
-        markers = {*form.markers, *(reasoning.markers if reasoning is not None else ())}
-        self._tokens = {text: token for text in markers if (token := token_of(text)) is not None}
-        places = {text: f"<[{token}]>" for text, token in self._tokens.items()}
-        self._places = {**places, ID_PLACE: "CALL_NUMBER"}
-        self._markers = re.compile(f"({'|'.join(map(re.escape, self._places))})")
+        self._markers = Markers(tokens)
         self._rules = LarkRules()
 
     def text(self, content: str) -> str:
         """Return the grammar."""
-        before = self._add_reasoning()
+        before = ""
+        if self._reasoning is not None:
+            before = add_reasoning(self._rules, self._reasoning, self._begins, self._markers)
+            before += "" if self._begins == "inside" else "?"
         # Such a call is content: it is neither a required call nor a form.
         no_call = "" if self._wanted.must_call or content else self._form.no_call
         calls = self._add_calls(no_call)
@@ -113,39 +112,9 @@ class _Grammar:
         return self._rules.text(start)
 
     def _literal(self, text: str) -> str:
-        """Return the expression of a text; markers in it that are tokens are written as tokens."""
-        parts = [part for part in self._markers.split(text) if part]
-        return " ".join(
-            self._places.get(part) or json.dumps(part, ensure_ascii=False) for part in parts
-        )
-
-    def _until(self, name: str, marker: str, excluded: Sequence[str] = ()) -> str:
-        """Return the expression of any text up to a marker, and the marker.
-
-        Args:
-            name: name of the rule.
-            marker: the marker as in the format.
-            excluded: texts that the text must not begin with.
-        """
-        core = marker.strip()
-        rest = self._literal(marker[marker.index(core) + len(core) :])
-        if (token := self._token_of(core)) is not None:
-            self._rules[name.upper()] = _text("", excluded)
-            return f"{name.upper()} <[{token}]> {rest}".strip()
-        self._rules[f"{name}[lazy]"] = _text(quoted(core), excluded)
-        return f"{name} {rest}".strip()
-
-    def _add_reasoning(self) -> str:
-        form = self._reasoning
-        if form is None:
-            return ""
-        rest = self._until("reasoning_end", form.close)
-        opened = self._literal(form.open)
-        self._rules["LINE_BREAKS"] = regex(r"\n{1,8}")
-        if self._begins == "inside":
-            return f"{rest} LINE_BREAKS?"
-        self._rules["reasoning"] = f"{opened} {rest} LINE_BREAKS?"
-        return "reasoning?"
+        """Return the expression of a text; the place of a call's number stands for digits."""
+        parts = (literal(part, self._markers) for part in text.split(ID_PLACE))
+        return " CALL_NUMBER ".join(parts)
 
     def _add_calls(self, no_call: str) -> str:
         """Add the rules of calls; return the name of the rule of all calls."""
@@ -172,7 +141,7 @@ class _Grammar:
     def _may_open(self) -> str:
         """Return the expression of `may_open`; empty if the tokenizer lacks this token."""
         marker = self._form.may_open
-        return f"{self._literal(marker)}?" if marker and self._token_of(marker) is not None else ""
+        return f"{self._literal(marker)}?" if marker in self._markers.ids else ""
 
     def _end(self) -> str:
         return self._literal(self._form.end + self._form.close)
@@ -200,11 +169,12 @@ class _Grammar:
     def _add_trigger(self) -> str:
         """Add the rules of text up to a call; return their expression."""
         excluded, form = self._reasoning_open(), self._form
-        trigger = self._until("call_begin", form.open, excluded)
+        until = partial(_add_until, self._rules, self._markers)
+        trigger = until("call_begin", form.open, excluded)
         if not form.other_opens:
             return trigger
         others = [
-            self._until(f"other_begin_{index}", each, excluded)
+            until(f"other_begin_{index}", each, excluded)
             for index, each in enumerate(form.other_opens)
         ]
         return f"({' | '.join([trigger, *others])})"
@@ -212,7 +182,7 @@ class _Grammar:
     def _reasoning_open(self) -> list[str]:
         """Return the tag that begins reasoning, if plain text could also begin with it."""
         form = self._reasoning
-        if form is None or self._begins == "inside" or self._token_of(form.open) is not None:
+        if form is None or self._begins == "inside" or form.open in self._markers.ids:
             return []
         return [form.open]
 
@@ -227,7 +197,9 @@ class _Grammar:
         self._rules["TEXT"] = _text("", excluded)
         form = self._reasoning
         tags = (form.answer_open, form.answer_close) if form is not None else ()
-        if not any(tag in self._tokens for tag in tags):  # else `TEXT` matches the tags as well
+        if not any(
+            tag in self._markers.ids for tag in tags
+        ):  # else `TEXT` matches the tags as well
             return "TEXT"
         before, after = ((f"{self._literal(tag)}?") for tag in tags)
         return f"{before} TEXT {after}"
@@ -261,6 +233,44 @@ class _Grammar:
         arguments = rule_of_arguments(index, function.name)
         self._rules[arguments] = json_rule(schema, lenient)
         return arguments, form.tail if form.kind == "object" else ""
+
+
+def add_reasoning(rules: LarkRules, form: ReasoningFormat, begins: Begins, markers: Markers) -> str:
+    """Add the rules of reasoning and the line breaks after it; return their expression.
+
+    Args:
+        rules: the grammar's rules.
+        form: how the model writes reasoning.
+        begins: whether the prompt has opened it.
+        markers: the markers that are tokens.
+    """
+    rules["LINE_BREAKS"] = regex(r"\n{1,8}")
+    rest = f"{_add_until(rules, markers, 'reasoning_end', form.close)} LINE_BREAKS?"
+    if begins == "inside":
+        return rest
+    rules["reasoning"] = f"{literal(form.open, markers)} {rest}"
+    return "reasoning"
+
+
+def _add_until(
+    rules: LarkRules, markers: Markers, name: str, marker: str, excluded: Sequence[str] = ()
+) -> str:
+    """Add the rule of any text up to a marker; return the expression of both.
+
+    Args:
+        rules: the grammar's rules.
+        markers: the markers that are tokens.
+        name: name of the rule.
+        marker: the marker as in the format.
+        excluded: texts that the text must not begin with.
+    """
+    core = marker.strip()
+    rest = literal(marker[marker.index(core) + len(core) :], markers)
+    if (token := markers.ids.get(core)) is not None:
+        rules[name.upper()] = _text("", excluded)
+        return f"{name.upper()} <[{token}]> {rest}".strip()
+    rules[f"{name}[lazy]"] = _text(quoted(core), excluded)
+    return f"{name} {rest}".strip()
 
 
 def _text(end: str, excluded: Sequence[str]) -> str:

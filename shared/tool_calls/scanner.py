@@ -93,13 +93,13 @@ class ValueScanner:
 
     def _take_string(self, text: str, at: int, out: list[str]) -> int:
         if (plain := _PLAIN.match(text, at)) is not None:
-            out.append(_escaped(plain[0]))
+            out.append(escaped(plain[0]))
             return plain.end()
         char = text[at]
         if char == "\\":
             self._escape = char
         elif char != self._quote:  # the other kind of quote
-            out.append(_escaped(char))
+            out.append(escaped(char))
         else:
             out.append('"')
             self._quote = ""
@@ -117,7 +117,7 @@ class ValueScanner:
             out.append(self._escapes[char])
             self._escape = ""
         elif not kind and self._python:  # Python keeps the backslash
-            out.append("\\\\" + _escaped(char))
+            out.append("\\\\" + escaped(char))
             self._escape = ""
         elif kind and _HEX.fullmatch(char):
             self._escape += char
@@ -223,6 +223,6 @@ class ValueScanner:
         self.is_done = not self._stack
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return text escaped for a JSON string; models do not escape line breaks."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

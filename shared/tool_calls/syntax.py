@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import InvalidRequestError
@@ -13,7 +13,7 @@ from pagewire.shared.tool_calls.definitions import (
     Tool,
     chosen_names,
 )
-from pagewire.shared.tool_calls.formats import TOOL_FORMATS, TokenOf, ToolFormat, recognise_tools
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS, ToolFormat, recognise_tools
 from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
 from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
 from pagewire.shared.tool_calls.reasoning import (
@@ -41,7 +41,11 @@ class ChatSyntax:
 
     @classmethod
     def choose(
-        cls, template: str | None, tool_parser: str, reasoning_parser: str, token_of: TokenOf
+        cls,
+        template: str | None,
+        tool_parser: str,
+        reasoning_parser: str,
+        token_of: Callable[[str], int | None],
     ) -> ChatSyntax:
         """Return a model's syntax.
 
@@ -132,5 +136,5 @@ class ChatSyntax:
         if self.tools is None:
             raise InvalidRequestError("the format of this model's calls is not known", "tools")
         if self.has_channels:
-            return channels_grammar(wanted, begins, self.tokens.get)
-        return tools_grammar(self.tools, wanted, self.reasoning, begins, self.tokens.get)
+            return channels_grammar(wanted, begins, self.tokens)
+        return tools_grammar(self.tools, wanted, self.reasoning, begins, self.tokens)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pagewire.shared.text.stop_strings import overlap
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.scanner import ValueScanner
+from pagewire.shared.tool_calls.scanner import ValueScanner, escaped
 from pagewire.shared.tool_calls.value_schemas import referred
 
 # How a value is written. The value of a parameter that is not listed is text unless it is JSON.
@@ -124,7 +124,7 @@ class XmlCall:
             return self._buffer
         if self._state == "json":
             return self._scanner.held
-        return _escaped(self._buffer) if self._state == "text" else ""
+        return escaped(self._buffer) if self._state == "text" else ""
 
     def push(self, text: str) -> tuple[str, int]:
         """Return the next part of the arguments, and how many characters were consumed."""
@@ -219,7 +219,7 @@ class XmlCall:
 
     def _take_text(self, out: list[str]) -> bool:
         part, is_whole = self._until_end()
-        out.append(_escaped(part))
+        out.append(escaped(part))
         if is_whole:
             out.append('"')
             self._state = "next"
@@ -273,8 +273,4 @@ def _as_json(text: str, kind: ArgumentKind | None) -> str:
     is_value = scanner.is_done and at >= len(text.strip())
     if is_value and (kind == "json" or not out.startswith('"')):
         return out
-    return f'"{_escaped(text)}"'
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return f'"{escaped(text)}"'

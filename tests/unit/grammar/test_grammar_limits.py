@@ -134,7 +134,7 @@ def test_schemas_of_all_kinds_are_followed() -> None:
 def test_many_tools_with_many_optional_parameters(form: str, must_call: bool) -> None:
     functions = tuple(Function(f"f{i}", parameters=optional(30, f"p{i}")) for i in range(64))
     wanted = CallsWanted(functions=functions, must_call=must_call, only_one=False)
-    text = tools_grammar(TOOL_FORMATS[form], wanted, None, "outside", lambda _text: None)
+    text = tools_grammar(TOOL_FORMATS[form], wanted, None, "outside", {})
     walks = [walk(text, seed) for seed in range(2)]
     report(f"64 tools of {form}", walks)
     assert {each.problem for each in walks} == {None}

@@ -180,7 +180,7 @@ def grammar_of(form: str, functions: tuple[Function, ...]) -> str:
     if form != "harmony":
         return Allowed(form, functions=functions).text
     return channels_grammar(
-        CallsWanted(functions=functions, must_call=True, only_one=True), "outside", lambda _: None
+        CallsWanted(functions=functions, must_call=True, only_one=True), "outside", {}
     )
 
 

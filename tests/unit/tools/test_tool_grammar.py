@@ -87,7 +87,7 @@ class Allowed:
             functions=functions, must_call=must_call, only_one=only_one, lenient=lenient
         )
         thinks = REASONING_FORMATS[reasoning[0]] if reasoning[0] else None
-        self.text = tools_grammar(TOOL_FORMATS[form], wanted, thinks, reasoning[1], ids.get)
+        self.text = tools_grammar(TOOL_FORMATS[form], wanted, thinks, reasoning[1], ids)
 
     def matcher(self) -> LLMatcher:
         matcher = LLMatcher(self.tokenizer, self.text, log_level=0)

@@ -158,7 +158,7 @@ def allows(parameters: dict[str, Any], inner: str) -> bool:
     tokenizer, ids = VOCABULARIES["added"]
     functions = (Function("f", parameters={"type": "object", **parameters}),)
     wanted = CallsWanted(functions=functions, must_call=True, only_one=True)
-    text = tools_grammar(TOOL_FORMATS[FORM], wanted, None, "outside", ids.get)
+    text = tools_grammar(TOOL_FORMATS[FORM], wanted, None, "outside", ids)
     limits = parser_limits(tokenizer.vocab_size)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     assert not matcher.is_error(), matcher.get_error()
