@@ -16,7 +16,8 @@ import itertools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 from prometheus_client import Counter
@@ -50,6 +51,7 @@ from pagewire.shared.worker.engine_handle import EngineHandle
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class DecodeService:
     """Answers the requests of all connected routers.
 
@@ -65,50 +67,48 @@ class DecodeService:
         tracing: makes the spans of requests; None if they are not traced.
     """
 
-    def __init__(
-        self,
-        epoch: int,
-        engine: EngineHandle,
-        links: PrefillLinks,
-        jobs: RemoteJobs,
-        embeddings: EmbeddingJobs,
-        post: Callable[[str, ControlMessage], object],
-        is_draining: Callable[[], bool],
-        local_prefills: Counter,
-        tracing: Tracing | None = None,
-    ) -> None:
-        self._tracing = tracing
-        self._epoch, self._engine, self._links, self._post = epoch, engine, links, post
-        self._is_draining, self._local_prefills = is_draining, local_prefills
-        self._embeddings = embeddings
-        self._ids = itertools.count(1)
-        self._requests: dict[str, DecodeRequest] = {}
-        self._by_router: dict[tuple[str, str], DecodeRequest] = {}
+    epoch: int
+    engine: EngineHandle
+    links: PrefillLinks
+    jobs: RemoteJobs
+    embeddings: EmbeddingJobs
+    post: Callable[[str, ControlMessage], object]
+    is_draining: Callable[[], bool]
+    local_prefills: Counter
+    tracing: Tracing | None = None
+    on_outputs: Callable[[StepOutputs], None] = field(init=False)
+    _post_timings_soon: Callable[[DecodeRequest], None] = field(init=False)
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _requests: dict[str, DecodeRequest] = field(default_factory=dict)
+    _by_router: dict[tuple[str, str], DecodeRequest] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        jobs, in_loop = self.jobs, self.engine.in_loop
         jobs.find = self._requests.get
-        jobs.on_first_token = engine.in_loop(self._on_first_token)
-        jobs.on_prompt_scored = engine.in_loop(self._on_prompt_scored)
+        jobs.on_first_token = in_loop(self._on_first_token)
+        jobs.on_prompt_scored = in_loop(self._on_prompt_scored)
         jobs.on_arrived = self._on_arrived
-        jobs.on_blamed = engine.in_loop(self._on_blamed)
-        self._post_timings_soon = engine.in_loop(self._post_timings)
-        self.on_outputs = engine.in_loop(self._on_outputs)
+        jobs.on_blamed = in_loop(self._on_blamed)
+        self._post_timings_soon = in_loop(self._post_timings)
+        self.on_outputs = in_loop(self._on_outputs)
 
     @property
     def num_active(self) -> int:
         """Requests that are not finished."""
-        return len(self._requests) + len(self._embeddings)
+        return len(self._requests) + len(self.embeddings)
 
     def start(self) -> None:
         """Begin to open links to prefill workers."""
-        self._links.start()
+        self.links.start()
 
     async def close(self) -> None:
         """Close the links to prefill workers."""
-        self._links.close()
+        self.links.close()
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return the routers' connections and ids of all requests with a sequence's prompt."""
         if (request := self._requests.get(engine_id)) is None:
-            return self._embeddings.owners_of(engine_id)
+            return self.embeddings.owners_of(engine_id)
         return [(each.peer_id, each.message.request_id) for each in request.group]
 
     # Messages of routers
@@ -123,9 +123,9 @@ class DecodeService:
                 if request is not None:
                     self._cancel(request)
                 else:
-                    self._embeddings.cancel(peer_id, message.request_id)
+                    self.embeddings.cancel(peer_id, message.request_id)
             case Embed():
-                self._embeddings.start(peer_id, message)
+                self.embeddings.start(peer_id, message)
             case _:
                 logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
@@ -133,7 +133,7 @@ class DecodeService:
         """Cancel all requests of a router that is gone."""
         for request in [r for r in self._requests.values() if r.peer_id == peer_id]:
             self._cancel(request)
-        self._embeddings.on_peer_lost(peer_id)
+        self.embeddings.on_peer_lost(peer_id)
 
     def _on_generate(self, peer_id: str, message: Generate) -> None:
         group: list[DecodeRequest] = []
@@ -141,14 +141,14 @@ class DecodeService:
             request = DecodeRequest(peer_id, each, f"r{next(self._ids)}", group)
             request.arrived_s = time.monotonic()
             request.strikes = message.strikes
-            request.span = start_span(self._tracing, "decode", message.trace)
+            request.span = start_span(self.tracing, "decode", message.trace)
             group.append(request)
         try:
             self._check(peer_id, message)
         except InvalidRequestError as exc:
             self._refuse(group, "invalid", str(exc), exc.param)
             return
-        if self._is_draining():
+        if self.is_draining():
             self._refuse(group, "draining", "shutting down")
             return
         for request in group:
@@ -156,13 +156,13 @@ class DecodeService:
             self._by_router[peer_id, request.message.request_id] = request
             logger.debug("%s is a request of %s", request.engine_id, peer_id, extra=request.log)
         try:
-            self._engine.submit(lambda core: self._add(core, group))
+            self.engine.submit(lambda core: self._add(core, group))
         except OverloadedError as exc:
             self._on_not_added(group, "overloaded", str(exc))
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.spec.validate()
-        vocab_size = self._engine.vocab_size
+        vocab_size = self.engine.vocab_size
         message.spec.check_vocabulary(vocab_size)
         if not message.prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", "prompt")
@@ -190,7 +190,7 @@ class DecodeService:
                 message=clip_text(text),
                 param=param,
             )
-            self._post(request.peer_id, refused)
+            self.post(request.peer_id, refused)
 
     def _add(self, core: EngineCore, group: list[DecodeRequest]) -> None:
         """Queue the sequences of requests with one prompt. Runs in the engine's thread."""
@@ -198,9 +198,9 @@ class DecodeService:
         try:
             core.add(first, tuple(others))
         except InvalidRequestError as exc:
-            self._engine.in_loop(self._on_not_added)(group, "invalid", str(exc), exc.param)
+            self.engine.in_loop(self._on_not_added)(group, "invalid", str(exc), exc.param)
         except OverloadedError as exc:
-            self._engine.in_loop(self._on_not_added)(group, "overloaded", str(exc))
+            self.engine.in_loop(self._on_not_added)(group, "overloaded", str(exc))
 
     def _new_sequence(self, request: DecodeRequest) -> Sequence:
         message = request.message
@@ -208,7 +208,7 @@ class DecodeService:
             request.engine_id,
             message.prompt_token_ids,
             message.spec,
-            self._engine.eos_token_ids,
+            self.engine.eos_token_ids,
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
@@ -228,7 +228,7 @@ class DecodeService:
         if self._forget(request):
             logger.debug("%s is cancelled", request.engine_id, extra=request.log)
             request.end_span("cancelled")
-            self._engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
+            self.engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
         """Remove a request that has ended; return whether it was known."""
@@ -262,7 +262,7 @@ class DecodeService:
     def _on_blamed(self, request: DecodeRequest, suspected: Blamed) -> None:
         """Report to the router that a prefill worker suspects a request; the router decides."""
         names = [each.message.request_id for each in request.group]
-        self._post(request.peer_id, msgspec.structs.replace(suspected, request_ids=names))
+        self.post(request.peer_id, msgspec.structs.replace(suspected, request_ids=names))
 
     def _on_arrived(self, request: DecodeRequest) -> None:
         """Send a request's timings now if it needs them early. Runs in the engine's thread."""
@@ -290,7 +290,7 @@ class DecodeService:
         for output in outputs.others:
             request = self._requests.get(output.request_id)
             if request is None:
-                self._embeddings.take(output)
+                self.embeddings.take(output)
             elif output.prompt_logprobs is not None:
                 self._post_scores(request, output.prompt_logprobs)
             else:
@@ -316,7 +316,7 @@ class DecodeService:
             )
             is_early = request.message.timed
             if (reason := request.local_reason) is not None:
-                self._local_prefills.labels(reason).inc()
+                self.local_prefills.labels(reason).inc()
         elif request.first_token is not None:
             cached_tokens = None
         return TokenOutput(
@@ -332,9 +332,9 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        thread = self._engine.thread
-        load = LoadReport(self._epoch, thread.iterations, thread.snapshot.blocks.used)
-        self._post(peer_id, TokenBatch(outputs=outputs, load=load))
+        thread = self.engine.thread
+        load = LoadReport(self.epoch, thread.iterations, thread.snapshot.blocks.used)
+        self.post(peer_id, TokenBatch(outputs=outputs, load=load))
 
 
 def _log_end(request: DecodeRequest, output: StepOutput) -> None:

@@ -8,6 +8,7 @@ the links (decode_links.py). Routers ask for embeddings over the control channel
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.jobs import PrefillJobs
@@ -25,6 +26,7 @@ from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PrefillService:
     """Passes messages and outputs on to their parts.
 
@@ -35,19 +37,15 @@ class PrefillService:
         embeddings: serves the `Embed` messages of routers.
     """
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        links: DecodeLinks,
-        jobs: PrefillJobs,
-        embeddings: EmbeddingJobs,
-    ) -> None:
-        self._engine, self._links, self._jobs, self._embeddings = engine, links, jobs, embeddings
+    engine: EngineThread
+    links: DecodeLinks
+    jobs: PrefillJobs
+    embeddings: EmbeddingJobs
 
     @property
     def num_active(self) -> int:
         """Jobs that are not finished; may be called in any thread."""
-        return len(self._jobs) + len(self._embeddings)
+        return len(self.jobs) + len(self.embeddings)
 
     def start(self) -> None:
         """Do nothing: decode workers open the connections."""
@@ -59,30 +57,30 @@ class PrefillService:
         """Handle a message of a decode worker or a router."""
         match message:
             case KvHello():
-                self._links.open(peer_id, message)
+                self.links.open(peer_id, message)
             case PrefillSoon():
-                self._engine.expect_work()
+                self.engine.expect_work()
             case Embed():
-                self._embeddings.start(peer_id, message)
+                self.embeddings.start(peer_id, message)
             case Cancel():
-                self._embeddings.cancel(peer_id, message.request_id)
+                self.embeddings.cancel(peer_id, message.request_id)
             case _:
                 logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return the decode worker's connection and its job's id, or the router's and its own."""
-        if (link := self._jobs.link_of(engine_id)) is None:
-            return self._embeddings.owners_of(engine_id)
-        peer_id = self._links.connection_of(link)
+        if (link := self.jobs.link_of(engine_id)) is None:
+            return self.embeddings.owners_of(engine_id)
+        peer_id = self.links.connection_of(link)
         return [] if peer_id is None else [(peer_id, engine_id)]
 
     def on_peer_lost(self, peer_id: str) -> None:
         """End the link and jobs of a lost decode worker, or the embeddings of a lost router."""
-        self._links.close(peer_id)
-        self._embeddings.on_peer_lost(peer_id)
+        self.links.close(peer_id)
+        self.embeddings.on_peer_lost(peer_id)
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Handle what the engine put out. Runs in the engine's thread."""
         for output in outputs:
-            if not self._jobs.take(output):
-                self._embeddings.take_soon(output)
+            if not self.jobs.take(output):
+                self.embeddings.take_soon(output)

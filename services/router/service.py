@@ -20,6 +20,7 @@ from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.state import StateCollector, WorkersCollector
 from pagewire.services.router.operator_pages import OperatorPages
+from pagewire.services.router.placement.admission import Admission
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
@@ -89,7 +90,7 @@ class RouterService:
             self.members.decode_links,
             in_flight,
             self.metrics,
-            settings.max_queue,
+            Admission(settings.max_queue),
             settings.request_timeout_s,
         )
 

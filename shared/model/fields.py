@@ -42,12 +42,7 @@ class Fields:
         Raises:
             ModelLoadError: it is something else, or missing without a default.
         """
-        value = self._given(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
-            raise self.error(f"{name} must be a positive integer, not {value!r}")
-        if value > most:
-            raise self.error(f"{name} must be at most {most}, not {value}")
-        return value
+        return self._integer(name, default, 1, most, "a positive integer")
 
     def whole_number(self, name: str, default: int, most: int = _MOST) -> int:
         """Return an integer from 0 to `most`.
@@ -55,9 +50,12 @@ class Fields:
         Raises:
             ModelLoadError: it is something else.
         """
+        return self._integer(name, default, 0, most, "an integer from 0 on")
+
+    def _integer(self, name: str, default: int | None, least: int, most: int, rule: str) -> int:
         value = self._given(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-            raise self.error(f"{name} must be an integer from 0 on, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MOST:
+            raise self.error(f"{name} must be {rule}, not {value!r}")
         if value > most:
             raise self.error(f"{name} must be at most {most}, not {value}")
         return value

@@ -9,12 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
+from pagewire.shared.model.safetensors_header import WeightsFile
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MOST_NAMED = 6  # tensors named for each kind of error
 
 Shape = tuple[int, ...]
+# What is wrong with tensors, in the order in which an error says it.
+_KINDS = _MISSING, _SHAPE, _UNKNOWN, _TWICE, _QUANTISED = (
+    "missing",
+    "of another shape",
+    "not in the model",
+    "in two files",
+    "quantised, which is not supported",
+)
 # Old checkpoints have the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(\w+\.)*rotary_emb\.inv_freq")
 
@@ -30,22 +38,11 @@ class WeightsMatch:
 
     holders: dict[str, WeightsFile] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
-    _missing: list[str] = field(default_factory=list)
-    _unknown: list[str] = field(default_factory=list)
-    _twice: list[str] = field(default_factory=list)
-    _shapes: list[str] = field(default_factory=list)
-    _dtypes: list[str] = field(default_factory=list)
+    _wrong: dict[str, list[str]] = field(default_factory=lambda: {kind: [] for kind in _KINDS})
 
     def complaints(self) -> Iterator[str]:
         """Yield a phrase for each kind of error, with the names of the first tensors."""
-        kinds = {
-            "missing": self._missing,
-            "of another shape": self._shapes,
-            "not in the model": self._unknown,
-            "in two files": self._twice,
-            "quantised, which is not supported": self._dtypes,
-        }
-        for kind, names in kinds.items():
+        for kind, names in self._wrong.items():
             if names:
                 count = len(names)
                 more = f" and {count - MOST_NAMED} more" if count > MOST_NAMED else ""
@@ -56,22 +53,20 @@ class WeightsMatch:
         """Record a tensor of a file; `expected`: its shape in the model, None without one."""
         entry = file.tensors[name]
         if expected is None:
-            self._unknown.append(name)
+            self._wrong[_UNKNOWN].append(name)
             return
         if name in self.holders:
-            self._twice.append(f"{name} in {self.holders[name].path.name} and {file.path.name}")
+            both = f"{self.holders[name].path.name} and {file.path.name}"
+            self._wrong[_TWICE].append(f"{name} in {both}")
         self.holders[name] = file
-        self._judge(name, entry, expected)
-
-    def _judge(self, name: str, entry: TensorEntry, expected: Shape) -> None:
         if entry.dtype not in FLOAT_DTYPES:
-            self._dtypes.append(f"{name} is {entry.dtype}")
+            self._wrong[_QUANTISED].append(f"{name} is {entry.dtype}")
         elif entry.shape != expected:
-            self._shapes.append(f"{name} has {list(entry.shape)}, not {list(expected)}")
+            self._wrong[_SHAPE].append(f"{name} has {list(entry.shape)}, not {list(expected)}")
 
     def note_missing(self, names: Iterator[str]) -> None:
         """Record the tensors of the model that no file has."""
-        self._missing += [name for name in names if name not in self.holders]
+        self._wrong[_MISSING] += [name for name in names if name not in self.holders]
 
 
 def match_weights(

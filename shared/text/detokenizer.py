@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Protocol
 
 from pagewire.shared.text.piece_table import PieceTable
 from pagewire.shared.text.tokenizer import REPLACEMENT, Tokenizer
@@ -14,48 +13,6 @@ _REPLACEMENT_BYTES = REPLACEMENT.encode()
 
 CONTEXT_TOKENS = 8  # left context of a text: decides e.g. whether it begins with a space
 MAX_HELD_TOKENS = 64  # this many tokens without the end of a character: it is not UTF-8
-
-
-class Detokenizer(Protocol):
-    """The text of one answer."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that they finish, perhaps none."""
-        ...
-
-    def flush(self) -> str:
-        """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
-        ...
-
-    def finish(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and end the stream: all at once, which is quicker than one by one."""
-        ...
-
-
-def make_detokenizer(
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    skip_special: bool = True,
-    shown: Collection[int] = (),
-) -> Detokenizer:
-    """Return the quickest detokenizer that gives the tokenizer's own text.
-
-    Args:
-        tokenizer: of the model.
-        prompt_ids: what the text comes after.
-        skip_special: whether special tokens, such as one that ends an answer, have no text.
-        shown: special tokens that have one nevertheless.
-    """
-    context = prompt_ids[-CONTEXT_TOKENS:]
-    table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
-    if table is not None:
-        return TableDetokenizer(table, context)
-    pieces = tokenizer.pieces_with(shown) if skip_special else tokenizer.piece_table
-    if pieces is not None:
-        return PieceDetokenizer(pieces, prompt_ids)
-    detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
-    hidden = shown if skip_special else ()
-    return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer
 
 
 class TableDetokenizer:
@@ -299,3 +256,32 @@ class ContextDetokenizer:
             if self._decode(head) + self._decode(tail) == whole:
                 return count
         return len(self._held)
+
+
+Detokenizer = TableDetokenizer | PieceDetokenizer | MarkedDetokenizer | ContextDetokenizer
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    skip_special: bool = True,
+    shown: Collection[int] = (),
+) -> Detokenizer:
+    """Return the quickest detokenizer that gives the tokenizer's own text.
+
+    Args:
+        tokenizer: of the model.
+        prompt_ids: what the text comes after.
+        skip_special: whether special tokens, such as one that ends an answer, have no text.
+        shown: special tokens that have one nevertheless.
+    """
+    context = prompt_ids[-CONTEXT_TOKENS:]
+    table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
+    if table is not None:
+        return TableDetokenizer(table, context)
+    pieces = tokenizer.pieces_with(shown) if skip_special else tokenizer.piece_table
+    if pieces is not None:
+        return PieceDetokenizer(pieces, prompt_ids)
+    detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
+    hidden = shown if skip_special else ()
+    return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer

@@ -43,7 +43,7 @@ class PieceTable(NamedTuple):
 
 def piece_table(backend: tokenizers.Tokenizer) -> PieceTable | None:
     """Return a vocabulary's table; None if its decoder is of another kind, or does not agree."""
-    steps = _steps(backend.decoder)
+    steps = decoder_steps(backend.decoder)
     if [step.get("type") for step in steps] not in _DECODERS:
         return None
     if steps[-1]["type"] == "Strip" and (steps[-1]["start"], steps[-1]["stop"]) != (1, 0):
@@ -80,7 +80,8 @@ def _space(step: dict[str, Any]) -> tuple[str, str]:
     return step["pattern"].get("String", " "), step["content"]
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
+def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
+    """Return the steps of a decoder, as in tokenizer.json."""
     if decoder is None:
         return []
     state: dict[str, Any] = json.loads(decoder.__getstate__())

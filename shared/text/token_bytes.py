@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from typing import Any
 
 import tokenizers
+
+from pagewire.shared.text.piece_table import decoder_steps
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
@@ -44,7 +44,7 @@ class TokenBytes:
         self.special = frozenset(i for i, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.largest_id = max(vocabulary.values(), default=-1)
-        decoders = _decoders(backend.decoder)
+        decoders = [step.get("type") for step in decoder_steps(backend.decoder)]
         self._is_byte_level = "ByteLevel" in decoders
         self._joins_bytes = decoders in (["ByteLevel"], ["ByteLevel", "Fuse"])
 
@@ -100,11 +100,3 @@ class TokenBytes:
             return raw.decode()
         except UnicodeDecodeError:
             return "bytes:" + repr(raw)[2:-1]
-
-
-def _decoders(decoder: Any) -> list[str]:
-    """Return the types of a decoder's steps."""
-    if decoder is None:
-        return []
-    state = json.loads(decoder.__getstate__())
-    return [step.get("type") for step in state.get("decoders", [state])]

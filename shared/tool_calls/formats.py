@@ -7,7 +7,7 @@ A new format is a new row. If its arguments are neither JSON nor Python, it also
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -97,6 +97,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(_MARKER.findall("".join(texts))))
 
 
+_JSON_LIST: dict[str, Any] = {"is_list": True, "begin": "[", "separator": ", ", "end": "]"}
 # The first row that matches a template is used.
 _ROWS = (
     ToolFormat(
@@ -112,10 +113,7 @@ _ROWS = (
         kind="object",
         open="<|tool_call|>",
         close="<|/tool_call|>",
-        is_list=True,
-        begin="[",
-        separator=", ",
-        end="]",
+        **_JSON_LIST,
         in_template=("<|tool|>", "<|/tool|>"),
     ),
     ToolFormat(
@@ -123,10 +121,7 @@ _ROWS = (
         kind="object",
         open="<|tool_call|>",
         other_opens=("<tool_call>",),
-        is_list=True,
-        begin="[",
-        separator=", ",
-        end="]",
+        **_JSON_LIST,
         in_template=("<|tool_call|>", "available_tools"),
     ),
     ToolFormat(
@@ -185,10 +180,7 @@ _ROWS = (
         name="mistral",
         kind="object",
         open="[TOOL_CALLS]",
-        is_list=True,
-        begin="[",
-        separator=", ",
-        end="]",
+        **_JSON_LIST,
         id_chars=9,
         in_template=("[TOOL_CALLS]",),
     ),
@@ -256,10 +248,7 @@ _ROWS = (
     ToolFormat(
         name="pythonic",
         kind="python",
-        is_list=True,
-        begin="[",
-        separator=", ",
-        end="]",
+        **_JSON_LIST,
         in_template=("[func_name1(",),
     ),
 )

@@ -7,6 +7,7 @@ labels of a family exist from the start, with 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
@@ -16,22 +17,18 @@ from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.metrics.faults import ignored_records, labelled
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WorkerFaults:
     """Reads the counters of a worker's sockets and of its entries in Redis."""
 
-    def __init__(
-        self,
-        server: ControlServer,
-        registry: Registry,
-        publisher: RecordPublisher,
-        index: IndexPublisher,
-    ) -> None:
-        self._server, self._registry = server, registry
-        self._publisher, self._index = publisher, index
+    server: ControlServer
+    registry: Registry
+    publisher: RecordPublisher
+    index: IndexPublisher
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
-        server = self._server
+        server = self.server
         yield labelled(
             "pagewire_control_faults",
             "Frames and clients that the control server turned away, by kind",
@@ -42,22 +39,22 @@ class WorkerFaults:
                 "denied": server.denied_clients,
             },
         )
-        yield ignored_records("pagewire_ignored_worker_records", self._registry)
+        yield ignored_records("pagewire_ignored_worker_records", self.registry)
         for name, text, value in (
             (
                 "worker_record_failed_renewals",
                 "Renewals of this worker's record that Redis did not take",
-                self._publisher.failed_renewals,
+                self.publisher.failed_renewals,
             ),
             (
                 "index_failed_flushes",
                 "Batches of prefix index entries that Redis did not take",
-                self._index.failed_flushes,
+                self.index.failed_flushes,
             ),
             (
                 "index_resyncs",
                 "Times that all prefix index entries of this worker were written",
-                self._index.resyncs,
+                self.index.resyncs,
             ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -187,6 +188,7 @@ def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:
     )
 
 
+@dataclass(slots=True, eq=False)
 class WorkerLinks:
     """Keeps a link to every worker of a role that `join`ed and has not `leave`d.
 
@@ -198,25 +200,19 @@ class WorkerLinks:
         find_crash: returns the crash report of a worker's run; None if it did not crash.
     """
 
-    def __init__(
-        self,
-        role: Role,
-        keys: ClusterKeys,
-        name: str,
-        heartbeat_s: float,
-        lease_s: float,
-        on_load: OnLoad,
-        find_crash: FindCrash,
-    ) -> None:
-        self._role, self._keys, self._name = role, keys, name
-        self._on_load, self._find_crash = on_load, find_crash
-        self._heartbeat_s, self._lease_s = heartbeat_s, lease_s
-        self._links: dict[str, WorkerLink] = {}
-        self._has_linked = False
-        self._complaints = Complaints(logger)
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+    role: Role
+    keys: ClusterKeys
+    name: str
+    heartbeat_s: float
+    lease_s: float
+    on_load: OnLoad
+    find_crash: FindCrash
+    _links: dict[str, WorkerLink] = field(default_factory=dict)
+    _has_linked: bool = False
+    _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
+    _keepers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_closed: bool = False
 
     def __iter__(self) -> Iterator[WorkerLink]:
         """Iterate over the usable links."""
@@ -234,7 +230,7 @@ class WorkerLinks:
 
     def join(self, record: WorkerRecord) -> None:
         """Connect to a run of a worker, and keep the connection."""
-        if record.role == self._role:
+        if record.role == self.role:
             self._keepers[record.worker_id] = start_task(
                 self._keep(record), f"link to {record.worker_id}"
             )
@@ -276,7 +272,7 @@ class WorkerLinks:
 
     async def _explain(self, link: WorkerLink, reason: str) -> None:
         """Suspect the requests that a crash report names, then end all requests of the link."""
-        crash = await self._find_crash(link.worker_id, link.epoch)
+        crash = await self.find_crash(link.worker_id, link.epoch)
         if crash is not None:
             link.suspect(crash.blamed())
             link.end_requests(reason, is_explained=crash.in_step)
@@ -303,15 +299,15 @@ class WorkerLinks:
             await asyncio.sleep(delay)
 
     async def _connect(self, record: WorkerRecord) -> WorkerLink:
-        link = WorkerLink(record.worker_id, record.epoch, self._on_load, self._on_link_lost)
+        link = WorkerLink(record.worker_id, record.epoch, self.on_load, self._on_link_lost)
         link.client = ControlClient(
             record.endpoint,
-            self._keys,
-            make_client_id(self._name),
+            self.keys,
+            make_client_id(self.name),
             link.on_message,
             link.lose,
-            heartbeat_s=self._heartbeat_s,
-            lease_s=self._lease_s,
+            heartbeat_s=self.heartbeat_s,
+            lease_s=self.lease_s,
         )
         await link.client.connect_to(record.worker_id, record.epoch, CONNECT_TIMEOUT_S)
         return link

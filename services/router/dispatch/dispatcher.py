@@ -19,6 +19,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -340,6 +341,7 @@ class TokenStream:
         return attempt
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Dispatcher:
     """All requests of this router.
 
@@ -348,30 +350,16 @@ class Dispatcher:
         links: connections to decode workers.
         in_flight: counts the load of requests in progress.
         metrics: counts requests and tokens.
-        max_queue: see `Admission`.
-        request_timeout_s: a request without any token for this long fails.
-
-    Attributes:
         admission: counts the sequences in the system.
+        request_timeout_s: a request without any token for this long fails.
     """
 
-    def __init__(
-        self,
-        selector: WorkerSelector,
-        links: WorkerLinks,
-        in_flight: InFlightLoad,
-        metrics: RouterMetrics,
-        max_queue: int,
-        request_timeout_s: float,
-    ) -> None:
-        self.selector, self.links, self.in_flight, self.metrics = (
-            selector,
-            links,
-            in_flight,
-            metrics,
-        )
-        self.admission = Admission(max_queue)
-        self.request_timeout_s = request_timeout_s
+    selector: WorkerSelector
+    links: WorkerLinks
+    in_flight: InFlightLoad
+    metrics: RouterMetrics
+    admission: Admission
+    request_timeout_s: float
 
     def open(
         self, requests: Iterable[tuple[list[int], RequestSpec, int]], watch: Watch = NO_WATCH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,43 +19,39 @@ ROLES = ("decode", "prefill")
 WORKER_STATES = ("ready", "draining", "unreachable", "another version")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StateCollector:
     """Reads the numbers of requests, whether Redis answers, and failures of Redis."""
 
-    def __init__(
-        self,
-        model_name: str,
-        admission: Admission,
-        members: ClusterMembers,
-        index: PrefixIndex,
-    ) -> None:
-        self._model_name = model_name
-        self._admission, self._members, self._index = admission, members, index
+    model_name: str
+    admission: Admission
+    members: ClusterMembers
+    index: PrefixIndex
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
         for name, text, value in (
-            ("num_requests_running", "Sequences that have a token", self._admission.num_running),
-            ("num_requests_waiting", "Sequences without a token", self._admission.num_waiting),
+            ("num_requests_running", "Sequences that have a token", self.admission.num_running),
+            ("num_requests_waiting", "Sequences without a token", self.admission.num_waiting),
         ):
-            yield of_model(self._model_name, name, text, value)
+            yield of_model(self.model_name, name, text, value)
         yield GaugeMetricFamily(
             "pagewire_queue_limit",
             "Sequences that this router takes at once; more are refused",
-            value=self._admission.max_queue,
+            value=self.admission.max_queue,
         )
         yield GaugeMetricFamily(
             "pagewire_redis_up",
             "Whether the worker registry answers",
-            value=float(self._members.directory.redis_ok),
+            value=float(self.members.directory.redis_ok),
         )
         # Not the workers' name of this metric: the router's family would hide theirs.
-        yield ignored_records("pagewire_router_ignored_worker_records", self._members.registry)
+        yield ignored_records("pagewire_router_ignored_worker_records", self.members.registry)
         yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
             "Lookups in the prefix index that Redis did not answer, or that were left out after "
             "failures in a row",
-            value=self._index.failed_lookups,
+            value=self.index.failed_lookups,
         )
 
 

@@ -173,6 +173,7 @@ class ParallelLayer:
 DecoderLayer = PreNormLayer | PostNormLayer | SandwichLayer | ParallelLayer
 
 
+@dataclass(eq=False, slots=True)
 class DecoderModel:
     """The whole model, its parameters uninitialised until a loader has filled `targets()`.
 
@@ -182,27 +183,18 @@ class DecoderModel:
         embed_tokens: `[vocab, hidden]`.
         lm_head: `[vocab, hidden]`; the same tensor as `embed_tokens` if they are tied.
         norm: the normalisation of the last layer's output.
+        embedding_multiplier: factor of the embeddings.
+        after_loading: what converts parameters from the checkpoint's form.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        ops: Ops,
-        embed_tokens: torch.Tensor,
-        layers: Sequence[DecoderLayer],
-        norm: Norm,
-        lm_head: torch.Tensor,
-        embedding_multiplier: float,
-        after_loading: Sequence[Callable[[], object]],
-    ) -> None:
-        self.config = config
-        self._linear = ops.linear
-        self.embed_tokens = embed_tokens
-        self.layers = list(layers)
-        self.norm = norm
-        self.lm_head = lm_head
-        self._embedding_multiplier = embedding_multiplier
-        self._after_loading = after_loading
+    config: ModelConfig
+    ops: Ops
+    embed_tokens: torch.Tensor
+    layers: Sequence[DecoderLayer]
+    norm: Norm
+    lm_head: torch.Tensor
+    embedding_multiplier: float
+    after_loading: Sequence[Callable[[], object]]
 
     @torch.inference_mode()
     def forward(
@@ -228,8 +220,8 @@ class DecoderModel:
             Hidden states after the last normalisation, `[N, hidden]`.
         """
         hidden = F.embedding(batch.input_ids, self.embed_tokens)
-        if self._embedding_multiplier != 1.0:
-            hidden.mul_(self._embedding_multiplier)
+        if self.embedding_multiplier != 1.0:
+            hidden.mul_(self.embedding_multiplier)
         residual: torch.Tensor | None = None
         groups, last = batch.groups, len(self.layers) - 1
         for index, (layer, (group, cache)) in enumerate(zip(self.layers, kv, strict=True)):
@@ -249,7 +241,7 @@ class DecoderModel:
             hidden: final hidden states.
             out: [N, vocab], to which the logits are written; None allocates it.
         """
-        logits = self._linear(hidden, self.lm_head, out=out)
+        logits = self.ops.linear(hidden, self.lm_head, out=out)
         if self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
         cap = self.config.logits_cap
@@ -266,5 +258,5 @@ class DecoderModel:
 
     def finish_loading(self) -> None:
         """Convert parameters from the checkpoint's form; call once, after filling `targets()`."""
-        for change in self._after_loading:
+        for change in self.after_loading:
             change()

@@ -12,6 +12,7 @@ rotated key. Keys and values of tokens are never computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +24,7 @@ from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.paged_attention import attend_latent
 
 
+@dataclass(eq=False, slots=True)
 class LatentAttention:
     """Attention whose latent vectors and rotated keys are cached.
 
@@ -36,59 +38,53 @@ class LatentAttention:
         o_proj: projects the heads' values back.
     """
 
-    def __init__(
-        self,
-        config: LatentConfig,
-        ops: Ops,
-        down: Linear,
-        q_norm: Norm | None,
-        q_up: Linear | None,
-        kv_norm: Norm,
-        kv_up: torch.Tensor,
-        o_proj: Linear,
-        cos_sin: torch.Tensor,
-    ) -> None:
-        self._ops = ops
-        self._cos_sin = cos_sin  # [max_positions, R]
-        self._config = config
+    config: LatentConfig
+    ops: Ops
+    down: Linear
+    q_norm: Norm | None
+    q_up: Linear | None
+    kv_norm: Norm
+    kv_up: torch.Tensor
+    o_proj: Linear
+    cos_sin: torch.Tensor  # [max_positions, R]
+    _parts: list[int] = field(init=False)
+    _key_up: torch.Tensor = field(init=False)
+    _value_up: torch.Tensor = field(init=False)  # [H, C, V]
+
+    def __post_init__(self) -> None:
+        config = self.config
         queries = config.num_heads * (config.nope_dim + config.head_dim)
         self._parts = [config.q_rank or queries, config.kv_rank, config.head_dim]
-        self.down = down
-        self.q_norm = q_norm
-        self.q_up = q_up
-        self.kv_norm = kv_norm
-        self.kv_up = kv_up
-        self.o_proj = o_proj
-        self._key_up, value_up = kv_up.split([config.nope_dim, config.value_dim], dim=1)
-        self._value_up = value_up.transpose(1, 2)  # [H, C, V]
+        self._key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)
+        self._value_up = value_up.transpose(1, 2)
 
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden]` to `[N, hidden]`; write to `kv_cache` [NB, 1, 1, BS, C + R]."""
-        config = self._config
+        config = self.config
         q, latent, k = self.down.apply(hidden).split_with_sizes(self._parts, dim=1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.apply(self.q_norm(q)[0])
         by_head = q.unflatten(1, (config.num_heads, -1))
         q_nope, q_rope = by_head.split_with_sizes([config.nope_dim, config.head_dim], dim=2)
         cache = kv_cache[:, 0, 0]
-        self._ops.latent_rotary_and_cache(
+        self.ops.latent_rotary_and_cache(
             batch.positions,
             q_rope,
             latent,
             k,
-            self._cos_sin,
+            self.cos_sin,
             cache,
             batch.slot_mapping,
             self.kv_norm.weight,
             self.kv_norm.eps,
             config.interleaved,
         )
-        q_latent = self._ops.head_products(q_nope, self._key_up)  # [T, H, C]
+        q_latent = self.ops.head_products(q_nope, self._key_up)  # [T, H, C]
         out = torch.empty_like(q_latent)
-        attend_latent(self._ops, q_latent, q_rope, cache, batch, config.score_scale, out)
-        values = self._ops.head_products(batch.kept(out), self._value_up)  # [N, H, V]
+        attend_latent(self.ops, q_latent, q_rope, cache, batch, config.score_scale, out)
+        values = self.ops.head_products(batch.kept(out), self._value_up)  # [N, H, V]
         return self.o_proj.apply(values.flatten(1))
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
