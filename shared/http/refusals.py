@@ -32,9 +32,9 @@ class Refusal:
 
     status: HTTPStatus
     message: str
-    kind: str
     code: str
-    reason: str
+    kind: str = "invalid_request_error"
+    reason: str = "invalid"
 
     def response(self) -> bytes:
         """Return the whole HTTP response."""
@@ -51,34 +51,27 @@ class Refusal:
         return head.encode("ascii") + body
 
 
-_INVALID = "invalid_request_error"
-
 NO_ROOM = Refusal(
     HTTPStatus.SERVICE_UNAVAILABLE,
     "All connections that this server can hold are in use. Try again in a moment.",
-    "server_error",
     "too_many_connections",
+    "server_error",
     "refused",
 )
 SLOW_HEADER = Refusal(
     HTTPStatus.REQUEST_TIMEOUT,
     "The request's header did not arrive in time.",
-    _INVALID,
     "request_timeout",
-    "slow",
+    reason="slow",
 )
 LARGE_HEADER = Refusal(
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
     f"The request's header is too large: at most {MAX_HEADER_BYTES} bytes and "
     f"{MAX_HEADER_FIELDS} fields.",
-    _INVALID,
     "header_too_large",
-    "invalid",
 )
 MALFORMED = Refusal(
     HTTPStatus.BAD_REQUEST,
     "This is not a valid HTTP/1.1 request.",
-    _INVALID,
     "malformed_request",
-    "invalid",
 )

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,12 +53,7 @@ class LoadProgress:
     def __enter__(self) -> LoadProgress:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.seconds = self._clock() - self._start
         if self._bar is not None and self._bar.live.is_started:
             self._bar.stop()

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
@@ -40,6 +40,13 @@ class WorkerLost:
     is_explained: bool = False
 
 
+# Why an attempt has ended; None if its request has.
+Outcome = Refused | WorkerLost | Exception | None
+
+
+# As in all classes on a token's path: with hundreds of streams, a stream's objects are not in the
+# CPU's cache when its token arrives, and slots halve the memory that is read.
+@dataclass(slots=True, eq=False)
 class Attempt:
     """A request at one worker, from its message until it ends there.
 
@@ -52,45 +59,23 @@ class Attempt:
         log_id: the request's id in logs, from `start` on.
 
     Args:
-        on_output: gets each output and the time of its arrival; an exception of it ends the
-            attempt.
+        sink: gets each output and the time of its arrival; an exception of it ends the attempt.
         in_flight: counts the attempt's load.
     """
 
-    # As in all classes on a token's path: with hundreds of streams, a stream's objects are not in
-    # the CPU's cache when its token arrives, and `__slots__` halves the memory that is read.
-    __slots__ = (
-        "_has_ended",
-        "_in_flight",
-        "_last_heard",
-        "_load",
-        "_on_output",
-        "_outcome",
-        "_prefill_load",
-        "_tokens_to_clear",
-        "link",
-        "log_id",
-        "prefilled_by",
-        "request_id",
-        "strikes",
-    )
-
-    def __init__(
-        self, link: WorkerLink, on_output: OnOutput, in_flight: InFlightLoad, strikes: int = 0
-    ) -> None:
-        self.link = link
-        self.request_id = secrets.token_hex(16)
-        self._on_output, self._in_flight = on_output, in_flight
-        self.prefilled_by: str | None = None
-        self.strikes = strikes
-        self.log_id: str | None = None
-        self._tokens_to_clear = CLEARING_TOKENS
-        self._last_heard = time.monotonic()
-        self._outcome: asyncio.Future[Refused | WorkerLost | Exception | None]
-        self._outcome = asyncio.get_running_loop().create_future()
-        self._has_ended = False
-        self._load: Entry | None = None
-        self._prefill_load: Entry | None = None
+    link: WorkerLink
+    sink: OnOutput
+    in_flight: InFlightLoad
+    strikes: int = 0
+    request_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    prefilled_by: str | None = None
+    log_id: str | None = None
+    _tokens_to_clear: int = CLEARING_TOKENS
+    _last_heard: float = field(default_factory=time.monotonic)
+    _outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
+    _has_ended: bool = False
+    _load: Entry | None = None
+    _prefill_load: Entry | None = None
 
     def start(self, request: Generate | Embed, amount: int, uncached_tokens: int = 0) -> None:
         """Send the request.
@@ -106,16 +91,16 @@ class Attempt:
         self.log_id = request.spec.log_id if isinstance(request, Generate) else request.log_id
         self.link.post(request)
         self.link.listen(self.request_id, self)
-        self._load = self._in_flight.add(self.link.worker_id, amount)
+        self._load = self.in_flight.add(self.link.worker_id, amount)
         if isinstance(request, Generate) and request.prefill_workers:
-            self._prefill_load = self._in_flight.add(request.prefill_workers[0], uncached_tokens)
+            self._prefill_load = self.in_flight.add(request.prefill_workers[0], uncached_tokens)
 
     def start_with(self, first: Attempt) -> None:
         """Join another attempt, whose message also starts this one and which counts its load."""
         self.log_id = first.log_id
         first.link.listen(self.request_id, self)
 
-    async def outcome(self, timeout: float) -> Refused | WorkerLost | Exception | None:
+    async def outcome(self, timeout: float) -> Outcome:
         """Wait until the attempt ends; return why, or None if the request has ended.
 
         Raises:
@@ -143,9 +128,9 @@ class Attempt:
             self._unload(prefill_only=True)
         if output.prefill_worker is not None and output.prefill_load is not None:
             self.prefilled_by = output.prefill_worker
-            self._in_flight.note_report(output.prefill_worker, output.prefill_load)
+            self.in_flight.note_report(output.prefill_worker, output.prefill_load)
         try:
-            self._on_output(output, now)
+            self.sink(output, now)
         except Exception as exc:  # noqa: BLE001 - any: `outcome` returns it
             # Raised here, it would also fail other requests with tokens in the same message.
             self._end_with(exc)
@@ -171,7 +156,7 @@ class Attempt:
     def end(self, cancel: bool) -> None:
         """Stop listening; with `cancel`, have the worker stop, too."""
         self._end_with(None)
-        self._on_output = _ignore  # breaks a reference cycle
+        self.sink = _ignore  # breaks a reference cycle
         self.link.forget(self.request_id)
         self._unload()
         if cancel and not self.link.lost.is_set():
@@ -180,17 +165,17 @@ class Attempt:
             except ChannelError as exc:
                 logger.warning("cannot send a cancel to %s: %s", self.link.worker_id, exc)
 
-    def _end_with(self, outcome: Refused | WorkerLost | Exception | None) -> None:
+    def _end_with(self, outcome: Outcome) -> None:
         if not self._has_ended:
             self._has_ended = True
             self._outcome.set_result(outcome)
 
     def _unload(self, prefill_only: bool = False) -> None:
         if self._prefill_load is not None:
-            self._in_flight.remove(self._prefill_load)
+            self.in_flight.remove(self._prefill_load)
             self._prefill_load = None
         if self._load is not None and not prefill_only:
-            self._in_flight.remove(self._load)
+            self.in_flight.remove(self._load)
             self._load = None
 
 

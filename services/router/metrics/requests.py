@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -216,6 +217,7 @@ class AnswerLengths:
             self._histogram.observe(self._longest)
 
 
+@dataclass(slots=True, eq=False)
 class RequestMeter:
     """Measures one sequence when its tokens arrive, not when a client reads them.
 
@@ -228,35 +230,24 @@ class RequestMeter:
         timings: the timings that a worker reported last.
     """
 
-    __slots__ = (
-        "_answers",
-        "_ended",
-        "_metrics",
-        "_num_prompt_tokens",
-        "first",
-        "gaps",
-        "last",
-        "num_tokens",
-        "start",
-        "timings",
-    )
+    metrics: RouterMetrics
+    num_prompt_tokens: int
+    answers: AnswerLengths
+    start: float = field(default_factory=time.monotonic)
+    first: float = field(init=False)
+    last: float | None = None
+    num_tokens: int = 0
+    gaps: array[float] | None = None
+    timings: Timings | None = None
+    _ended: bool = False
 
-    def __init__(
-        self, metrics: RouterMetrics, num_prompt_tokens: int, answers: AnswerLengths
-    ) -> None:
-        self._metrics, self._num_prompt_tokens = metrics, num_prompt_tokens
-        self._answers = answers
-        self.start = self.first = time.monotonic()
-        self.last: float | None = None
-        self.num_tokens = 0
-        self.gaps: array[float] | None = None
-        self.timings: Timings | None = None
-        self._ended = False
+    def __post_init__(self) -> None:
+        self.first = self.start
 
     def on_output(self, output: TokenOutput, now: float) -> None:
         """Count a step's output, which arrived at `now` on the monotonic clock."""
         if count := len(output.token_ids):
-            metrics, last, self.last = self._metrics, self.last, now
+            metrics, last, self.last = self.metrics, self.last, now
             metrics.generation_tokens.value += count
             self.num_tokens += count
             if last is None:
@@ -275,21 +266,21 @@ class RequestMeter:
         if self._ended:
             return
         self._ended = True
-        self._metrics.note_end(reason, has_begun=self.num_tokens > 0)
+        self.metrics.note_end(reason, has_begun=self.num_tokens > 0)
         if self.timings is not None:
-            self._metrics.queue_time.observe(self.timings.queue_s)
-            self._metrics.prefill_time.observe(self.timings.prefill_s)
-            self._metrics.transfer_time.observe(self.timings.transfer_s)
+            self.metrics.queue_time.observe(self.timings.queue_s)
+            self.metrics.prefill_time.observe(self.timings.prefill_s)
+            self.metrics.transfer_time.observe(self.timings.transfer_s)
         is_complete = reason in ("stop", "length")
         if is_complete:
             self._count_complete()
-        self._answers.end(self.num_tokens if is_complete else 0)
+        self.answers.end(self.num_tokens if is_complete else 0)
 
     def _count_complete(self) -> None:
         """Update the metrics of complete answers."""
-        metrics, count = self._metrics, self.num_tokens
+        metrics, count = self.metrics, self.num_tokens
         metrics.e2e_latency.observe(time.monotonic() - self.start)
-        metrics.request_prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         metrics.request_generation_tokens.observe(count)
         if self.last is not None:
             metrics.decode_time.observe(self.last - self.first)
@@ -297,10 +288,10 @@ class RequestMeter:
                 metrics.mean_gap.observe((self.last - self.first) / (count - 1))
 
     def _count_first(self, output: TokenOutput, now: float) -> None:
-        metrics, self.first = self._metrics, now
+        metrics, self.first = self.metrics, now
         metrics.time_to_first_token.observe(now - self.start)
-        metrics.prompt_tokens.value += self._num_prompt_tokens
-        metrics.prefix_queries.value += self._num_prompt_tokens
+        metrics.prompt_tokens.value += self.num_prompt_tokens
+        metrics.prefix_queries.value += self.num_prompt_tokens
         metrics.prefix_hits.value += output.cached_tokens or 0
         if more := len(output.token_ids) - 1:
             metrics.inter_token_latency.observe(0.0, more)

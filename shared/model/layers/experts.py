@@ -15,22 +15,6 @@ from pagewire.shared.model.layers.linear import Linear, NamedTarget
 from pagewire.shared.model.layers.mlp import Mlp
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """Names of the weights in a checkpoint, after the name of the mixture.
-
-    Attributes:
-        each: names of one expert's gate, up and down projection, with {} for its number; empty if
-            the checkpoint has all experts in one tensor.
-        stacked: names of all experts' gate and up projections, [E, 2 I, H], and down, [E, H, I].
-        transposed: whether the last two dimensions of stacked weights are swapped.
-    """
-
-    each: tuple[str, str, str] | tuple[()] = ()
-    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    transposed: bool = False
-
-
 @dataclass(eq=False, slots=True)
 class Experts:
     """The weighted sum of the outputs of each token's experts.
@@ -39,6 +23,10 @@ class Experts:
         router: projects to one logit for each expert.
         gate_up: `[E, 2 I, H]`.
         down: `[E, H, I]`.
+        each: names of one expert's gate, up and down projection in the checkpoint, with {} for its
+            number; empty if it has all experts in one tensor.
+        stacked: names of all experts' gate and up projections, and of their down projections.
+        transposed: whether the last two dimensions of stacked weights are swapped.
         gate_up_bias: `[E, 2 I]`, or None.
         down_bias: `[E, H]`, or None.
         correction: `[E]` float32, a bias that affects only the choice of experts, or None.
@@ -49,7 +37,9 @@ class Experts:
     routing: Routing
     gate_up: torch.Tensor
     down: torch.Tensor
-    names: ExpertNames
+    each: tuple[str, str, str] | tuple[()]
+    stacked: tuple[str, str]
+    transposed: bool
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     correction: torch.Tensor | None
@@ -82,11 +72,11 @@ class Experts:
         yield from self.router.targets(name)
         if self.correction is not None:
             yield f"{name}.gate.e_score_correction_bias", self.correction
-        if self.names.each:
-            yield from self._each_target(name, self.names.each)
+        if self.each:
+            yield from self._each_target(name, self.each)
             return
-        gate_up, down = (f"{name}.{part}" for part in self.names.stacked)
-        is_transposed = self.names.transposed
+        gate_up, down = (f"{name}.{part}" for part in self.stacked)
+        is_transposed = self.transposed
         yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
         yield down, self.down.transpose(1, 2) if is_transposed else self.down
         if self.gate_up_bias is not None and self.down_bias is not None:

@@ -23,9 +23,9 @@ from pagewire.shared.model.layers.decoder import (
     Scaled,
     TokenPart,
 )
-from pagewire.shared.model.layers.experts import ExpertNames, Experts, WithSharedExpert
+from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
 from pagewire.shared.model.layers.latent_attention import LatentAttention
-from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
+from pagewire.shared.model.layers.linear import Linear, Unquantized
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
@@ -71,10 +71,20 @@ class LayerFactory:
     def linear(
         self, in_features: int, parts: Mapping[str, int], bias: bool, *, wide: bool = False
     ) -> Linear:
-        """Return projections of one input; see `LinearShape`. If `wide`, they are in float32."""
-        shape = LinearShape(in_features, parts, bias)
-        dtype = torch.float32 if wide else self._dtype
-        return Linear(Unquantized(shape, self._ops, self._device, dtype))
+        """Return projections of one input.
+
+        Args:
+            in_features: size of the input.
+            parts: out features of each projection in the checkpoint, by its name, in order.
+            bias: whether each projection has a bias.
+            wide: whether the projections are in float32.
+        """
+        empty = partial(
+            torch.empty, device=self._device, dtype=torch.float32 if wide else self._dtype
+        )
+        rows = sum(parts.values())
+        biases = empty(rows) if bias else None
+        return Linear(Unquantized(parts, empty(rows, in_features), biases, self._ops))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -82,12 +92,13 @@ class LayerFactory:
     def norm(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
         """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
         size, eps = size or config.hidden_size, eps or config.rms_norm_eps
+        dtype = self._dtype if config.norm_style == "rounded" else torch.float32
+        weight = torch.empty(size, device=self._device, dtype=dtype)
         if config.norm_style == "centred":
-            return LayerNorm(size, eps, self._device)
-        norm = RmsNorm(size, eps, self._ops, self._device, self._dtype, config.norm_style)
+            return LayerNorm(weight, eps)
         if config.norm_style == "plus one":
-            self._after_loading.append(partial(norm.weight.add_, 1.0))
-        return norm
+            self._after_loading.append(partial(weight.add_, 1.0))
+        return RmsNorm(weight, eps, self._ops)
 
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
         """Return the table of rotary angles, for all attention layers that use it."""
@@ -186,8 +197,7 @@ class LayerFactory:
         return Mlp(
             self.linear(hidden, dict.fromkeys(first, 2 * inner // len(first)), bias),
             self.linear(inner, {down: hidden}, bias),
-            self._ops,
-            config.activation,
+            self._ops.silu_and_mul if config.activation == "silu" else self._ops.gelu_and_mul,
         )
 
     def experts(
@@ -229,7 +239,9 @@ class LayerFactory:
             experts.routing,
             self._empty(count, 2 * inner, hidden),
             self._empty(count, hidden, inner),
-            ExpertNames(() if self.stacked_experts else each, stacked, transposed),
+            () if self.stacked_experts else each,
+            stacked,
+            transposed,
             self._empty(count, 2 * inner) if biases else None,
             self._empty(count, hidden) if biases else None,
             correction,

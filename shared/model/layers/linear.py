@@ -14,21 +14,6 @@ from pagewire.kernels import Ops
 NamedTarget = tuple[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """The shape of projections.
-
-    Attributes:
-        in_features: size of the input of all projections.
-        parts: out features of each projection in the checkpoint, by its name, in order.
-        bias: whether each projection has a bias.
-    """
-
-    in_features: int
-    parts: Mapping[str, int]
-    bias: bool
-
-
 class LinearMethod(Protocol):
     """The parameters of one `Linear` in some format, and how they are multiplied."""
 
@@ -61,32 +46,28 @@ class Linear:
         yield from ((f"{name}.{part}", target) for part, target in self.method.targets())
 
 
+@dataclass(eq=False, slots=True)
 class Unquantized:
     """`x @ weight.T + bias` in the model's dtype.
 
     Attributes:
+        parts: out features of each projection in the checkpoint, by its name, in order.
         weight: `[sum of the parts, in_features]`.
         bias: `[sum of the parts]`, or None.
     """
 
-    __slots__ = ("_op", "_parts", "bias", "weight")
-
-    def __init__(
-        self, shape: LinearShape, ops: Ops, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._op = ops.linear
-        self._parts = shape.parts
-        rows = sum(shape.parts.values())
-        self.weight = torch.empty(rows, shape.in_features, device=device, dtype=dtype)
-        self.bias = torch.empty(rows, device=device, dtype=dtype) if shape.bias else None
+    parts: Mapping[str, int]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ops: Ops
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
-        return self._op(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills weight and bias."""
         for kind, parameter in ("weight", self.weight), ("bias", self.bias):
             if parameter is not None:
-                rows = torch.split(parameter, list(self._parts.values()))
-                yield from ((f"{p}.{kind}", row) for p, row in zip(self._parts, rows, strict=True))
+                rows = torch.split(parameter, list(self.parts.values()))
+                yield from ((f"{p}.{kind}", row) for p, row in zip(self.parts, rows, strict=True))

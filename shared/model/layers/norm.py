@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.linear import NamedTarget
-from pagewire.shared.model.model_config import NormStyle
 
 
+@dataclass(eq=False, slots=True)
 class RmsNorm:
     """RMS normalisation of the residual stream, after adding the output of the layer before.
 
@@ -20,33 +21,22 @@ class RmsNorm:
         eps: added to the mean square.
     """
 
-    __slots__ = ("_op", "eps", "weight")
-
-    def __init__(
-        self,
-        size: int,
-        eps: float,
-        ops: Ops,
-        device: torch.device,
-        dtype: torch.dtype,
-        style: NormStyle,
-    ) -> None:
-        kept = dtype if style == "rounded" else torch.float32
-        self.weight = torch.empty(size, device=device, dtype=kept)
-        self.eps = eps
-        self._op = ops.rms_norm
+    weight: torch.Tensor
+    eps: float
+    ops: Ops
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
-        return self._op(x, self.weight, self.eps, residual)
+        return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def targets(self, name: str) -> Iterator[NamedTarget]:
         """Yield what fills the weight."""
         yield f"{name}.weight", self.weight
 
 
+@dataclass(eq=False, slots=True)
 class LayerNorm:
     """Layer normalisation without a bias, in plain torch; otherwise as `RmsNorm`.
 
@@ -55,11 +45,8 @@ class LayerNorm:
         eps: added to the variance.
     """
 
-    __slots__ = ("eps", "weight")
-
-    def __init__(self, size: int, eps: float, device: torch.device) -> None:
-        self.weight = torch.empty(size, device=device, dtype=torch.float32)
-        self.eps = eps
+    weight: torch.Tensor
+    eps: float
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
