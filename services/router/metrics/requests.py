@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
@@ -145,44 +146,37 @@ class RouterMetrics:
 
     def _make_request_counters(self) -> None:
         """Make the counters of what happens at most once in a request."""
-        success = Counter(
+        count = partial(Counter, registry=self.registry)
+        success = count(
             "vllm:request_success",
             "Answers by finish reason",
             ["model_name", "finished_reason"],
-            registry=self.registry,
         )
         self.finished = {why: success.labels(self._model_name, why) for why in FINISH_REASONS}
-        self._broken_off = Counter(
+        self._broken_off = count(
             "pagewire_answers_broken_off",
             "Answers that ended with an error after their first token",
-            registry=self.registry,
         )
-        self.migrations = Counter(
+        self.migrations = count(
             "pagewire_request_migrations",
             "Requests that lost their decode worker and continue at another or at its next run",
-            registry=self.registry,
         )
-        self.request_errors = Counter(
+        self.request_errors = count(
             "pagewire_request_errors",
             "HTTP requests that were answered with an error status",
             ["status"],
-            registry=self.registry,
         )
-        outcomes = Counter(
+        outcomes = count(
             "pagewire_requests",
             "Requests for answers, by what became of them: answered (or at least begun), refused, "
             "invalid, failed, gone (the client left)",
             ["outcome"],
-            registry=self.registry,
         )
         self.outcomes = {outcome: outcomes.labels(outcome) for outcome in get_args(Outcome)}
-        self.embeddings = Counter(
-            "pagewire_embeddings", "Embeddings that were computed", registry=self.registry
-        )
-        self.unknown_fields = Counter(
+        self.embeddings = count("pagewire_embeddings", "Embeddings that were computed")
+        self.unknown_fields = count(
             "pagewire_request_unknown_fields",
             "Fields of accepted requests that this API does not have, which were ignored",
-            registry=self.registry,
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
