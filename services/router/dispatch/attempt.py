@@ -40,12 +40,12 @@ class WorkerLost:
     is_explained: bool = False
 
 
-# Why an attempt has ended; None if its request has.
+# Why an attempt has ended; None if the request has been answered or given up.
 Outcome = Refused | WorkerLost | Exception | None
 
 
 # As in all classes on a token's path: with hundreds of streams, a stream's objects are not in the
-# CPU's cache when its token arrives, and slots halve the memory that is read.
+# CPU's cache when its token arrives, and `__slots__` halves the memory that is read.
 @dataclass(slots=True, eq=False)
 class Attempt:
     """A request at one worker, from its message until it ends there.
