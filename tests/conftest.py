@@ -35,6 +35,9 @@ sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from pagewire.tests.support.interpreter import keep_look_ups
+
+    keep_look_ups()
 
 # Hypothesis without a clock: a busy machine makes no test fail.
 settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
