@@ -123,9 +123,10 @@ def checked_names() -> list[str]:
     return [name for name in names if name not in ALLOWED]
 
 
-@pytest.mark.parametrize("name", checked_names())
-def test_words(name: str) -> None:
-    assert complaints(ROOT / name) == []
+def test_words() -> None:
+    names = checked_names()
+    assert len(names) > 500
+    assert [complaint for name in names for complaint in complaints(ROOT / name)] == []
 
 
 def test_what_is_allowed_exists() -> None:
