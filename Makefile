@@ -22,10 +22,10 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-exhaustive test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make the environment; every other target does it by itself
 
@@ -44,6 +44,9 @@ test-parts: $(STAMP) redis prometheus ## Run those of them that start no whole c
 
 test-clusters: $(STAMP) redis prometheus ## Run the others
 	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
+
+test-exhaustive: $(STAMP) redis ## Run all cases of what `make test` checks in part (20 minutes)
+	$(BIN)/pytest -m "exhaustive or hypothesis" --hypothesis-profile many -n 2 --dist worksteal $(ARGS)
 
 test-gpu: $(STAMP) redis ## Run the tests that need a CUDA device (10 minutes)
 ifneq ($(ARGS),)

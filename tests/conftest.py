@@ -40,8 +40,14 @@ if not torch.cuda.is_available():
     keep_look_ups()
 
 # Hypothesis without a clock: a busy machine makes no test fail.
-settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any-speed")
+for profile, examples in (("some", 60), ("many", 1000)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("some")
 
 # A job in the background, or under nohup, ignores these, and so would everything that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -93,11 +99,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if PROGRAM is None:
         unwanted.append("browser")
     asked_for = config.option.markexpr
-    unwanted += [name for name in ("compose", "release") if name not in asked_for]
-    deselected = [item for item in items if any(map(item.get_closest_marker, unwanted))]
+    unwanted += [name for name in ("compose", "release", "exhaustive") if name not in asked_for]
+
+    def is_unwanted(item: pytest.Item) -> bool:
+        names = {name for name in unwanted if item.get_closest_marker(name)}
+        # What a GPU runs takes seconds.
+        return bool(names - {"exhaustive"} if item.get_closest_marker("gpu") else names)
+
+    wanted: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (deselected if is_unwanted(item) else wanted).append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in deselected]
+        items[:] = wanted
 
 
 @pytest.fixture(scope="session")

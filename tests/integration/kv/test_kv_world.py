@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -114,8 +116,7 @@ class World:
             self.pair.until(lambda: side.carrier.num_open == len(links))  # noqa: B023 - called now
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+WORLDS = given(
     kind=st.sampled_from(KINDS),
     slots=st.tuples(st.integers(1, 4), st.integers(4, 6), st.integers(1, 2)),
     chunk=st.integers(3, 12),
@@ -127,7 +128,29 @@ class World:
         max_size=80,
     ),
 )
-def test_every_request_ends_with_its_own_tokens_whatever_happens(
+
+
+def examples(number: int) -> settings:
+    return settings(
+        max_examples=number, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+
+
+@examples(30)
+@WORLDS
+def test_every_request_ends_with_its_own_tokens_whatever_happens(**world: Any) -> None:
+    run(**world)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@examples(500)
+@WORLDS
+def test_every_request_of_many_worlds_ends_with_its_own_tokens(**world: Any) -> None:
+    run(**world)
+
+
+def run(
     kind: str,
     slots: tuple[int, int, int],
     chunk: int,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import OverloadedError
@@ -92,7 +92,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300)
 @given(EVENTS, st.integers(1, 3), st.data())
 def test_whatever_happens_nobody_is_overtaken_twice(
     events: list[tuple[str, str]], slots: int, data: st.DataObject

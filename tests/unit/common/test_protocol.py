@@ -4,7 +4,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import ProtocolError, VersionMismatchError
@@ -64,7 +64,6 @@ def test_every_message_survives_the_wire(message: ControlMessage) -> None:
     assert decode(memoryview(encode(message))) == message
 
 
-@settings(max_examples=1000)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
     for frame in (data, VERSION + data):
@@ -74,7 +73,6 @@ def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
             assert len(str(exc)) < 1000
 
 
-@settings(max_examples=1000)
 @given(frame=mutated(MESSAGES.map(encode)))
 def test_mutated_frames_raise_protocol_errors_or_are_messages(frame: bytes) -> None:
     try:

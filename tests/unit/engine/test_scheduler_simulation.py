@@ -10,9 +10,20 @@ from pagewire.tests.support.simulation import Simulation, World, worlds
 pytestmark = pytest.mark.usefixtures("each_executor")
 
 
-@settings(max_examples=400)
-@given(world=worlds())
-def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
+def simulate(world: World) -> None:
     simulation = Simulation(world)
     simulation.run()
     simulation.check_ends()
+
+
+@settings(max_examples=100)
+@given(world=worlds())
+def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
+    simulate(world)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=2000)
+@given(world=worlds())
+def test_every_sequence_of_many_worlds_ends_with_its_own_tokens(world: World) -> None:
+    simulate(world)

@@ -149,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = PoolMachine.TestCase
-TestBlockPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestBlockPool.settings = settings(stateful_step_count=40)
 
 
 def fill(pool: BlockPool, path: Path) -> list[int]:

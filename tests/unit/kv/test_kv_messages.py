@@ -7,7 +7,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import ProtocolError
@@ -163,7 +163,6 @@ def test_a_wrong_message_to_a_sender_is_an_error(message: dict[str, object]) -> 
         decode_for_sender(PACK(message))
 
 
-@settings(max_examples=300)
 @given(data=st.binary(max_size=200))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
     for decode in DECODERS:
@@ -171,7 +170,6 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=300)
 @given(message=st.one_of(to_receiver, to_sender), data=st.data())
 def test_a_corrupt_message_is_a_message_or_an_error(
     message: ToReceiver | ToSender, data: st.DataObject

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.kv.kv_layout import KvLayout
@@ -88,7 +88,6 @@ def queues(draw: st.DrawFn) -> ExportQueue:
     return ExportQueue(layout, slot_bytes, planned=draw(st.integers(0, 12)))
 
 
-@settings(max_examples=300)
 @given(queue=queues(), num_blocks=st.integers(0, 30), data=st.data())
 def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
     queue: ExportQueue, num_blocks: int, data: st.DataObject
@@ -179,7 +178,6 @@ def segments(draw: st.DrawFn) -> tuple[range, range]:
     return range(first, first + count), range(first_group, first_group + num_groups)
 
 
-@settings(max_examples=300)
 @given(
     first=st.integers(0, 6),
     count=st.integers(0, 6),

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
@@ -297,7 +297,6 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_no_body_breaks_the_reader(fields):
     base = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import InvalidRequestError
@@ -126,7 +126,6 @@ def test_parts_have_the_tokens_of_the_whole(name: str, special: bool) -> None:
 
 @pytest.mark.parametrize("name", [f"{each}, none" for each in DIVIDED])
 def test_any_text_has_the_tokens_of_the_whole(name: str) -> None:
-    @settings(max_examples=200, deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
         (whole,) = BACKENDS[name].encode_batch_fast([text], add_special_tokens=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -120,7 +120,6 @@ def test_parts_of_an_answer(
         assert [(each.name, each.arguments) for each in found.tool_calls] == calls
 
 
-@settings(max_examples=300)
 @given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
 def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: list[str]) -> None:
     text = "".join(fragments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagewire.shared.tool_calls.calls import MAX_CALL_ID, MAX_HEAD
@@ -129,7 +129,6 @@ def test_each_cut_in_two_gives_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=300)
 @given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
 def test_any_cut_gives_the_same_as_the_whole(
     name: str, data: st.DataObject, fragments: list[str]
