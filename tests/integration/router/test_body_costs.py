@@ -19,7 +19,7 @@ from pagewire.tests.support.costly_schemas import SCHEMAS, Schema, chat_body, to
 from pagewire.tests.support.tool_models import ToolModels
 
 KIB, MIB = 1 << 10, 1 << 20
-SIZES = (16 * KIB, 64 * KIB, 256 * KIB)
+SIZES = (8 * KIB, 32 * KIB, 128 * KIB)
 LARGE = 960 * KIB  # tools may have 1 MiB
 # Of each MiB of a body, and of any body besides.
 CPU_S, ADDED_BYTES = 3.0, 150 * 10**6
@@ -69,6 +69,13 @@ def check_growth(meter: BodyMeter, make: Callable[[int], bytes]) -> None:
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_tools_cost_in_proportion(meters: Meters, kind: str) -> None:
     check_growth(meters(XML), lambda size: chat_body(tools=tools(kind, size)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_large_tools_cost_in_proportion(meters: Meters, kind: str) -> None:
+    for size in (256 * KIB, LARGE):
+        read(meters(XML), chat_body(tools=tools(kind, size)))
 
 
 @pytest.mark.parametrize("kind", ["described_definition", "differing_uses", "chain_of_references"])
