@@ -13,7 +13,7 @@ import torch
 
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import TOKENIZER, LiveRouter, with_worker
+from pagewire.tests.support.live_router import TLS, TOKENIZER, LiveRouter, with_worker
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.scenarios import Ask, OpenAIScenario, Scenario, Serve
 from pagewire.tests.support.tool_models import ToolModels
@@ -71,7 +71,11 @@ def ask(serve: Serve) -> Ask:
         async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
             def call() -> None:
                 with openai.OpenAI(
-                    base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=15
+                    base_url=f"{router.url}/v1",
+                    api_key="none",
+                    max_retries=0,
+                    timeout=15,
+                    http_client=openai.DefaultHttpxClient(verify=TLS),
                 ) as client:
                     scenario(client, worker)
 

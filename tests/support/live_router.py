@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ MODEL = "pagewire-demo"
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
 TEXT = " The café by the river — 東京 🌍 — was open."
 ANSWER = TOKENIZER.encode(TEXT, add_special_tokens=False)
+TLS = ssl.create_default_context()  # each client of httpx would read all certificates again
 
 
 @dataclass
@@ -110,7 +112,7 @@ async def live_router(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         await eventually(lambda: server.started or task.done())
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=TLS) as http:
             yield LiveRouter(service, url, http)
     finally:
         server.should_exit = True

@@ -24,9 +24,8 @@ async def answers(router: LiveRouter) -> None:
     await eventually(lambda: router.service.connections.num_open == 1)
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"),
-    [
+def test_what_is_not_a_request_is_answered_with_an_error_object(redis_url):
+    cases = [
         (b"nonsense\r\n\r\n", 400),
         (b"\0" * 100, 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # a TLS client
@@ -43,17 +42,16 @@ async def answers(router: LiveRouter) -> None:
         (CHUNKED + b"1\r\n \r\n0\r\n" + b"X: a\r\n" * 200, 431),
         (CHUNKED + b"1\r\n \r\n0\r\nX: " + b"a" * 500_000, 431),
         (CHUNKED + b"1;" + b"a" * 500_000, 431),
-    ],
-    ids=lambda value: repr(value[:24]) if isinstance(value, bytes) else None,
-)
-def test_what_is_not_a_request_is_answered_with_an_error_object(redis_url, sent, status):
+    ]
+
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
-        async with RawClient(router.url) as client:
-            await client.send(sent)
-            assert (await client.error())[0] == status
-        await answers(router)
-        assert await router.metric(EARLY.format("invalid")) == 1
-        assert worker.active == 0
+        for number, (sent, status) in enumerate(cases, 1):
+            async with RawClient(router.url) as client:
+                await client.send(sent)
+                assert (await client.error())[0] == status, sent[:24]
+            await answers(router)
+            assert await router.metric(EARLY.format("invalid")) == number, sent[:24]
+            assert worker.active == 0, sent[:24]
 
     with_worker(redis_url, scenario)
 
