@@ -70,8 +70,8 @@ from pagewire import LLM, SamplingParams, StructuredOutputs
 
 form = StructuredOutputs(grammar={GRAMMARS["ambiguous"]!r})
 common = {{"temperature": 1.0, "max_tokens": 400, "structured_outputs": form}}
-params = [SamplingParams(seed=seed, **common) for seed in range(16)]
-LLM("demo", device="cpu", dtype="float32").generate(["x"] * 16, params)
+params = [SamplingParams(seed=seed, **common) for seed in range(6)]
+LLM("demo", device="cpu", dtype="float32").generate(["x"] * 6, params)
 """
 
 

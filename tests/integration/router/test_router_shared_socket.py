@@ -21,6 +21,8 @@ from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET
 from pagewire.tests.support.router_process import router_process
 
 CONNECTIONS = 32
+# Others know soon that a router is frozen.
+LEASES = {"PAGEWIRE_HEARTBEAT_S": "0.5", "PAGEWIRE_LEASE_S": "3"}
 
 
 def router(
@@ -28,9 +30,9 @@ def router(
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     options = ["--fd", str(fd), "--router-id", name]
     if operator_fd is None:
-        return router_process(redis_url, 0, *options, fds=(fd,))
+        return router_process(redis_url, 0, *options, fds=(fd,), env=LEASES)
     options += ["--operator-fd", str(operator_fd)]
-    return router_process(redis_url, 0, *options, fds=(fd, operator_fd))
+    return router_process(redis_url, 0, *options, fds=(fd, operator_fd), env=LEASES)
 
 
 async def until_healthy(operator_url: str, routers: int) -> None:
