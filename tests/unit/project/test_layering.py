@@ -168,7 +168,7 @@ def dotted_name(node: ast.AST) -> str:
 
 def dotted_names(file: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(syntax_tree(file)):
-        if name := dotted_name(node):
+        if isinstance(node, ast.Attribute | ast.Name) and (name := dotted_name(node)):
             yield name, node.lineno
 
 
