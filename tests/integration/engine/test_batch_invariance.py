@@ -15,7 +15,13 @@ from pagewire.tools.invariance import Difference, Measurement, Workload, compare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORK = Workload(prompt=60, answer=24, batches=(2, 9, 17), chunks=(7, 33))
+WORK = Workload(prompt=45, answer=10, batches=(9,), chunks=(7,))
+MORE_WORK = pytest.param(
+    Workload(prompt=60, answer=24, batches=(2, 9, 17), chunks=(7, 33)),
+    marks=pytest.mark.exhaustive,
+    id="more-work",
+)
+WORKS = pytest.mark.parametrize("work", [pytest.param(WORK, id="work"), MORE_WORK])
 EQUAL = Difference(0, 0.0)
 # What else than attention, products and norms depends on the family.
 MODELS = {
@@ -26,29 +32,31 @@ MODELS = {
 }
 
 
-def measured(model: str, dtype: str, **settings: Any) -> dict[str, Difference]:
-    return dict(Measurement(model, WORK, device="cpu", dtype=dtype, **settings).differences())
+def measured(model: str, work: Workload, dtype: str, **settings: Any) -> dict[str, Difference]:
+    return dict(Measurement(model, work, device="cpu", dtype=dtype, **settings).differences())
 
 
+@WORKS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_depends_on_the_batch(dtype: str) -> None:
-    found = measured("demo", dtype, batch_invariant=True)
+def test_nothing_depends_on_the_batch(work: Workload, dtype: str) -> None:
+    found = measured("demo", work, dtype, batch_invariant=True)
     assert {"prefix cached", "recomputed as a prompt", "preempted"} < found.keys()
     assert set(found.values()) == {EQUAL}, found
 
 
 def test_by_default_it_does() -> None:
     """So that the other tests can fail: torch multiplies few rows by another kernel than many."""
-    found = measured("demo", "float32")
+    found = measured("demo", WORK, "float32")
     differ = {name for name, each in found.items() if each != EQUAL}
     assert {"in a batch of 9", "chunks of 7", "recomputed as a prompt", "preempted"} <= differ
     assert max(each.largest for each in found.values()) < 1e-3
 
 
+@WORKS
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_of_other_families(tmp_path: Path, model: tuple[str, str]) -> None:
+def test_of_other_families(tmp_path: Path, work: Workload, model: tuple[str, str]) -> None:
     write_tiny_model(tmp_path, *model)
-    found = measured(str(tmp_path), "float32", batch_invariant=True)
+    found = measured(str(tmp_path), work, "float32", batch_invariant=True)
     assert set(found.values()) == {EQUAL}, found
 
 
