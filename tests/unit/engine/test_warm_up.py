@@ -11,26 +11,41 @@ import sys
 
 import pytest
 
-FEW = ["--max-num-seqs", "80", "--waves", "5", "--steps", "40"]
+FEW = ["--max-num-seqs", "80", "--waves", "3", "--steps", "20"]
+MANY = ["--max-num-seqs", "80", "--waves", "10", "--steps", "100"]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-P", "-m", "pagewire.tests.support.late_kernels"]
-    command += [*FEW, *options]
+    command += options
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--shapes", "llama-8b", "gemma2-9b", "gpt-oss-20b"], id="dense-and-sinks"),
-        pytest.param(["--shapes", "deepseek-v2-lite", "qwen3-30b-a3b"], id="latents-and-experts"),
         pytest.param(
-            ["--no-cuda-graphs", "--shapes", "llama-8b", "granite-moe"], id="without-graphs"
+            [*FEW, "--shapes", "gemma2-9b", "gpt-oss-20b", "deepseek-v2-lite"], id="each-attention"
         ),
-        pytest.param(["--batch-invariant", "--shapes", "gpt-oss-20b"], id="batch-invariant"),
-        pytest.param(["--max-num-seqs", "1", "--shapes", "qwen2-0.5b"], id="one-sequence"),
+        pytest.param([*FEW, "--no-cuda-graphs", "--shapes", "llama-8b"], id="without-graphs"),
+        pytest.param([*FEW, "--batch-invariant", "--shapes", "gpt-oss-20b"], id="batch-invariant"),
+        pytest.param([*FEW, "--max-num-seqs", "1", "--shapes", "qwen2-0.5b"], id="one-sequence"),
+        pytest.param(
+            [*MANY, "--shapes", "llama-8b", "gemma2-9b", "gpt-oss-20b"],
+            id="dense-and-sinks",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            [*MANY, "--shapes", "deepseek-v2-lite", "qwen3-30b-a3b"],
+            id="latents-and-experts",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            [*MANY, "--no-cuda-graphs", "--shapes", "llama-8b", "granite-moe"],
+            id="others-without-graphs",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_traffic_needs_no_kernel_that_no_first_step_ran(options: list[str]) -> None:
@@ -40,7 +55,7 @@ def test_traffic_needs_no_kernel_that_no_first_step_ran(options: list[str]) -> N
 
 
 def test_without_first_steps_traffic_would_compile() -> None:
-    done = run("--unprepared", "--waves", "2", "--steps", "1", "--shapes", "llama-1b")
+    done = run(*FEW, "--unprepared", "--waves", "2", "--steps", "1", "--shapes", "llama-1b")
     assert done.returncode == 1, done.stderr
     for name in ("_threshold_kernel", "_rotary_and_cache_kernel", "_hopper_prefill_kernel"):
         assert f"compiled after the worker was ready, in 0.00 s: {name}(" in done.stdout
