@@ -130,14 +130,24 @@ CASES = {
 
 # Over a pipe run those that differ most: each costs as much again.
 PIPED = ("roomy-overlap", "tight-chunk-64", "tight-chunk-100-blocks-of-32-overlap")
+# Each of their settings is in another case, too.
+EXHAUSTIVE = {
+    ("roomy", "here"),
+    ("tight", "here"),
+    ("tight-chunk-100-blocks-of-32-overlap", "here"),
+    ("roomy-overlap", "pipe"),
+    ("tight-chunk-64", "pipe"),
+}
+
+
+def case(name: str, run_on: str) -> Any:
+    marks = [pytest.mark.exhaustive] if (name, run_on) in EXHAUSTIVE else []
+    return pytest.param(CASES[name], run_on, id=f"{name}-{run_on}", marks=marks)
 
 
 @pytest.mark.parametrize(
     ("settings", "run_on"),
-    [
-        *(pytest.param(settings, "here", id=name) for name, settings in CASES.items()),
-        *(pytest.param(CASES[name], "pipe", id=f"{name}-pipe") for name in PIPED),
-    ],
+    [*(case(name, "here") for name in CASES), *(case(name, "pipe") for name in PIPED)],
     indirect=["run_on"],
 )
 def test_greedy_tokens_equal_hugging_faces(
