@@ -24,7 +24,8 @@ from xdist.scheduler import LoadFileScheduling
 
 from pagewire.tests.support import fake_engine
 from pagewire.tests.support.browser import PROGRAM
-from pagewire.tests.support.executor_pipe import Pipe, PipeDevice, executor_process
+from pagewire.tests.support.child_process import Remote, remote
+from pagewire.tests.support.executor_pipe import FarExecutor, PipeDevice
 from pagewire.tests.support.fake_redis import fake_redis_url
 from pagewire.tests.support.local_cluster import SharedClusters
 from pagewire.tests.support.redis_server import RedisServer
@@ -116,9 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def other_process() -> Iterator[Pipe]:
+def other_process() -> Iterator[Remote]:
     """A process for an executor; what it runs is whatever the last test began with."""
-    with executor_process() as pipe:
+    with remote(FarExecutor) as pipe:
         yield pipe
 
 

@@ -114,9 +114,9 @@ def test_a_sender_survives_a_receiver_that_is_killed_while_it_writes(place: Plac
     with remote_ipc_peer(place.device, SLOT_BYTES, place.visible) as there:
         here.connect(there.call("offer"))
         here.queue_copies(2000)
-        there.process.kill()
+        there.child.process.kill()
         here.finish_copies()
-        there.process.wait(30)
+        there.child.kill()
         here.write(0, 0, seed=8, nbytes=SLOT_BYTES)  # into memory that is nobody's any more
         here.end_link(0)
         time.sleep(0.3)
@@ -136,7 +136,7 @@ def test_slots_are_free_when_a_killed_sender_has_gone(place: Place) -> None:
         there.call("queue_copies", 2000)
         quarantine = here.inbound[0].close()
         assert not quarantine.is_done()
-        there.process.kill()
+        there.child.process.kill()
         killed_s = time.monotonic()
         while not quarantine.is_done():
             time.sleep(0.001)
@@ -151,8 +151,7 @@ def test_the_memory_of_a_dead_receiver_is_refused_in_words() -> None:
     here = IpcPeer(0, SLOT_BYTES)
     with remote_ipc_peer(0, SLOT_BYTES) as there:
         offer = there.call("offer")
-        there.process.kill()
-        there.process.wait(30)
+        there.child.kill()
     with pytest.raises(TransferError, match=r"cudaIpcOpenMemHandle: cudaError\w+; "):
         here.connect(offer)
     assert here.can_compute()
@@ -172,11 +171,11 @@ def test_rates(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         here.connect(there.call("offer"))
         there.call("connect", here.offer())
         out, back = here.gb_per_s(100), there.call("gb_per_s", 100)
-        there.start("gb_per_s", 400)
+        at_once = there.start("gb_per_s", 400)
         both: list[float] = []
         thread = threading.Thread(target=lambda: both.append(here.gb_per_s(400)))
         thread.start()
-        back_at_once = there.finish()
+        back_at_once = at_once.wait()
         thread.join(60)
     with capsys.disabled():
         print(

@@ -1,4 +1,4 @@
-"""Running coroutines in synchronous tests."""
+"""Running coroutines in synchronous tests, and waiting with and without an event loop."""
 
 import asyncio
 import time
@@ -37,6 +37,19 @@ def run_async(
         result = runner.run(bounded())
     assert not problems, problems
     return result
+
+
+def wait_until(
+    condition: Callable[[], object],
+    timeout: float = 20.0,
+    explain: Callable[[], str] = str,
+    every: float = 0.002,
+) -> None:
+    """Block this thread until a condition holds; after `timeout` seconds, fail and explain."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {explain()}"
+        time.sleep(every)
 
 
 async def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> None:

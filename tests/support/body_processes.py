@@ -6,9 +6,9 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
+import psutil
 
 from pagewire.services.router.http.body_processes.reader import THREAD_BODY_BYTES
 from pagewire.tests.support.aio import eventually
@@ -20,14 +20,10 @@ LONG = "Hi " * THREAD_BODY_BYTES
 def body_processes(parent: int, program: bytes = b"body_process") -> list[int]:
     """Return the ids of a process's children that read bodies, or run another program."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes()
-            status = (path / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        if program in command and int(status[1]) == parent and status[0] != "Z":
-            found.append(int(path.name))
+    for child in psutil.Process(parent).children():
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if program in " ".join(child.cmdline()).encode():
+                found.append(child.pid)
     return found
 
 

@@ -1,9 +1,10 @@
-"""Both ends of a control channel in this process, and what they reported."""
+"""Both ends of a control channel, in this process or another, and what they reported."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 
 import zmq
 
@@ -22,9 +23,11 @@ from pagewire.shared.control.protocol import (
 )
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.child_process import Child, child_process, run_in_loop
 
 KEYS = ClusterKeys.derive("the cluster's secret")
 WAIT_S = 5.0
+REMOTE_LEASE_S = 0.5
 
 
 @dataclass
@@ -50,23 +53,30 @@ class Client:
     received: list[ControlMessage] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    handler: Callable[[ControlMessage], None] | None = None
     control: ControlClient | None = None
 
     def on_message(self, message: ControlMessage) -> None:
         self.received.append(message)
         self.arrived.set()
+        if self.handler is not None:
+            self.handler(message)
 
 
 @asynccontextmanager
 async def serving(
-    port: int = 0, epoch: int = 7, lease_s: float = 5.0, heartbeat_s: float = 0.1
+    port: int = 0,
+    epoch: int = 7,
+    lease_s: float = 5.0,
+    heartbeat_s: float = 0.1,
+    worker_id: str = "worker-0",
 ) -> AsyncIterator[Server]:
     server = Server()
     server.control = ControlServer(
         "127.0.0.1",
         port,
         KEYS,
-        "worker-0",
+        worker_id,
         epoch,
         server.on_message,
         server.lost.append,
@@ -82,9 +92,13 @@ async def serving(
 
 @asynccontextmanager
 async def connected(
-    endpoint: str, name: str = "client", lease_s: float = 5.0, heartbeat_s: float = 0.1
+    endpoint: str,
+    name: str = "client",
+    lease_s: float = 5.0,
+    heartbeat_s: float = 0.1,
+    handler: Callable[[ControlMessage], None] | None = None,
 ) -> AsyncIterator[Client]:
-    client = Client()
+    client = Client(handler=handler)
     client.control = ControlClient(
         endpoint,
         KEYS,
@@ -99,6 +113,30 @@ async def connected(
         yield client
     finally:
         client.control.close()
+
+
+def remote_server(epoch: int) -> AbstractContextManager[Child]:
+    """Run a server in a process that can be killed and frozen; it says its endpoint."""
+    return child_process(run_in_loop, _serve, epoch)
+
+
+def remote_client(endpoint: str) -> AbstractContextManager[Child]:
+    """Run a client in such a process; it says when it is connected, and why it lost the server."""
+    return child_process(run_in_loop, _call, endpoint)
+
+
+async def _serve(pipe: Connection, epoch: int) -> None:
+    async with serving(epoch=epoch, lease_s=REMOTE_LEASE_S) as server:
+        pipe.send(server.endpoint)
+        await asyncio.to_thread(pipe.recv)
+
+
+async def _call(pipe: Connection, endpoint: str) -> None:
+    async with connected(endpoint, "remote", lease_s=REMOTE_LEASE_S) as client:
+        pipe.send("ready")
+        await eventually(lambda: client.lost, 60)
+        pipe.send(client.lost[0])
+        await asyncio.to_thread(pipe.recv)
 
 
 def lone_client(endpoint: str, keys: ClusterKeys = KEYS) -> ControlClient:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +29,6 @@ class Outputs:
 
     def has_ended(self, request_id: str) -> bool:
         return any(o.finish_reason for o in self.said if o.request_id == request_id)
-
-
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
-    """Block this thread until a condition holds, or fail."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s"
-        time.sleep(0.002)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ if every block held what it should whenever it was read.
 
 from __future__ import annotations
 
+import threading
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ import torch
 
 from pagewire.kernels.kv_staging import make_copy_list
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import (
@@ -78,26 +80,19 @@ class FakePending:
         return self.result
 
 
-class FakeMove(PendingMove):
-    """A packing that is not done before the device says so."""
+class FakeMove(PendingCheck):
+    """A move that runs when `is_done` is called, after all moves that were launched before it."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__(None)
+    def __init__(self, device: FakeDevice, work: Callable[[], object]) -> None:
+        self.corrupt = torch.zeros((), dtype=torch.int64)
+        super().__init__(self.corrupt, None)
+        self.work, self.has_run = work, False
         self._device = device
 
     def is_done(self) -> bool:
-        return self._device.has_moved
-
-
-class FakeCheck(PendingCheck):
-    """The check of an unpacking, which is not done before the device says so."""
-
-    def __init__(self, device: FakeDevice, corrupt: torch.Tensor) -> None:
-        super().__init__(corrupt, None)
-        self._device = device
-
-    def is_done(self) -> bool:
-        return self._device.has_moved
+        if self._device.has_moved:
+            self._device.run_moves()
+        return self.has_run
 
 
 @dataclass
@@ -122,6 +117,10 @@ class FakeSlot:
 class FakeDevice:
     """Runs plans in the order in which they are launched, and checks each.
 
+    Moves run as late as possible: when somebody asks whether they are done. Those that are launched
+    while `has_moved` is false run later, on blocks and staging slots that may have other owners by
+    then.
+
     Attributes:
         cells: [block][offset], the token that was run there.
         batches: (tokens, rows and chunks) of every step.
@@ -134,6 +133,8 @@ class FakeDevice:
         has_run: whether the device has finished its steps.
         has_moved: whether the device has finished packing and unpacking.
         fail_execute, fail_wait: raised by the next step.
+        fails_to_move: raised by the next packing or unpacking.
+        moves: those that have not run yet.
         awaiting: the step that waits for its supply.
     """
 
@@ -153,7 +154,10 @@ class FakeDevice:
     has_moved: bool = True
     fail_execute: Exception | None = None
     fail_wait: Exception | None = None
+    fails_to_move: Exception | None = None
+    moves: deque[FakeMove] = field(default_factory=deque)
     awaiting: FakePending | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # a peer's thread may ask, too
     _max_blocks: int = field(init=False)  # of a sequence in one group
     _slots: dict[int, FakeSlot] = field(default_factory=dict)
     _plan: StepPlan = field(default_factory=lambda: StepPlan(number=0))  # the last
@@ -235,36 +239,52 @@ class FakeDevice:
 
     def pack(
         self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
-    ) -> PendingMove:
+    ) -> FakeMove:
         if after:  # else it is a link's test, of any block in any state
-            self._check_after(block_ids, after)
+            self._begin_move(block_ids, after)
             self.moved.append((block_ids, groups, after))
-        pack_blocks(self._pool(), self._copy_list(block_ids, groups, seed), staging)
-        return FakeMove(self)
+        copy_list = self._copy_list(block_ids, groups, seed)
+        return self.queue(lambda: pack_blocks(self._pool(), copy_list, staging))
 
     def unpack(
         self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
-    ) -> PendingCheck:
-        self._check_after(block_ids, after)
-        pool = self._pool()
-        corrupt = torch.zeros((), dtype=torch.int64)
-        unpack_blocks(staging, pool, self._copy_list(block_ids, groups, seed), corrupt)
-        for block, row in zip(block_ids, pool.view(self.num_blocks, -1)[block_ids], strict=True):
-            self.cells[block] = [None if cell == -1 else cell for cell in row.tolist()]
-        return FakeCheck(self, corrupt)
+    ) -> FakeMove:
+        self._begin_move(block_ids, after)
+        copy_list = self._copy_list(block_ids, groups, seed)
 
-    def queue(self, work: Callable[[], object]) -> PendingMove:
-        work()
-        return FakeMove(self)
+        def write() -> None:
+            pool = self._pool()
+            unpack_blocks(staging, pool, copy_list, move.corrupt)
+            rows = pool.view(self.num_blocks, -1)[block_ids].tolist()
+            for block, row in zip(block_ids, rows, strict=True):
+                self.cells[block] = [None if cell == -1 else cell for cell in row]
+
+        move = self.queue(write)
+        return move
+
+    def queue(self, work: Callable[[], object]) -> FakeMove:
+        move = FakeMove(self, work)
+        self.moves.append(move)
+        return move
 
     def fence(self) -> None:
-        """Do nothing: moves are made when they are launched."""
+        self.run_moves()
+
+    def run_moves(self) -> None:
+        with self._lock:
+            while self.moves:
+                move = self.moves.popleft()
+                move.work()
+                move.has_run = True
 
     def rehearse_launch(self) -> None:
         """Do nothing: this device never pauses."""
 
-    def _check_after(self, block_ids: list[int], after: int) -> None:
+    def _begin_move(self, block_ids: list[int], after: int) -> None:
         """Check that a move waits for every step that has written to its blocks."""
+        error, self.fails_to_move = self.fails_to_move, None
+        if error is not None:
+            raise error
         assert all(self._written.get(block, 0) <= after for block in block_ids), "moved too early"
 
     def _copy_list(self, block_ids: list[int], groups: range, seed: int) -> torch.Tensor:

@@ -1,19 +1,13 @@
-"""A worker's staging and its CUDA IPC carrier, in this process or in one of its own.
-
-`python -P -m pagewire.tests.support.ipc_peer DEVICE SLOT_BYTES` reads commands, a line of JSON
-each, answers each by a line, and ends with its input.
-"""
+"""A worker's staging and its CUDA IPC carrier, in this process or in one of its own."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +16,7 @@ from pagewire.shared.transfer.carriers.base import DONE, Inbound, Outbound, Pend
 from pagewire.shared.transfer.carriers.ipc import IpcCarrier
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.staging import Staging, make_staging
+from pagewire.tests.support.child_process import Remote, remote
 
 NUM_SLOTS = 2
 MAX_COPY_S = 30.0
@@ -49,7 +44,7 @@ def pattern(seed: int, nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class IpcPeer:
-    """Both halves of links. Methods take and return what JSON can carry."""
+    """Both halves of links."""
 
     def __init__(self, device: int, slot_bytes: int) -> None:
         torch.cuda.set_device(device)
@@ -63,17 +58,17 @@ class IpcPeer:
         self.inbound: list[Inbound] = []
         self._last: Pending = DONE
 
-    def offer(self) -> str:
-        return self.carrier.offer(1).hex()
+    def offer(self) -> bytes:
+        return self.carrier.offer(1)
 
-    def connect(self, offer: str) -> str:
+    def connect(self, offer: bytes) -> bytes:
         """Open a further link; returns the reply."""
-        self.outbound.append(self.carrier.outbound(1, bytes.fromhex(offer), self.announced))
-        return self.outbound[-1].reply.hex()
+        self.outbound.append(self.carrier.outbound(1, offer, self.announced))
+        return self.outbound[-1].reply
 
-    def accept(self, reply: str) -> None:
+    def accept(self, reply: bytes) -> None:
         """Open the receiver's half of a further link."""
-        self.inbound.append(self.carrier.inbound(1, bytes.fromhex(reply)))
+        self.inbound.append(self.carrier.inbound(1, reply))
 
     def has_arrived(self, credit: int) -> bool:
         """Whether the newest payload of a credit of the newest link has arrived."""
@@ -137,54 +132,11 @@ def _wait(pending: Pending) -> None:
         assert time.monotonic() < deadline, "a copy takes too long"
 
 
-class RemoteIpcPeer:
-    """Such a peer in another process."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-
-    def call(self, method: str, *args: Any) -> Any:
-        self.start(method, *args)
-        return self.finish()
-
-    def start(self, method: str, *args: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([method, *args]) + "\n")
-        self.process.stdin.flush()
-
-    def finish(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the process has ended"
-        return json.loads(line)
-
-
 @contextmanager
-def remote_ipc_peer(
-    device: int, slot_bytes: int, visible: str | None = None
-) -> Iterator[RemoteIpcPeer]:
-    """Run a peer's process, and kill it at the end; `visible` is its CUDA_VISIBLE_DEVICES."""
-    environment = os.environ if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(device), str(slot_bytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    with process:
-        try:
-            yield RemoteIpcPeer(process)
-        finally:
-            process.kill()
-
-
-def _serve(device: int, slot_bytes: int) -> None:
-    peer = IpcPeer(device, slot_bytes)
-    for line in sys.stdin:
-        method, *args = json.loads(line)
-        print(json.dumps(getattr(peer, method)(*args)), flush=True)
-
-
-if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+def remote_ipc_peer(device: int, slot_bytes: int, visible: str | None = None) -> Iterator[Remote]:
+    """Run a peer in another process; `visible` is its CUDA_VISIBLE_DEVICES."""
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    with ExitStack() as stack:
+        with patch.dict(os.environ, environment):
+            peer = stack.enter_context(remote(IpcPeer, device, slot_bytes, method="spawn"))
+        yield peer

@@ -1,21 +1,16 @@
-"""One side of a KV link, played by the test, which sends each message itself."""
+"""One side of a KV link between workers, played by the test, which sends each message itself."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from pagewire.shared.cluster.registry import WorkerRecord
-from pagewire.shared.control.channel import ControlClient, ControlServer, make_client_id
-from pagewire.shared.control.protocol import (
-    ControlMessage,
-    KvHello,
-    KvRefusal,
-    LoadReport,
-)
+from pagewire.shared.control.protocol import KvHello, KvRefusal, LoadReport
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.job_messages import Prefill, PrefillDone, PrefillFailed
 from pagewire.shared.transfer.messages import (
@@ -31,47 +26,46 @@ from pagewire.shared.transfer.messages import (
     encode,
 )
 from pagewire.tests.support.aio import eventually
-from pagewire.tests.support.kv_workers import HOST, IDENTITY, KEYS, LAYOUT, PrefillWorker
-from pagewire.tests.support.worker_records import record
+from pagewire.tests.support.control import KEYS, Client, Server, connected, serving
+from pagewire.tests.support.kv_router import Router, router_of
+from pagewire.tests.support.kv_services import (
+    DecodeWorker,
+    PrefillWorker,
+    decode_worker,
+    prefill_record,
+    prefill_worker,
+)
+from pagewire.tests.support.kv_sides import LAYOUT, hello
 
 WAIT_MS = 5000
 
 
+@dataclass
 class PrefillByHand:
     """A prefill worker's control server.
 
     Attributes:
-        hellos: the `KvHello`s, each with the id of its connection.
-        received: all messages.
-        lost: ids of lost connections.
+        server: has the messages and the lost connections.
     """
 
-    def __init__(self, worker_id: str, epoch: int) -> None:
-        self.worker_id, self.epoch = worker_id, epoch
-        self.hellos: list[tuple[str, KvHello]] = []
-        self.received: list[ControlMessage] = []
-        self.lost: list[str] = []
-        self.endpoint = ""
-        self.server: ControlServer
+    worker_id: str
+    epoch: int
+    server: Server
 
-    def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Keep a message."""
-        self.received.append(message)
-        if isinstance(message, KvHello):
-            self.hellos.append((peer_id, message))
+    @property
+    def hellos(self) -> list[tuple[str, KvHello]]:
+        """The `KvHello`s that came, each with the id of its connection."""
+        return [each for each in self.server.received if isinstance(each[1], KvHello)]
 
     def record(self, **changes: Any) -> WorkerRecord:
         """Return this worker's record."""
-        fields = {"role": "prefill", "endpoint": self.endpoint}
-        return record(self.worker_id, self.epoch, **(fields | changes))
-
-    def post(self, message: ControlMessage) -> None:
-        """Send a message to the connection of the newest hello."""
-        self.server.post(self.hellos[-1][0], message)
+        fields = {"worker_id": self.worker_id, "epoch": self.epoch}
+        return prefill_record(**(fields | {"endpoint": self.server.endpoint} | changes))
 
     def refuse(self, error: str) -> None:
         """Refuse the newest hello's link, or end it."""
-        self.post(KvRefusal(link=self.hellos[-1][1].link, error=error))
+        peer, newest = self.hellos[-1]
+        self.server.control.post(peer, KvRefusal(link=newest.link, error=error))
 
 
 @asynccontextmanager
@@ -79,23 +73,8 @@ async def prefill_by_hand(
     worker_id: str = "prefill-0", epoch: int = 1, lease_s: float = 10.0
 ) -> AsyncIterator[PrefillByHand]:
     """Run the control server; by itself it answers only pings."""
-    worker = PrefillByHand(worker_id, epoch)
-    worker.server = ControlServer(
-        HOST,
-        0,
-        KEYS,
-        worker_id,
-        epoch,
-        worker.on_message,
-        worker.lost.append,
-        heartbeat_s=0.05,
-        lease_s=lease_s,
-    )
-    worker.endpoint = await worker.server.start()
-    try:
-        yield worker
-    finally:
-        await worker.server.close()
+    async with serving(0, epoch, lease_s, 0.05, worker_id) as server:
+        yield PrefillByHand(worker_id, epoch, server)
 
 
 class KvLinkByHand:
@@ -189,75 +168,96 @@ class KvLinkByHand:
 
 
 @contextmanager
-def kv_link_by_hand(hello: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHand]:
+def kv_link_by_hand(offered: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHand]:
     """Open the link that a hello offers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.routing_id = hello.token
+        socket.routing_id = offered.token
         KEYS.secure_client(socket)
-        socket.connect(hello.endpoint)
+        socket.connect(offered.endpoint)
         yield KvLinkByHand(socket, carrier)
 
 
+@dataclass
 class DecodeByHand:
-    """A decode worker's control connection to a prefill worker, and the messages that came."""
+    """A decode worker's control connection to a prefill worker."""
 
-    def __init__(self, worker: PrefillWorker) -> None:
-        self._worker = worker
-        self.received: list[ControlMessage] = []
-        self.lost: list[str] = []
-        self.client: ControlClient
-
-    def hello(self, **changes: Any) -> KvHello:
-        """Return the hello of a worker at whose endpoint nobody listens."""
-        fields: dict[str, Any] = {
-            "worker_id": "decode-0",
-            "epoch": 1,
-            "model_identity": IDENTITY,
-            "layout": LAYOUT,
-            "link": 1,
-            "token": bytes(16),
-            "endpoint": "tcp://127.0.0.1:1",
-            "carriers": {"zmq": b""},
-            "slot_bytes": 1 << 16,
-        }
-        return KvHello(**(fields | changes))
+    worker: PrefillWorker
+    connection: Client
 
     def refusals(self) -> list[KvRefusal]:
         """Return the refusals that came."""
-        return [message for message in self.received if isinstance(message, KvRefusal)]
+        return [each for each in self.connection.received if isinstance(each, KvRefusal)]
 
     async def say_hello(self, **changes: Any) -> str | None:
         """Post a hello and wait for the link or its refusal; returns the reason of a refusal."""
-        hello = self.hello(**changes)
-        links, refused = list(self._worker.sender.links), len(self.refusals())
+        said = hello(**changes)
+        links, refused = list(self.worker.sender.links), len(self.refusals())
 
         def is_open() -> bool:
-            return any(link not in links for link in self._worker.sender.links)
+            return any(link not in links for link in self.worker.sender.links)
 
-        self.client.post(hello)
+        self.connection.control.post(said)
         await eventually(lambda: len(self.refusals()) > refused or is_open())
         if len(self.refusals()) == refused:
             return None
-        assert self.refusals()[-1].link == hello.link
+        assert self.refusals()[-1].link == said.link
         return self.refusals()[-1].error
 
 
 @asynccontextmanager
 async def decode_by_hand(worker: PrefillWorker) -> AsyncIterator[DecodeByHand]:
     """Connect to a prefill worker's control server."""
-    decode = DecodeByHand(worker)
-    decode.client = ControlClient(
-        worker.endpoint,
-        KEYS,
-        make_client_id("decode"),
-        decode.received.append,
-        decode.lost.append,
-        heartbeat_s=0.05,
-        lease_s=10,
-    )
-    await decode.client.connect(5)
-    try:
-        yield decode
-    finally:
-        decode.client.close()
+    async with connected(worker.endpoint, "decode", 10, 0.05) as connection:
+        yield DecodeByHand(worker, connection)
+
+
+@dataclass(frozen=True)
+class FailingJob:
+    """The job and its surroundings.
+
+    Attributes:
+        link: the link by which the job was requested, played by the test.
+        other: the other prefill worker.
+        decode: the decode worker.
+        router: the router that asked for the answer.
+        job: the job's name.
+    """
+
+    link: KvLinkByHand
+    other: PrefillWorker
+    decode: DecodeWorker
+    router: Router
+    job: str
+
+
+@asynccontextmanager
+async def failing_job(then: str, **asked: Any) -> AsyncIterator[FailingJob]:
+    """Ask for an answer; the job goes to the worker that the test plays.
+
+    Args:
+        then: "next": the decode worker knows the other prefill worker, too; "local": it does not.
+        asked: see `Router.generate`.
+    """
+    async with (
+        prefill_by_hand("prefill-0") as failing,
+        prefill_worker("prefill-1") as other,
+        decode_worker() as d,
+        router_of(d) as router,
+    ):
+        is_next = then == "next"
+        d.records = [failing.record(), *([other.record()] if is_next else [])]
+        await eventually(lambda: failing.hellos)
+        with kv_link_by_hand(failing.hellos[0][1]) as link:
+            await link.granted()
+            link.pass_test()
+            await eventually(
+                lambda: (
+                    link.gives_credits_back()
+                    and d.is_linked()
+                    and d.is_linked("prefill-1") == is_next
+                )
+            )
+            router.generate(**asked)
+            await eventually(link.tickets)
+            yield FailingJob(link, other, d, router, link.tickets()[0].job_id)

@@ -1,54 +1,230 @@
-"""Carriers that lose payloads while a test wants it, and one that only one side has."""
+"""Carriers of one process: one-sided, as CUDA IPC is, and one that fails when a test wants it."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
+import zmq
+
+from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import DONE, LinkSocket, Outbound, Pending
+from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.transfer.carriers.base import (
+    DONE,
+    Carrier,
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+)
+from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.shared.transfer.messages import Segment
-from pagewire.tests.support.loopback_carrier import LoopbackCarrier
+from pagewire.shared.transfer.staging import Staging
 
-Trouble = Literal["lost", "corrupt"]
+_stagings: dict[bytes, Staging] = {}  # stagings to which senders may write, by name
+_copies: dict[tuple[int, int], Pending] = {}  # the newest by receiver's staging and credit
 
 
-class ShakyCarrier(LoopbackCarrier):
-    """Loopback that loses segments, or announces payloads that do not come.
+class LoopbackCarrier(Carrier):
+    """Copies between stagings of this process: after the packing, straight into the receiver's.
 
-    Attributes:
-        trouble: "lost": nothing is sent; "corrupt": segments are announced without a payload; None:
-            all works. For all senders in this process.
-        num_tried: number of segments that were to be sent.
+    Args:
+        staging: of this worker.
+        moves: queues work on its device.
     """
 
-    name: ClassVar[str] = "shaky"
-    trouble: ClassVar[Trouble | None] = None
-    num_tried: ClassVar[int] = 0
+    name: ClassVar[str] = "loopback"
+
+    def __init__(self, staging: Staging, moves: BlockMoves) -> None:
+        self._staging, self._moves = staging, moves
+
+    def offer(self, link: int) -> bytes:
+        """Return the name of this worker's staging."""
+        name = str(id(self._staging)).encode()
+        _stagings[name] = self._staging
+        return name
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        """Return the receiver's half of a link."""
+        return _LoopbackInbound(self._staging)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
-        """Return the sender's half of a link."""
-        return _ShakyOutbound(super().outbound(link, offer, socket), socket)
+        """Return the sender's half of a link.
+
+        Raises:
+            TransferError: the receiver is in another process.
+        """
+        if offer not in _stagings:
+            raise TransferError("the receiver is in another process")
+        return _LoopbackOutbound(self._staging, _stagings[offer], self._moves, socket)
+
+    def close(self) -> None:
+        """Keep further senders from writing to this worker's staging."""
+        _stagings.pop(str(id(self._staging)).encode(), None)
 
 
-class AbsentCarrier(LoopbackCarrier):
-    """Loopback under another name, for a carrier that only one side has."""
+class _LoopbackOutbound(Outbound):
+    def __init__(
+        self, source: Staging, target: Staging, moves: BlockMoves, socket: LinkSocket
+    ) -> None:
+        self._source, self._target, self._moves, self._socket = source, target, moves, socket
 
-    name: ClassVar[str] = "absent"
+    def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+        """Queue a payload's copy into the receiver's staging slot, and announce it."""
+        source, target = self._source.buffers[slot], self._target.buffers[segment.credit]
+        nbytes = segment.nbytes
+        copy = self._moves.queue(lambda: target[:nbytes].copy_(source[:nbytes], non_blocking=True))
+        _copies[id(self._target), segment.credit] = copy
+        self._socket.post(segment)
+        return copy
 
 
-class _ShakyOutbound:
-    def __init__(self, inner: Outbound, socket: LinkSocket) -> None:
-        self._inner, self._socket = inner, socket
+class _LoopbackInbound(Inbound):
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        """Return the payload's copy."""
+        return _copies.get((id(self._staging), segment.credit), DONE)
+
+
+class HeldBack:
+    """Something pending that does not end while it is held."""
+
+    def __init__(self, inner: Pending, is_held: Callable[[], bool]) -> None:
+        self.inner, self.is_held = inner, is_held
+
+    def is_done(self) -> bool:
+        return self.inner.is_done() and not self.is_held()
+
+
+class Failed:
+    """Something pending that has failed."""
+
+    def is_done(self) -> bool:
+        raise TransferError("the wire is cut")
+
+
+@dataclass
+class FaultyCarrier:
+    """Wraps a carrier; a test decides what goes wrong.
+
+    Attributes:
+        num_corrupt: number of next payloads in which a bit is flipped.
+        loses: whether segments get lost, with their announcements.
+        fails: operation that fails once: "offer", "outbound", "inbound", "send", "sent" or
+            "receive"; empty for none.
+        holds_writes: whether sends do not end, so that their staging slots stay in use.
+        holds_payloads: whether announced payloads do not arrive.
+        holds_slots: whether something may still write to staging slots of links that have ended.
+        num_open: number of halves of links that have not been closed.
+        num_sent: number of segments that were to be sent.
+    """
+
+    inner: Carrier
+    staging: Staging
+    moves: BlockMoves
+    num_corrupt: int = 0
+    loses: bool = False
+    fails: str = ""
+    holds_writes: bool = False
+    holds_payloads: bool = False
+    holds_slots: bool = False
+    num_open: int = 0
+    num_sent: int = 0
+    name: ClassVar[str] = "faulty"
+
+    def offer(self, link: int) -> bytes:
+        self.fail_at("offer")
+        return self.inner.offer(link)
+
+    def withdraw(self, link: int) -> None:
+        self.inner.withdraw(link)
+
+    def inbound(self, link: int, reply: bytes) -> Inbound:
+        self.fail_at("inbound")
+        inner = self.inner.inbound(link, reply)
+        self.num_open += 1
+        return FaultyInbound(self, inner)
+
+    def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
+        self.fail_at("outbound")
+        inner = self.inner.outbound(link, offer, socket)
+        self.num_open += 1
+        return FaultyOutbound(self, inner)
+
+    def fds(self) -> list[int]:
+        return self.inner.fds()
+
+    def poll(self) -> bool:
+        return self.inner.poll()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def fail_at(self, where: str) -> None:
+        if self.fails == where:
+            self.fails = ""
+            raise TransferError("the wire is cut")
+
+
+@dataclass
+class FaultyOutbound:
+    carrier: FaultyCarrier
+    inner: Outbound
 
     @property
     def reply(self) -> bytes:
-        return self._inner.reply
+        return self.inner.reply
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
-        ShakyCarrier.num_tried += 1
-        if ShakyCarrier.trouble is None:
-            return self._inner.send(segment, slot, packed)
-        return DONE if ShakyCarrier.trouble == "lost" else self._socket.post(segment)
+        carrier = self.carrier
+        carrier.num_sent += 1
+        carrier.fail_at("send")
+        if carrier.loses:
+            return DONE
+        if carrier.num_corrupt:
+            carrier.num_corrupt -= 1
+            byte = carrier.staging.buffers[slot][segment.nbytes - 1 :][:1]
+            packed = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
+        sent = self.inner.send(segment, slot, packed)
+        if carrier.fails == "sent":
+            carrier.fails = ""
+            return Failed()
+        return HeldBack(sent, lambda: carrier.holds_writes)
 
     def close(self) -> None:
-        self._inner.close()
+        self.carrier.num_open -= 1
+        self.inner.close()
+
+
+@dataclass
+class FaultyInbound:
+    carrier: FaultyCarrier
+    inner: Inbound
+
+    def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
+        received = self.inner.receive(segment, body)
+        if self.carrier.fails == "receive":
+            self.carrier.fails = ""
+            return Failed()
+        return HeldBack(received, lambda: self.carrier.holds_payloads)
+
+    def close(self) -> Pending:
+        self.carrier.num_open -= 1
+        return HeldBack(self.inner.close(), lambda: self.carrier.holds_slots)
+
+
+BY_NAME: dict[str, Callable[[Staging, BlockMoves], Carrier]] = {
+    "loopback": LoopbackCarrier,
+    "zmq": ZmqCarrier,
+}
+
+
+def open_carriers(
+    names: tuple[str, ...], staging: Staging, moves: BlockMoves
+) -> dict[str, FaultyCarrier]:
+    """Return carriers by name, which work until a test lets them fail."""
+    return {name: FaultyCarrier(BY_NAME[name](staging, moves), staging, moves) for name in names}

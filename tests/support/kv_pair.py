@@ -364,17 +364,19 @@ def kv_pair(
     """
     kinds = (kind,) if isinstance(kind, str) else kind
     clock = Clock()
+    ours, theirs = ({"windows": windows, **(each or {})} for each in (prefill, decode))
     prefills = [
-        PrefillSide(
-            f"p{n}", clock, kinds, prefill_slots, blocks_per_slot, prefill or {}, windows,
-            divided_bytes=divided_bytes,
-        )
+        PrefillSide(f"p{n}", kinds, prefill_slots, blocks_per_slot, ours)
         for n in range(num_prefills)
-    ]  # fmt: skip
+    ]
     decodes = [
-        DecodeSide(f"d{n}", clock, kinds, decode_slots, blocks_per_slot, decode or {}, windows)
+        DecodeSide(f"d{n}", kinds, decode_slots, blocks_per_slot, theirs)
         for n in range(num_decodes)
     ]
+    for sender in prefills:
+        sender.open(clock=clock, divided_bytes=divided_bytes)
+    for receiver in decodes:
+        receiver.open(clock=clock)
     pair = KvPair(prefills, decodes, clock)
     try:
         for side in prefills if linked else ():

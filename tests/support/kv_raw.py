@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
@@ -26,7 +25,7 @@ from pagewire.shared.transfer.messages import (
 )
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import IDENTITY, LAYOUT, DecodeSide, PrefillSide
+from pagewire.tests.support.kv_sides import HOST, LAYOUT, DecodeSide, PrefillSide, hello
 
 OPEN = Open("zmq", b"")
 _TOKEN = b"0123456789abcdef"
@@ -131,20 +130,12 @@ def raw_receiver(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.router_mandatory = True
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    hello = KvHello(
-        worker_id="raw",
-        epoch=1,
-        model_identity=IDENTITY,
-        layout=LAYOUT,
-        link=1,
-        token=_TOKEN,
-        endpoint=f"tcp://127.0.0.1:{port}",
-        carriers={"zmq": b""},
-        slot_bytes=slot_bytes,
+    port = socket.bind_to_random_port(f"tcp://{HOST}")
+    offer = hello(
+        worker_id="raw", token=_TOKEN, endpoint=f"tcp://{HOST}:{port}", slot_bytes=slot_bytes
     )
     try:
-        yield RawReceiver(pair, socket), prefill.sender.connect(hello)
+        yield RawReceiver(pair, socket), prefill.sender.connect(offer)
     finally:
         socket.close(linger=0)
         context.term()

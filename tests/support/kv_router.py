@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pagewire.shared.control.channel import ControlClient, make_client_id
+from pagewire.shared.control.channel import ControlClient
 from pagewire.shared.control.protocol import (
     Blamed,
     Cancel,
@@ -24,8 +24,9 @@ from pagewire.shared.control.protocol import (
 )
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
+from pagewire.tests.support.control import connected
 from pagewire.tests.support.fake_device import VOCAB, next_token
-from pagewire.tests.support.kv_workers import KEYS, Worker
+from pagewire.tests.support.kv_services import Worker
 
 SEED = 3
 MAX_TOKENS = 4
@@ -163,18 +164,9 @@ class Router:
 @asynccontextmanager
 async def router_of(worker: Worker) -> AsyncIterator[Router]:
     """Connect a router to a worker."""
-    router = Router()
-    router.client = ControlClient(
-        worker.endpoint,
-        KEYS,
-        make_client_id("router"),
-        router.on_message,
-        router.lost.append,
-        heartbeat_s=worker.times.heartbeat_s,
-        lease_s=worker.times.lease_s,
-    )
-    await router.client.connect(5)
-    try:
+    router, times = Router(), worker.times
+    async with connected(
+        worker.endpoint, "router", times.lease_s, times.heartbeat_s, router.on_message
+    ) as connection:
+        router.client, router.lost = connection.control, connection.lost
         yield router
-    finally:
-        router.client.close()

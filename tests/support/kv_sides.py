@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 
+from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import Carrier
-from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES, KvSender
+from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
-from pagewire.tests.support.fake_device import fake_layout
+from pagewire.tests.support.fake_device import FakeDevice, fake_layout
 from pagewire.tests.support.fake_engine import make_core, make_sequence
-from pagewire.tests.support.kv_doubles import FaultyCarrier, LateDevice
+from pagewire.tests.support.kv_carriers import BY_NAME, FaultyCarrier, open_carriers
 from pagewire.tests.support.kv_layouts import model_identity
-from pagewire.tests.support.loopback_carrier import LoopbackCarrier
 
+HOST = "127.0.0.1"
 BLOCK_SIZE = 4
-TIMEOUT_S = 5.0  # of endpoints, by the test's clock
-_LOOPBACK = "127.0.0.1"
-_CARRIERS = {"loopback": LoopbackCarrier, "zmq": ZmqCarrier}
-KINDS = tuple(_CARRIERS)
-CARRIERS = pytest.mark.parametrize("kind", KINDS)
 LAYOUT = fake_layout(BLOCK_SIZE)
 IDENTITY = model_identity(block_size=BLOCK_SIZE)
-
-
-def _ignore(_fd: int) -> None:
-    """Do nothing: the test steps the engine itself."""
+TIMEOUT_S = 5.0  # of endpoints, by the test's clock
+KINDS = tuple(BY_NAME)
+CARRIERS = pytest.mark.parametrize("kind", KINDS)
 
 
 @dataclass
@@ -53,26 +46,27 @@ class Clock:
 
 @dataclass(eq=False)
 class Side(ABC):
-    """An engine with its half of an endpoint.
+    """An engine with its half of an endpoint, which `open` makes.
 
     Attributes:
         kinds: names of its carriers.
         engine: arguments of `make_core`.
-        windows: window of each layer; see `KvLayout`.
+        keys: of its cluster; None: whoever has a link's token may connect.
+        timeout_s: of its connections, and of segments.
         lost: links that have ended by themselves, and the reasons.
         is_dead: whether its process has ended.
         worked: whether the last iteration did anything.
     """
 
     name: str
-    clock: Clock
     kinds: tuple[str, ...]
     num_slots: int
     blocks_per_slot: int
-    engine: dict[str, int]
-    windows: tuple[int | None, ...] = (None,)
+    engine: dict[str, Any]
+    keys: ClusterKeys | None = None
+    timeout_s: float = TIMEOUT_S
     core: EngineCore = field(init=False)
-    device: LateDevice = field(init=False)
+    device: FakeDevice = field(init=False)
     staging: Staging = field(init=False)
     carriers: dict[str, FaultyCarrier] = field(init=False)
     lost: list[tuple[object, str]] = field(default_factory=list)
@@ -80,16 +74,26 @@ class Side(ABC):
     worked: bool = False
 
     def __post_init__(self) -> None:
-        self.core, device = make_core(block_size=BLOCK_SIZE, windows=self.windows, **self.engine)
-        self.device = LateDevice(device.limits, device.num_blocks, device.layout)
-        self.core.executor = self.device
+        self.core, self.device = make_core(block_size=BLOCK_SIZE, **self.engine)
         slot_bytes = packed_bytes(LAYOUT, self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
-        self.carriers = {kind: self._open(_CARRIERS[kind]) for kind in self.kinds}
-        self.sockets = KvSockets(None, slot_bytes)
+        self.carriers = open_carriers(self.kinds, self.staging, self.device)
+        self.sockets = KvSockets(self.keys, slot_bytes, self.timeout_s)
 
-    def _open(self, kind: Callable[[Staging, LateDevice], Carrier]) -> FaultyCarrier:
-        return FaultyCarrier(kind(self.staging, self.device), self.staging, self.device)
+    def parts(self) -> dict[str, Any]:
+        """Return what both halves of an endpoint are made of."""
+        return {
+            "core": self.core,
+            "moves": self.device,
+            "staging": self.staging,
+            "layout": LAYOUT,
+            "carriers": self.carriers,
+            "on_link_lost": lambda link, reason: self.lost.append((link, reason)),
+        }
+
+    @abstractmethod
+    def open(self, **options: Any) -> None:
+        """Open the half, with further arguments of its class."""
 
     @property
     def carrier(self) -> FaultyCarrier:
@@ -133,28 +137,13 @@ class PrefillSide(Side):
         failed: jobs that the sender dropped, and why.
     """
 
-    divided_bytes: int = DIVIDED_BYTES
-    watch: Callable[[int], None] = _ignore
-    unwatch: Callable[[int], None] = _ignore
     sender: KvSender = field(init=False)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sender = KvSender(
-            core=self.core,
-            moves=self.device,
-            staging=self.staging,
-            layout=LAYOUT,
-            sockets=self.sockets,
-            carriers=self.carriers,
-            timeout_s=TIMEOUT_S,
-            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
-            watch=self.watch,
-            unwatch=self.unwatch,
-            divided_bytes=self.divided_bytes,
-            clock=self.clock,
-        )
+    def open(self, **options: Any) -> None:
+        """Open the sender."""
+        parts = self.parts() | {"sockets": self.sockets, "timeout_s": self.timeout_s}
+        self.sender = KvSender(**parts, **options)
         self.core.hooks.append(self.sender)
 
     @property
@@ -179,26 +168,14 @@ class DecodeSide(Side):
         tested: links whose test has arrived.
     """
 
-    watch: Callable[[int], None] = _ignore
-    unwatch: Callable[[int], None] = _ignore
     receiver: KvReceiver = field(init=False)
     tested: list[ReceiverLink] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.receiver = KvReceiver(
-            core=self.core,
-            moves=self.device,
-            staging=self.staging,
-            layout=LAYOUT,
-            socket=ReceiverSocket(self.sockets, _LOOPBACK, _LOOPBACK),
-            carriers=self.carriers,
-            on_link_tested=self.tested.append,
-            on_link_lost=lambda link, reason: self.lost.append((link, reason)),
-            watch=self.watch,
-            unwatch=self.unwatch,
-            clock=self.clock,
-        )
+    def open(self, **options: Any) -> None:
+        """Open the receiver."""
+        socket = ReceiverSocket(self.sockets, HOST, HOST)
+        parts = self.parts() | {"socket": socket, "on_link_tested": self.tested.append}
+        self.receiver = KvReceiver(**parts, **options)
         self.core.hooks.append(self.receiver)
 
     @property
@@ -218,13 +195,26 @@ class DecodeSide(Side):
         return held
 
 
+def hello(**changes: Any) -> KvHello:
+    """Return the message by which a decode worker opens a link; nobody listens at its endpoint."""
+    fields = {
+        "worker_id": "decode-0",
+        "epoch": 1,
+        "model_identity": IDENTITY,
+        "layout": LAYOUT,
+        "link": 1,
+        "token": bytes(16),
+        "endpoint": "tcp://127.0.0.1:1",
+        "carriers": {"zmq": b""},
+        "slot_bytes": 1 << 16,
+    }
+    return KvHello(**(fields | changes))
+
+
 def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
-    """Return the message by which a decode worker opens a link."""
-    return KvHello(
+    """Return the message by which a side opens a link."""
+    return hello(
         worker_id=decode.name,
-        epoch=1,
-        model_identity=IDENTITY,
-        layout=LAYOUT,
         link=link.number,
         token=link.token,
         endpoint=decode.receiver.socket.endpoint,

@@ -8,13 +8,13 @@ import re
 import secrets
 import signal
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from pagewire.loadtest.cluster import (
     PROGRAM,
@@ -30,6 +30,7 @@ from pagewire.loadtest.cluster import (
     wait_ready,
 )
 from pagewire.services.cli.up.machine import LOOPBACK, PortTakenError, require_free_port
+from pagewire.tests.support.aio import wait_until
 
 ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 MIN_PORT, PORTS = 10_000, 16_000
@@ -89,10 +90,7 @@ class LocalCluster:
 
     def wait_whole(self, timeout: float = 60.0) -> None:
         """Wait until all workers that have died are back and linked."""
-        deadline = time.monotonic() + timeout
-        while not self._is_whole():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.1)
+        wait_until(self._is_whole, timeout, lambda: self.output, every=0.1)
 
     def _is_whole(self) -> bool:
         dead = set()
@@ -108,11 +106,12 @@ class LocalCluster:
 
     def wait_for_line(self, start: str, timeout: float = 10.0) -> str:
         """Wait until a line that begins with `start` was printed, and return it."""
-        deadline = time.monotonic() + timeout
-        while not (found := [line for line in self.lines if line.startswith(start)]):
-            assert time.monotonic() < deadline, f"no line {start!r}: {self.output}"
-            time.sleep(0.02)
-        return found[0]
+
+        def found() -> list[str]:
+            return [line for line in self.lines if line.startswith(start)]
+
+        wait_until(found, timeout, lambda: f"no line {start!r}: {self.output}")
+        return found()[0]
 
     def stop(self) -> int:
         """End it as Ctrl-C does; returns the exit code."""
@@ -122,12 +121,12 @@ class LocalCluster:
         return code
 
     def worker_pid(self, name: str) -> int:
-        """Return the process id of a worker: our descendant with its name on the command line."""
-        return self._pid_by(f"--worker-id\0{name}\0".encode())
+        """Return the process id of a worker."""
+        return self.pid_of(f"--worker-id {name} ")
 
     def router_pid(self, name: str) -> int:
         """Return the process id of a router."""
-        return self._pid_by(f"--router-id\0{name}\0".encode())
+        return self.pid_of(f"--router-id {name} ")
 
     def busy_routers(self) -> list[str]:
         """Return the names of the routers that have running requests."""
@@ -135,25 +134,19 @@ class LocalCluster:
         found = [(re.match(pattern, name), value) for name, value in self.metrics().items()]
         return [match[1] for match, value in found if match is not None and value]
 
-    def _pid_by(self, words: bytes) -> int:
-        pids = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if words in _command_line(pid) and self.process.pid in _ancestors(pid)
-        ]
-        assert len(pids) == 1, f"{words!r}: {pids}"
-        return pids[0]
-
     def processes(self) -> dict[int, list[str]]:
         """Return the command lines of the cluster's processes by id, without the supervisor."""
-        pids = map(int, filter(str.isdigit, os.listdir("/proc")))
-        lines = {pid: _command_line(pid) for pid in pids if self.process.pid in _ancestors(pid)}
-        return {pid: line.decode().split("\0") for pid, line in lines.items() if line}
+        found: dict[int, list[str]] = {}
+        with suppress(psutil.NoSuchProcess):  # the cluster has ended
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.Error):  # it has ended
+                    found[process.pid] = process.cmdline()
+        return {pid: words for pid, words in found.items() if words}
 
-    def pid_of(self, word: str) -> int:
-        """Return the process id of the service that has this word on its command line."""
-        pids = [pid for pid, words in self.processes().items() if any(word in w for w in words)]
-        assert len(pids) == 1, f"{word}: {pids}"
+    def pid_of(self, text: str) -> int:
+        """Return the process id of the service that has this text on its command line."""
+        pids = [pid for pid, words in self.processes().items() if text in " ".join([*words, ""])]
+        assert len(pids) == 1, f"{text}: {pids}"
         return pids[0]
 
     def health(self) -> dict[str, Any]:
@@ -243,22 +236,14 @@ async def complete_all(
     return [task.result() for task in tasks]
 
 
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:  # it has ended
-        return b""
-
-
-def _ancestors(pid: int) -> list[int]:
-    found = []
-    while pid > 1:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        pid = int(status.rpartition(")")[2].split()[1])
-        found.append(pid)
+def listening_sockets(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Return address and port of each TCP socket on which one of the processes listens."""
+    found = set()
+    for pid in pids:
+        with suppress(psutil.Error):  # it has ended
+            for each in psutil.Process(pid).net_connections("tcp"):
+                if each.status == psutil.CONN_LISTEN:
+                    found.add((each.laddr.ip, each.laddr.port))
     return found
 
 

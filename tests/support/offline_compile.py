@@ -19,13 +19,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
@@ -42,6 +42,7 @@ from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 from pagewire.tests.support.ptx_uniformity import find_divergences
+from pagewire.tests.support.unlaunched import HopperDriver
 
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes that a thread of these kernels may spill; benchmarks include these spills.
@@ -87,23 +88,6 @@ _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 Call = Callable[[], object]
 
 
-class _NoGpu:
-    """Stands in for Triton's driver: a Hopper GPU to compile for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class _Properties:
-    multi_processor_count = 132
-
-
 class _Compiled:
     """The kernels that launchers asked for, by name, options and constants."""
 
@@ -122,9 +106,9 @@ class _Compiled:
 @contextmanager
 def _hopper(compiled: _Compiled) -> Iterator[None]:
     """Make launchers see a Hopper GPU, and launches only compile."""
-    driver.set_active(_NoGpu())
+    driver.set_active(HopperDriver())
     seen = {
-        "get_device_properties": lambda device=None: _Properties(),
+        "get_device_properties": lambda device=None: SimpleNamespace(multi_processor_count=132),
         "get_device_capability": lambda device=None: (9, 0),
     }
     with (

@@ -4,7 +4,6 @@ import json
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from pagewire.tests.support.http_thread import QuietHandler, serving_http
 
 KNOWN = {"model", "messages", "prompt", "max_tokens", "temperature", "seed", "stream"}
 WORDS = ("one ", "two ", "three")
@@ -51,23 +52,16 @@ def openai_server(chain: Path | None = None) -> Iterator[OpenAIServer]:
         server_state = state
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}"
     if chain is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(chain, f"{chain}.key")
         server.socket = context.wrap_socket(server.socket, server_side=True)
-        state.url = f"https://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
+    with serving_http(server) as url:
+        state.url = url if chain is None else url.replace("http:", "https:")
         yield state
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_state: OpenAIServer
 
@@ -122,16 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data) + (b"0\r\n\r\n" if ends else b""))
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        if status == 429 and self.server_state.retry_after:
-            self.send_header("Retry-After", self.server_state.retry_after)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        pause = self.server_state.retry_after if status == 429 else ""
+        self.answer(status, json.dumps(body).encode(), **({"Retry_After": pause} if pause else {}))
 
 
 def _chunk(text: str, end: str | None, chat: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from pagewire.tests.support.http_thread import QuietHandler, serving_http
 
 
 class Received:
@@ -39,7 +40,7 @@ class Received:
 def otlp_receiver() -> Iterator[Received]:
     """Run a collector until the block ends."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler, BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             raw = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
@@ -54,21 +55,8 @@ def otlp_receiver() -> Iterator[Received]:
                 for scope in of_service.scope_spans:
                     received.spans += [(names["service.name"], span) for span in scope.spans]
             body = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(200, body, Content_Type="application/x-protobuf")
 
-        def log_message(self, *_args: object) -> None:
-            """Write nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        received = Received(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            yield received
-        finally:
-            server.shutdown()
-            thread.join()
+    with serving_http(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        received = Received(url)
+        yield received

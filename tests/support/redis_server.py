@@ -5,11 +5,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from pathlib import Path
-from types import TracebackType
 
 import redis
+
+from pagewire.tests.support.aio import wait_until
 
 
 class RedisServer:
@@ -36,10 +36,7 @@ class RedisServer:
         if self.password:
             command += ["--requirepass", self.password]
         self._process = subprocess.Popen(command, cwd=self.directory, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 10
-        while not self._answers():
-            assert time.monotonic() < deadline, "redis-server did not start"
-            time.sleep(0.01)
+        wait_until(self._answers, 10, lambda: "redis-server did not start")
 
     def freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -64,12 +61,7 @@ class RedisServer:
     def __enter__(self) -> "RedisServer":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _signal(self, number: int) -> None:

@@ -1,53 +1,42 @@
-"""Opens silent connections to a port, in a process of its own, as each takes an open file.
-
-    silent_crowd.py PORT COUNT REQUESTS
-
-Each of COUNT connections first sends REQUESTS requests, one after another. The process then prints
-"open", and at the end of its standard input the number of connections that the server had closed.
-"""
+"""Opens silent connections to a port, in a process of its own, as each takes an open file."""
 
 from __future__ import annotations
 
 import select
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
+from multiprocessing.connection import Connection
 
 from pagewire.shared.base.open_files import raise_open_file_limit
+from pagewire.tests.support.child_process import Child, child_process
 from pagewire.tests.support.raw_http import GET
 
 
 class SilentCrowd:
     """A running process with silent connections."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
     def leave(self) -> int:
         """End the process; returns the number of connections that the server had closed."""
-        closed, _ = self._process.communicate(timeout=30)
-        return int(closed)
+        self._child.pipe.send("leave")
+        num_closed: int = self._child.receive()
+        self._child.kill()
+        return num_closed
 
 
 @contextmanager
 def silent_crowd(port: int, count: int, requests: int = 0) -> Iterator[SilentCrowd]:
     """Open `count` connections that are silent after `requests` requests each."""
-    command = [sys.executable, "-P", "-m", __name__, str(port), str(count), str(requests)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "open\n"
-            yield SilentCrowd(process)
-        finally:
-            process.kill()
+    with child_process(_open, port, count, requests, method="spawn") as child:
+        assert child.receive() == "open"
+        yield SilentCrowd(child)
 
 
-def _main(port: int, count: int, requests: int) -> None:
+def _open(pipe: Connection, port: int, count: int, requests: int) -> None:
     raise_open_file_limit()
     crowd = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(count)]
     for _ in range(requests):
@@ -58,13 +47,9 @@ def _main(port: int, count: int, requests: int) -> None:
             response.begin()
             assert (response.status, bool(response.read())) == (200, True)
             response.close()
-    print("open", flush=True)
-    sys.stdin.read()
+    pipe.send("open")
+    pipe.recv()
     poll = select.poll()
     for each in crowd:
         poll.register(each, select.POLLIN)
-    print(len(poll.poll(0)))
-
-
-if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:]))
+    pipe.send(len(poll.poll(0)))

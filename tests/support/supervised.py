@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
+import psutil
 
 from pagewire.tests.support import fake_cluster
+from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.local_cluster import free_port
 
 
@@ -86,28 +86,12 @@ class Up:
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not waited for does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def command_lines() -> dict[int, str]:
     """Return the command line of each process, by its id."""
-    lines = {}
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # ended in the meantime
-            line = file.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            lines[int(file.parent.name)] = line
-    return lines
-
-
-def wait_until(
-    condition: Callable[[], bool], timeout: float, explain: Callable[[], str] = str
-) -> None:
-    """Wait until a condition holds; after `timeout` seconds, fail with an explanation."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.02)
+    processes = psutil.process_iter(["cmdline"])
+    return {each.pid: " ".join(each.info["cmdline"] or []) for each in processes}

@@ -33,7 +33,7 @@ _SMS = 132
 _RESULTS = {"_pick_kernel": "out_ptr", "_join_kernel": "ids_ptr"}  # what the host or an index reads
 
 
-class _Hopper:
+class HopperDriver:
     """Stands in for Triton's driver."""
 
     def get_current_target(self) -> GPUTarget:
@@ -105,7 +105,7 @@ def hopper() -> Iterator[Launches]:
     """Make launchers see a Hopper GPU."""
     launches = Launches()
     with ExitStack() as stack:
-        driver.set_active(_Hopper())
+        driver.set_active(HopperDriver())
         for target, name, value in (
             (KernelInterface, "__getitem__", lambda kernel, grid: launches.launcher(kernel, grid)),
             (_launch, "_INTERPRETED_SMS", _SMS),

@@ -25,7 +25,7 @@ from pagewire.loadtest.bench.client import Client, Request
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
-from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.aio import run_async, wait_until
 from pagewire.tests.support.local_cluster import LocalCluster
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
@@ -144,14 +144,11 @@ class Troublemaker:
         return {each["id"]: each["epoch"] for each in self._cluster.health()["services"]}
 
     def _wait_until_back(self, names: tuple[str, ...]) -> None:
-        deadline = time.monotonic() + BACK_S
-        while not all(
-            name in epochs and epochs[name] != self._away.get(name)
-            for epochs in [self._epochs()]
-            for name in names
-        ):
-            assert time.monotonic() < deadline, f"{names} are not back:\n{self._cluster.output}"
-            time.sleep(0.2)
+        def are_back() -> bool:
+            epochs = self._epochs()
+            return all(epochs.get(name) not in (None, self._away.get(name)) for name in names)
+
+        wait_until(are_back, BACK_S, lambda: f"of {names}\n{self._cluster.output}", every=0.2)
 
 
 async def ask_until(
@@ -201,10 +198,8 @@ async def ask_amid_trouble(
 def check_nothing_is_left(cluster: LocalCluster) -> None:
     """Fail if a worker holds a block, lacks a link, or has found an accounting error."""
     cluster.wait_idle(len(WORKERS), timeout=60)
-    deadline = time.monotonic() + 30
-    while (links := _links(cluster)) != {name: sorted(PREFILL) for name in DECODE}:
-        assert time.monotonic() < deadline, f"links: {links}\n{cluster.output}"
-        time.sleep(0.2)
+    wanted = {name: sorted(PREFILL) for name in DECODE}
+    wait_until(lambda: _links(cluster) == wanted, 30, lambda: cluster.output, every=0.2)
     time.sleep(INTEGRITY_S)
     found = _values(cluster, "pagewire_kv_integrity_errors_total{")
     assert len(found) == len(WORKERS), found

@@ -17,10 +17,10 @@ import pytest
 import redis
 
 from pagewire.services.cli.up.redis_process import find_server
-from pagewire.tests.support.listening import listening_sockets
-from pagewire.tests.support.local_cluster import free_port
+from pagewire.tests.support.aio import wait_until
+from pagewire.tests.support.local_cluster import free_port, listening_sockets
 from pagewire.tests.support.redis_server import RedisServer
-from pagewire.tests.support.supervised import Up, command_lines, is_alive, wait_until
+from pagewire.tests.support.supervised import Up, command_lines, is_alive
 
 
 class StartCluster(Protocol):

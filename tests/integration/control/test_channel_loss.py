@@ -2,6 +2,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from signal import SIGCONT, SIGSTOP
 
 import pytest
 import zmq
@@ -26,9 +27,10 @@ from pagewire.tests.support.control import (
     large_message,
     lone_client,
     raw_peer,
+    remote_client,
+    remote_server,
     serving,
 )
-from pagewire.tests.support.control_peer import remote_peer
 
 # Which of the two depends on whether the kernel still held bytes for the process.
 DIED = r"lost in the handshake|the process has just ended"
@@ -118,16 +120,16 @@ def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
     """Whether the handshake times out here or in ZeroMQ."""
 
     async def scenario() -> None:
-        with remote_peer("server", "the cluster's secret", "7") as server:
-            endpoint = await asyncio.to_thread(server.read_line)
-            server.freeze()
+        with remote_server(7) as server:
+            endpoint = await asyncio.to_thread(server.receive)
+            server.signal(SIGSTOP)
             with pytest.raises(ChannelError) as caught:
                 await lone_client(endpoint).connect(waits_s)
             assert str(caught.value) == (
                 f"{endpoint}: connected, but no answer within {said_s} s: "
                 "the process is frozen or overloaded"
             )
-            server.thaw()
+            server.signal(SIGCONT)
             await lone_client(endpoint).connect(WAIT_S)
             with pytest.raises(ChannelError, match="authentication failed"):
                 await lone_client(endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
@@ -137,9 +139,9 @@ def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
 
 def test_a_server_that_dies_in_the_handshake_did_not_refuse_it() -> None:
     async def scenario() -> None:
-        with remote_peer("server", "the cluster's secret", "7") as server:
-            endpoint = await asyncio.to_thread(server.read_line)
-            server.freeze()
+        with remote_server(7) as server:
+            endpoint = await asyncio.to_thread(server.receive)
+            server.signal(SIGSTOP)
             client = lone_client(endpoint)
             connecting = asyncio.create_task(client.connect(WAIT_S))
             await eventually(lambda: client._reached == zmq.EVENT_CONNECTED)
@@ -241,8 +243,8 @@ def test_a_killed_server_process_is_noticed_at_once() -> None:
             kill()
             await eventually(lambda: client.lost)
 
-    with remote_peer("server", "the cluster's secret", "3") as remote:
-        run_async(scenario(remote.read_line(), remote.kill))
+    with remote_server(3) as remote:
+        run_async(scenario(remote.receive(), remote.kill))
 
 
 def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
@@ -254,19 +256,19 @@ def test_a_frozen_server_process_is_noticed_after_the_lease() -> None:
             assert time.monotonic() - start > 1
             assert "silent" in client.lost[0]
 
-    with remote_peer("server", "the cluster's secret", "3") as remote:
-        run_async(scenario(remote.read_line(), remote.freeze))
+    with remote_server(3) as remote:
+        run_async(scenario(remote.receive(), lambda: remote.signal(SIGSTOP)))
 
 
 def test_a_frozen_client_process_is_forgotten_and_notified() -> None:
     async def scenario() -> None:
         async with serving(lease_s=0.5) as server:
-            with remote_peer("client", "the cluster's secret", server.endpoint) as remote:
-                assert await asyncio.to_thread(remote.read_line) == "ready"
-                remote.freeze()
+            with remote_client(server.endpoint) as remote:
+                assert await asyncio.to_thread(remote.receive) == "ready"
+                remote.signal(SIGSTOP)
                 await eventually(lambda: server.lost)
-                remote.thaw()
-                assert (await asyncio.to_thread(remote.read_line)).startswith("lost: ")
+                remote.signal(SIGCONT)
+                assert await asyncio.to_thread(remote.receive)  # why it lost the server
 
     run_async(scenario())
 
@@ -315,5 +317,5 @@ def test_a_client_whose_queue_is_full_says_so_and_never_blocks() -> None:
                 for number in range(1_000_000):
                     client.control.post(large_message(1 << 12, str(number)))
 
-    with remote_peer("server", "the cluster's secret", "3") as remote:
-        run_async(scenario(remote.read_line(), remote.freeze), timeout=60)
+    with remote_server(3) as remote:
+        run_async(scenario(remote.receive(), lambda: remote.signal(SIGSTOP)), timeout=60)

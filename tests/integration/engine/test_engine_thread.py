@@ -15,7 +15,8 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.tests.support.engine_threads import Outputs, started, until
+from pagewire.tests.support.aio import wait_until
+from pagewire.tests.support.engine_threads import Outputs, started
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("each_executor")]
@@ -36,7 +37,7 @@ def test_tokens_come_out_in_the_engines_thread(overlap: bool, sleepy: None) -> N
     with started(core, outputs) as engine:
         for sequence in sequences:
             engine.submit(partial(EngineCore.add, sequence=sequence))
-        until(lambda: all(outputs.has_ended(name) for name in expected))
+        wait_until(lambda: all(outputs.has_ended(name) for name in expected))
     assert {name: outputs.tokens(name) for name in expected} == expected
     assert outputs.threads == {"engine"}
 
@@ -51,7 +52,7 @@ def test_commands_run_in_order_in_the_engines_thread(sleepy: None) -> None:
     with started(core) as engine:
         for number in range(100):
             engine.submit(partial(note, number=number))
-        until(lambda: len(ran) == 100)
+        wait_until(lambda: len(ran) == 100)
     assert ran == [(number, "engine", core) for number in range(100)]
 
 
@@ -91,9 +92,9 @@ def test_command_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.submit(partial(note, number=3))
         engine.submit(partial(note, number=4), admitted=True)
         go_on.set()
-        until(lambda: ran == [0, 1, 2, 4])
+        wait_until(lambda: ran == [0, 1, 2, 4])
         engine.submit(partial(note, number=5))
-        until(lambda: ran == [0, 1, 2, 4, 5])
+        wait_until(lambda: ran == [0, 1, 2, 4, 5])
 
 
 def test_commands_without_end_do_not_keep_steps_from_running() -> None:
@@ -106,7 +107,7 @@ def test_commands_without_end_do_not_keep_steps_from_running() -> None:
 
         engine.submit(again)
         engine.submit(lambda core: core.add(make_sequence("a", [1])))
-        until(lambda: outputs.has_ended("a"))
+        wait_until(lambda: outputs.has_ended("a"))
 
 
 @dataclass
@@ -135,7 +136,7 @@ def test_busy_hook_keeps_the_loop_running(sleepy: None) -> None:
     hook = Hook(busy_iterations=10)
     core.hooks.append(hook)
     with started(core):
-        until(lambda: hook.iterations >= 10)
+        wait_until(lambda: hook.iterations >= 10)
         time.sleep(0.05)
         assert hook.iterations == 11  # once more before the loop sleeps
 
@@ -148,7 +149,7 @@ def test_what_hooks_wait_for_is_handled_without_an_iteration(
     hook = Hook(busy_iterations=100)
     core.hooks.append(hook)
     with started(core) as engine:
-        until(lambda: hook.iterations >= 100)
+        wait_until(lambda: hook.iterations >= 100)
         assert engine.iterations <= 3  # the first, and one before the loop sleeps
 
 
@@ -162,7 +163,7 @@ def test_sleeps_end_with_the_first_news(
     hook = Hook(busy_iterations=10**6, due=False)
     core.hooks.append(hook)
     with started(core, busy_polls=busy_polls) as engine:
-        until(lambda: hook.iterations == 1)
+        wait_until(lambda: hook.iterations == 1)
         time.sleep(0.1)
         assert hook.iterations == 1
         if news == "device":
@@ -171,7 +172,7 @@ def test_sleeps_end_with_the_first_news(
             engine.submit(lambda _core: None)
         else:
             engine.expect_work()
-        until(lambda: hook.iterations == 2)
+        wait_until(lambda: hook.iterations == 2)
 
 
 @dataclass
@@ -197,11 +198,11 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
     rehearsals: list[None] = []
     rehearse = partial(rehearsals.append, None)
     with started(core, busy_polls=busy_polls, rehearse=rehearse) as engine:
-        until(lambda: hook.iterations == 1)
+        wait_until(lambda: hook.iterations == 1)
         assert not rehearsals
         for _ in range(2):  # news while work is expected: the loop goes on without sleeping
             engine.expect_work()
-            until(lambda before=hook.iterations: hook.iterations > before)
+            wait_until(lambda before=hook.iterations: hook.iterations > before)
         time.sleep(0.1)
         before = hook.iterations
         hook.due = True
@@ -224,12 +225,12 @@ def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
     hook.then = lambda: os.read(read, 1) if hook.iterations > 1 else None
     with started(core) as engine:
         engine.watch(read)
-        until(lambda: hook.iterations == 1)
+        wait_until(lambda: hook.iterations == 1)
         time.sleep(0.05)
         assert hook.iterations == 1
         for iterations in (2, 3):
             os.write(write, b"x")
-            until(lambda iterations=iterations: hook.iterations == iterations)
+            wait_until(lambda iterations=iterations: hook.iterations == iterations)
         time.sleep(0.05)
         assert hook.iterations == 3
         engine.unwatch(read)
@@ -251,7 +252,7 @@ def test_wake_in_the_middle_of_an_iteration_is_not_lost(sleepy: None) -> None:
 
     hook.then = wake_five_times
     engine.start()
-    until(lambda: hook.iterations == 6)
+    wait_until(lambda: hook.iterations == 6)
     assert engine.stop(5.0)
 
 
@@ -262,11 +263,11 @@ def test_snapshot_follows_the_engine() -> None:
         job = make_sequence("job", [1] * 9, prefill_only=True)
         engine.submit(lambda core: core.add(job))
         engine.submit(lambda core: core.add(make_sequence("r", [1] * 9, remote_prefill=True)))
-        until(lambda: engine.snapshot.waiting == 1 and engine.snapshot.running == 0)
-        until(lambda: engine.snapshot.blocks.used == 3 + 1)  # two of the job's are shared
+        wait_until(lambda: engine.snapshot.waiting == 1 and engine.snapshot.running == 0)
+        wait_until(lambda: engine.snapshot.blocks.used == 3 + 1)  # two of the job's are shared
         engine.submit(lambda core: core.abort("r"))
         engine.submit(lambda core: core.abort("job"))
-        until(lambda: engine.snapshot.blocks.used == 0)
+        wait_until(lambda: engine.snapshot.blocks.used == 0)
         assert engine.snapshot.blocks.cached == 2
         assert engine.snapshot.waiting == engine.snapshot.queued_tokens == 0
 
@@ -275,7 +276,7 @@ def test_idle_loop_beats() -> None:
     core, _ = make_core()
     with started(core) as engine:
         before = engine.iterations
-        until(lambda: engine.iterations >= before + 3)
+        wait_until(lambda: engine.iterations >= before + 3)
         assert engine.is_running()
 
 
@@ -285,7 +286,7 @@ def test_sleeps_of_the_engines_thread_end_in_time() -> None:
     with started(core) as engine:
         get_slack = 30  # PR_GET_TIMERSLACK
         engine.submit(lambda _core: slack_ns.append(ctypes.CDLL(None).prctl(get_slack)))
-        until(lambda: slack_ns)
+        wait_until(lambda: slack_ns)
     assert slack_ns == [1000]
 
 
@@ -316,4 +317,4 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
     core.hooks.append(Writing())
     with started(core, outputs) as engine:
         engine.submit(start)
-        until(lambda: outputs.has_ended("waiting"))
+        wait_until(lambda: outputs.has_ended("waiting"))

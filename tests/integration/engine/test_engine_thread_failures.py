@@ -15,7 +15,8 @@ from pagewire.shared.engine.failed_steps import MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
-from pagewire.tests.support.engine_threads import Outputs, started, until
+from pagewire.tests.support.aio import wait_until
+from pagewire.tests.support.engine_threads import Outputs, started
 from pagewire.tests.support.fake_device import FakeDevice, FakePending
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 
@@ -81,8 +82,8 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
         device.fail("fail_execute", "device lost")
         engine.submit(partial(EngineCore.add, sequence=make_sequence(f"r{number}", [1])))
         if number < MAX_FAILED_STEPS - 1:
-            until(partial(outputs.has_ended, f"r{number}"))
-    until(lambda: not engine.is_running())
+            wait_until(partial(outputs.has_ended, f"r{number}"))
+    wait_until(lambda: not engine.is_running())
     assert "the engine's loop died" in caplog.text
     assert engine.stop(1.0)
 
@@ -95,7 +96,7 @@ def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFix
     engine = EngineThread(core, fail)
     engine.start()
     engine.submit(lambda core: core.add(make_sequence("a", [1])))
-    until(lambda: not engine.is_running())
+    wait_until(lambda: not engine.is_running())
     assert "nobody listens" in caplog.text
 
 
@@ -108,13 +109,13 @@ def test_waiting_for_the_device_is_not_idleness(
     device.has_run = False
     with started(core) as engine:
         engine.submit(lambda core: core.add(make_sequence("a", [1])))
-        until(lambda: device.batches)
+        wait_until(lambda: device.batches)
         engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
         iterations = engine.iterations
-        until(lambda: engine.iterations > iterations + 20)
+        wait_until(lambda: engine.iterations > iterations + 20)
         assert engine.integrity_errors == 0
         device.has_run = True
-        until(lambda: engine.integrity_errors > 0)
+        wait_until(lambda: engine.integrity_errors > 0)
 
 
 def test_accounting_errors_are_counted(
@@ -123,9 +124,9 @@ def test_accounting_errors_are_counted(
     monkeypatch.setattr(thread_module, "INTEGRITY_INTERVAL_S", 0.0)
     core, _ = make_core()
     with started(core) as engine:
-        until(lambda: engine.iterations >= 3)
+        wait_until(lambda: engine.iterations >= 3)
         assert engine.integrity_errors == 0
         engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
-        until(lambda: engine.integrity_errors > 0)
+        wait_until(lambda: engine.integrity_errors > 0)
         assert engine.is_running()
     assert "accounting of KV blocks is wrong" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -9,19 +10,20 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import IntegrityError
-from pagewire.shared.engine.execution.executor import PendingStep
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import (
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
+    StepResult,
     Supply,
     TableEntries,
 )
 from pagewire.shared.request.sampling import RequestSpec
-from pagewire.tests.support.executor_pipe import Pipe, PipeExecutor
-from pagewire.tests.support.plan_recorder import Recorder, replay
+from pagewire.tests.support.child_process import Remote
+from pagewire.tests.support.executor_pipe import PipeExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,16 +49,49 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return tokens
 
 
-class Keeper(Recorder):
-    """Keeps the results, too."""
+class Keeper:
+    """An executor that passes everything on and keeps it.
+
+    Attributes:
+        record: plans and supplies in their order, each as msgpack.
+        steps: the results.
+    """
 
     def __init__(self, llm: LLM) -> None:
-        super().__init__(llm.engine.runner)
+        self.executor = llm.engine.runner
+        self.record: list[bytes] = []
         self.steps: list[PendingStep] = []
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        self.steps.append(super().execute(plan))
+        self.record.append(msgspec.msgpack.encode(plan))
+        self.steps.append(self.executor.execute(plan))
         return self.steps[-1]
+
+    def supply(self, supply: Supply) -> None:
+        self.record.append(msgspec.msgpack.encode(supply))
+        self.executor.supply(supply)
+
+
+def replay(record: Iterable[bytes], executor: Executor) -> Iterator[StepResult]:
+    """Run recorded plans in an executor whose device slots are unused; yields their results.
+
+    A plan's blocks must hold what they held when it was recorded: what came from other workers is
+    not part of a record.
+
+    Raises:
+        msgspec.DecodeError: this is not a record.
+    """
+    pending: PendingStep | None = None
+    for item in record:
+        step = msgspec.msgpack.decode(item, type=StepPlan | Supply)
+        if isinstance(step, Supply):
+            executor.supply(step)
+            continue
+        if pending is not None:
+            yield pending.wait()
+        pending = executor.execute(step)
+    if pending is not None:
+        yield pending.wait()
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +127,7 @@ def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper])
 
 
 def test_model_in_another_process_gives_the_same_tokens(
-    kept: tuple[list[list[int]], Keeper], other_process: Pipe
+    kept: tuple[list[list[int]], Keeper], other_process: Remote
 ) -> None:
     llm = make_llm()
     llm.engine.core.executor = PipeExecutor.like(llm, other_process)

@@ -10,13 +10,12 @@ import torch
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import DONE, Pending
 from pagewire.shared.transfer.carriers.ucx import UcxCarrier
 from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
 from pagewire.shared.transfer.carriers.ucx_worker import MAX_ABANDONED
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.staging import Staging, make_staging
-from pagewire.tests.support.ucx_carrier_parent import MIB, Half, connect, cross, two_halves
+from pagewire.tests.support.ucx_half import MIB, Half, Silent, connect, cross, two_halves
 
 LARGE = 64 * MIB
 # A receiver that rests from its third millisecond on is in the midst of a large payload then.
@@ -188,11 +187,6 @@ class LatePacking(PendingMove):
         return self.has_ended
 
 
-class _NoSocket:
-    def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
-        return DONE
-
-
 def carrier_here() -> tuple[UcxCarrier, Staging]:
     staging = make_staging(3, MIB, torch.device("cpu"))
     return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
@@ -208,7 +202,7 @@ def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
 
 def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     (sender, source), (receiver, target) = carrier_here(), carrier_here()
-    outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
+    outbound = sender.outbound(1, receiver.offer(1), Silent())
     inbound = receiver.inbound(1, outbound.reply)
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
     received = inbound.receive(segment, None)
@@ -236,7 +230,7 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool) -> None:
     (sender, _), (receiver, _) = carrier_here(), carrier_here()
-    outbound = sender.outbound(1, receiver.offer(1), _NoSocket())
+    outbound = sender.outbound(1, receiver.offer(1), Silent())
     inbound = receiver.inbound(1, outbound.reply)
     segments = [Segment(credit, 1, "job", 0, 1, 0, 1, 0, MIB) for credit in range(2)]
     packing = LatePacking()
@@ -251,7 +245,7 @@ def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool)
     outbound.close()
     assert inbound.close().is_done()
     # The next link's file descriptors have the numbers of this one's.
-    outbound = sender.outbound(2, receiver.offer(2), _NoSocket())
+    outbound = sender.outbound(2, receiver.offer(2), Silent())
     inbound = receiver.inbound(2, outbound.reply)
     packing.has_ended = True
     for pending in announced[:2]:
@@ -275,7 +269,7 @@ def test_offer_that_is_withdrawn_costs_no_worker() -> None:
     carrier.withdraw(1)
     carrier.withdraw(1)
     with pytest.raises(TransferError):
-        carrier.outbound(1, b"", _NoSocket())
+        carrier.outbound(1, b"", Silent())
     carrier.close()
     assert carrier.library.num_abandoned == 0
     assert not carrier.should_restart

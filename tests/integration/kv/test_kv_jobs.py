@@ -22,8 +22,8 @@ from pagewire.shared.transfer.job_messages import (
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import BLOCK_SIZE, DecodeWorker, Times
+from pagewire.tests.support.kv_services import DecodeWorker, Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_sides import BLOCK_SIZE
 
 REASONS = ("short", "no_worker", "no_link", "failed")
 LONG = prompt_of(40)  # five segments

@@ -6,10 +6,9 @@ import pytest
 
 from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.kv_failing_job import failing_job
+from pagewire.tests.support.kv_by_hand import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import DecodeWorker
+from pagewire.tests.support.kv_services import DecodeWorker, decode_worker, prefill_worker
 
 LONG = prompt_of(38)
 OTHERS = ("s", "t", "u")

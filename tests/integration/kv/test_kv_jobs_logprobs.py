@@ -8,7 +8,7 @@ from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.shared.transfer.job_messages import PromptScored
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import score
-from pagewire.tests.support.kv_failing_job import failing_job
+from pagewire.tests.support.kv_by_hand import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
 

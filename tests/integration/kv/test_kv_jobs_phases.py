@@ -12,11 +12,17 @@ import pytest
 from pagewire.shared.control.protocol import Cancel
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.transfer.job_messages import Prefill
-from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.kv_failing_job import failing_job
+from pagewire.tests.support.aio import eventually, run_async, wait_until
+from pagewire.tests.support.kv_by_hand import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import BLOCK_SIZE, DecodeWorker, PrefillWorker, Times
+from pagewire.tests.support.kv_services import (
+    DecodeWorker,
+    PrefillWorker,
+    Times,
+    decode_worker,
+    prefill_worker,
+)
+from pagewire.tests.support.kv_sides import BLOCK_SIZE
 
 LONG = prompt_of(40)  # five segments
 
@@ -43,7 +49,7 @@ async def unpacking(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Relea
     d.device.has_moved = False
     router.generate(prompt=LONG)
     await router.first_token()
-    await eventually(lambda: d.device.cells.count([None] * 4) < len(d.device.cells))
+    await eventually(lambda: d.device.moves)
     return lambda: setattr(d.device, "has_moved", True)
 
 
@@ -147,14 +153,6 @@ def test_timings_of_the_transfer_come_when_the_blocks_have_arrived() -> None:
     run_async(scenario())
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Hold up the event loop until other threads have made a condition true."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_a_first_token_that_meets_a_cancellation_is_not_delivered() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
@@ -164,7 +162,7 @@ def test_a_first_token_that_meets_a_cancellation_is_not_delivered() -> None:
             handed_over = d.handed_over["to the loop"]
             release()
             # The loop, which is held up here, gets the token after the cancellation.
-            wait_for(lambda: d.handed_over["to the loop"] > handed_over)
+            wait_until(lambda: d.handed_over["to the loop"] > handed_over)
             d.service.on_message(peer_id, Cancel(request_id="r"))
             await eventually(lambda: not (d.used_blocks or d.service.num_active))
             router.generate("after", prompt=LONG)

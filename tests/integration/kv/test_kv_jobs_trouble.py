@@ -13,8 +13,13 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import DecodeWorker, PrefillWorker, Times
+from pagewire.tests.support.kv_services import (
+    DecodeWorker,
+    PrefillWorker,
+    Times,
+    decode_worker,
+    prefill_worker,
+)
 
 REQUESTS = 100
 TROUBLE = 0.3  # of the requests

@@ -14,8 +14,8 @@ from pagewire.shared.kv.packing import packed_bytes
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import decode_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import IDENTITY, LAYOUT, Times
+from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_sides import IDENTITY, LAYOUT, hello
 
 SMALLEST = packed_bytes(LAYOUT, 1)
 
@@ -130,7 +130,7 @@ def test_a_decode_worker_that_leaves_right_after_its_hello_is_forgotten() -> Non
         async with prefill_worker() as p:
             for _ in range(5):
                 async with decode_by_hand(p) as decode:
-                    decode.client.post(decode.hello(endpoint="tcp://localhost:1"))
+                    decode.connection.control.post(hello(endpoint="tcp://localhost:1"))
             await eventually(lambda: not p.server.peers)
             await asyncio.sleep(0.1)
             await p.engine.call(lambda _core: None, 5)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from pagewire.shared.base.errors import TransferError
-from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
-from pagewire.tests.support.kv_carriers import AbsentCarrier, ShakyCarrier, Trouble
 from pagewire.tests.support.kv_router import router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import Times
+from pagewire.tests.support.kv_services import Times, decode_worker, prefill_worker
 
 SOON_S = 8.0  # less than any time-out of the workers
 SHORT_TIMES = Times(transfer_s=0.5)
-
-
-@pytest.fixture(autouse=True)
-def _shaky_carriers_work() -> Iterator[None]:
-    ShakyCarrier.trouble, ShakyCarrier.num_tried = None, 0
-    yield
-    ShakyCarrier.trouble = None
+BOTH = ("loopback", "zmq")
+ALWAYS = 1 << 30
 
 
 def test_a_link_is_tested_and_measured() -> None:
@@ -134,43 +125,41 @@ def test_a_worker_whose_endpoint_is_nonsense_is_one_warning(
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("trouble", ["lost", "corrupt"])
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "corrupt"])
 def test_where_a_carrier_brings_nothing_the_next_is_taken(
-    trouble: Trouble, caplog: pytest.LogCaptureFixture
+    is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ShakyCarrier.trouble = trouble
-    both, times = (ShakyCarrier, ZmqCarrier), Times(transfer_s=2.0)
+    times = Times(transfer_s=2.0)
 
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=both, times=times) as p,
-            decode_worker(carriers=both, times=times) as d,
+            prefill_worker(carriers=BOTH, times=times) as p,
+            decode_worker(carriers=BOTH, times=times) as d,
         ):
+            carrier = p.side.carrier
+            carrier.loses, carrier.num_corrupt = is_lost, 0 if is_lost else ALWAYS
             await d.link_to(p)
             assert [link.carrier for link in p.sender.links] == ["zmq"]
-            assert ShakyCarrier.num_tried == 1
+            assert carrier.num_sent == 1
             await asyncio.sleep(4 * d.times.heartbeat_s)  # it is not tried alongside the other
-            assert ShakyCarrier.num_tried == 1
+            assert carrier.num_sent == 1
 
     run_async(scenario())
     assert "no link to prefill-0" in caplog.text
 
 
 def test_a_restarted_worker_may_use_a_carrier_that_failed_before() -> None:
-    ShakyCarrier.trouble = "corrupt"
-    both = ShakyCarrier, ZmqCarrier
-
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=both) as old,
-            prefill_worker(carriers=both, epoch=2) as new,
-            decode_worker(carriers=both) as d,
+            prefill_worker(carriers=BOTH) as old,
+            prefill_worker(carriers=BOTH, epoch=2) as new,
+            decode_worker(carriers=BOTH) as d,
         ):
+            old.side.carrier.num_corrupt = ALWAYS
             await d.link_to(old)
             assert [link.carrier for link in old.sender.links] == ["zmq"]
-            ShakyCarrier.trouble = None
             await d.link_to(new)
-            assert [link.carrier for link in new.sender.links] == ["shaky"]
+            assert [link.carrier for link in new.sender.links] == ["loopback"]
 
     run_async(scenario())
 
@@ -205,7 +194,7 @@ def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
                 await eventually(lambda: len(by_hand.hellos) == 2)
             assert not d.is_linked()
             # The new connection's hello may arrive before the end of the old connection is noticed.
-            await eventually(lambda: len(by_hand.lost) == 1)
+            await eventually(lambda: len(by_hand.server.lost) == 1)
 
     run_async(scenario())
 
@@ -228,25 +217,22 @@ def test_closing_ends_attempts_too() -> None:
             async with decode_worker() as d:
                 d.records = [mute.record()]
                 await eventually(lambda: mute.hellos)
-            await eventually(lambda: mute.lost)
+            await eventually(lambda: mute.server.lost)
 
     run_async(scenario(), timeout=SOON_S + 5)
 
 
-@pytest.mark.parametrize("others", [(), (AbsentCarrier,)], ids=["only one", "the only common one"])
-def test_a_carrier_that_failed_for_a_while_is_tried_again(
-    others: tuple[type[AbsentCarrier], ...],
-) -> None:
-    ShakyCarrier.trouble = "corrupt"
-
+@pytest.mark.parametrize("others", [(), ("zmq",)], ids=["only one", "the only common one"])
+def test_a_carrier_that_failed_for_a_while_is_tried_again(others: tuple[str, ...]) -> None:
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=(ShakyCarrier,)) as p,
-            decode_worker(carriers=(*others, ShakyCarrier)) as d,
+            prefill_worker(carriers=("loopback",)) as p,
+            decode_worker(carriers=(*others, "loopback")) as d,
         ):
+            p.side.carrier.num_corrupt = ALWAYS
             d.records = [p.record()]
-            await eventually(lambda: ShakyCarrier.num_tried > 1)
-            ShakyCarrier.trouble = None
+            await eventually(lambda: p.side.carrier.num_sent > 1)
+            p.side.carrier.num_corrupt = 0
             await d.link_to(p)
 
     run_async(scenario())
@@ -254,14 +240,14 @@ def test_a_carrier_that_failed_for_a_while_is_tried_again(
 
 def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
     async def scenario() -> None:
-        async with decode_worker(carriers=(ShakyCarrier, ZmqCarrier)) as d:
+        async with decode_worker(carriers=BOTH) as d:
             for _ in range(2):
                 async with prefill_by_hand() as by_hand:
                     d.records = [by_hand.record()]
                     await eventually(lambda: by_hand.hellos)
-                    with kv_link_by_hand(by_hand.hellos[0][1], "shaky") as link:
+                    with kv_link_by_hand(by_hand.hellos[0][1], "loopback") as link:
                         await link.granted()  # and nothing is sent
-                assert list(by_hand.hellos[0][1].carriers) == ["shaky", "zmq"]
+                assert list(by_hand.hellos[0][1].carriers) == ["loopback", "zmq"]
 
     run_async(scenario())
 
@@ -271,7 +257,7 @@ def test_a_link_without_credits_is_not_the_carriers_fault() -> None:
         async with (
             prefill_by_hand("prefill-0") as greedy,
             prefill_by_hand("prefill-1") as other,
-            decode_worker(carriers=(ShakyCarrier, ZmqCarrier), times=SHORT_TIMES) as d,
+            decode_worker(carriers=BOTH, times=SHORT_TIMES) as d,
         ):
             d.records = [greedy.record()]
             await eventually(lambda: greedy.hellos)
@@ -281,9 +267,9 @@ def test_a_link_without_credits_is_not_the_carriers_fault() -> None:
                 await eventually(d.is_linked)
                 d.records = [greedy.record(), other.record()]
                 await eventually(lambda: other.hellos)
-                with kv_link_by_hand(other.hellos[0][1], "shaky"):
+                with kv_link_by_hand(other.hellos[0][1], "loopback"):
                     await eventually(lambda: len(other.hellos) == 2)
-                assert list(other.hellos[1][1].carriers) == ["shaky", "zmq"]
+                assert list(other.hellos[1][1].carriers) == ["loopback", "zmq"]
 
     run_async(scenario())
 
@@ -351,14 +337,13 @@ def test_the_engine_says_at_once_what_the_system_refuses(caplog: pytest.LogCaptu
 
 def test_a_prompt_whose_blocks_never_arrive_intact_is_computed_here_at_once() -> None:
     async def scenario() -> None:
-        carriers = (ShakyCarrier,)
         async with (
-            prefill_worker(carriers=carriers) as p,
-            decode_worker(carriers=carriers) as d,
+            prefill_worker() as p,
+            decode_worker() as d,
             router_of(d) as router,
         ):
             await d.link_to(p)
-            ShakyCarrier.trouble = "corrupt"
+            p.side.carrier.num_corrupt = ALWAYS
             start = time.monotonic()
             router.generate()
             await router.answer()

@@ -12,7 +12,7 @@ from pagewire.shared.engine.scheduling.step import StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
-from pagewire.tests.support.kv_doubles import LateDevice
+from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, KINDS, LAYOUT
 
@@ -294,7 +294,7 @@ def test_blocks_that_are_lost_while_they_are_packed_arrive_as_they_were(
 class FailsToWithdraw:
     """A step hook: the first plan that takes blocks away cannot be launched."""
 
-    def __init__(self, device: LateDevice) -> None:
+    def __init__(self, device: FakeDevice) -> None:
         self.device, self.num_packed = device, -1
 
     def before_launch(self, plan: StepPlan) -> None:

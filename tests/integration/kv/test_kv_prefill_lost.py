@@ -12,10 +12,14 @@ from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES
 from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.kv_prefill_process import PrefillProcess, prefill_process
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_workers import Times
+from pagewire.tests.support.kv_services import (
+    PrefillProcess,
+    Times,
+    decode_worker,
+    prefill_process,
+    prefill_worker,
+)
 
 LONG = prompt_of(40)
 TIMES = Times(lease_s=1.0, prefill_s=30.0)  # a job would wait for long; the link is lost before
@@ -68,7 +72,7 @@ def test_its_requests_are_answered_and_it_may_come_back(phase: str, number: Sign
             assert not d.local_prefills("failed")
 
     with contextlib.ExitStack() as stack:
-        run_async(scenario(stack))
+        run_async(scenario(stack), 90)  # the first process takes long
 
 
 @pytest.mark.parametrize(("strikes", "moves"), [(0, True), (MAX_STRIKES - 1, False)])
@@ -101,7 +105,7 @@ def test_one_that_crashed_is_a_strike_for_the_job_in_its_step(strikes: int, move
                 assert not any(isinstance(message, Prefill) for _, message in other.received)
 
     with contextlib.ExitStack() as stack:
-        run_async(scenario(stack))
+        run_async(scenario(stack), 90)  # the first process takes long
 
 
 @pytest.mark.parametrize("number", [SIGKILL, SIGSTOP])
@@ -124,4 +128,4 @@ def test_one_that_goes_while_its_link_opens_delays_nobody(number: Signals) -> No
                 await eventually(d.is_linked)
 
     with contextlib.ExitStack() as stack:
-        run_async(scenario(stack))
+        run_async(scenario(stack), 90)  # the first process takes long

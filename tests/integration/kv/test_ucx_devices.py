@@ -16,7 +16,7 @@ from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
 from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker import kv
-from pagewire.tests.support.listening import listening_sockets
+from pagewire.tests.support.local_cluster import listening_sockets
 
 if TYPE_CHECKING:
     from pagewire.shared.engine.execution.executor import BlockMoves
@@ -30,7 +30,7 @@ OURS = "cuda_ipc,cuda_copy,tcp,self lo on lo"
 
 
 def listening_addresses() -> set[str]:
-    return {str(address) for address, _ in listening_sockets([os.getpid()])}
+    return {address for address, _ in listening_sockets([os.getpid()])}
 
 
 def open_ucx(host: str, name: str = "ucx") -> Carrier:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ import pytest
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 from pagewire.shared.model.source import default_served_name, resolve_model, served_names
-from pagewire.tests.support.fake_hub import FakeHub, running_hub
+from pagewire.tests.support.http_thread import QuietHandler, serving_http
 
+COMMIT = "a" * 40
 REPO = "acme/tiny-llama"
 FILES = {
     "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
@@ -39,6 +43,67 @@ except ModelLoadError as exc:
 """
 
 
+class FakeHub(ThreadingHTTPServer):
+    """Serves `files` of the repository `repo_id`; `acme/gated` is 403, anything else 404.
+
+    Attributes:
+        downloads: names of the files that were downloaded, in order.
+        paths: paths of all requests, in order.
+    """
+
+    def __init__(self, repo_id: str, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repo_id = repo_id
+        self.files = files
+        self.downloads: list[str] = []
+        self.paths: list[str] = []
+
+
+class _Handler(QuietHandler, BaseHTTPRequestHandler):
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def _answer(self, body: bool) -> None:
+        hub, path = self.server, self.path.split("?")[0]
+        hub.paths.append(path)
+        if path.startswith("/api/models/acme/gated/"):
+            self._send(403, b"{}", {"X_Error_Code": "GatedRepo"}, body)
+        elif path == f"/api/models/{hub.repo_id}/revision/nowhere":
+            self._send(404, b"{}", {"X_Error_Code": "RevisionNotFound"}, body)
+        elif path.startswith(f"/api/models/{hub.repo_id}/tree/"):
+            self._send(200, json.dumps([_entry(*item) for item in hub.files.items()]), {}, body)
+        elif path.startswith(f"/api/models/{hub.repo_id}"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            info = {"id": hub.repo_id, "sha": COMMIT, "siblings": siblings}
+            self._send(200, json.dumps(info), {}, body)
+        elif path.startswith(f"/{hub.repo_id}/resolve/"):
+            self._send_file(path.split("/", 5)[5], body)
+        else:
+            self._send(404, b"{}", {"X_Error_Code": "RepoNotFound"}, body)
+
+    def _send_file(self, name: str, body: bool) -> None:
+        if body:
+            self.server.downloads.append(name)
+        data = self.server.files[name]
+        etag = hashlib.sha256(data).hexdigest()
+        self._send(200, data, {"X_Repo_Commit": COMMIT, "ETag": f'"{etag}"'}, body)
+
+    def _send(self, status: int, data: bytes | str, headers: dict[str, str], body: bool) -> None:
+        data = data.encode() if isinstance(data, str) else data
+        self.answer(status, data, has_body=body, **headers)
+
+
+def _entry(name: str, data: bytes) -> dict[str, object]:
+    oid = hashlib.sha256(data).hexdigest()[:40]
+    return {"type": "file", "path": name, "size": len(data), "oid": oid}
+
+
 class HubUser:
     """Resolves hub ids in processes of their own, since the hub's library reads its settings once.
 
@@ -46,11 +111,11 @@ class HubUser:
         hub: what they talk to.
     """
 
-    def __init__(self, hub: FakeHub, home: Path) -> None:
+    def __init__(self, hub: FakeHub, url: str, home: Path) -> None:
         self.hub = hub
         self._environment = {
             "HF_HOME": str(home),
-            "HF_ENDPOINT": hub.url,
+            "HF_ENDPOINT": url,
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "HF_HUB_DISABLE_XET": "1",
             "NO_PROXY": "127.0.0.1",
@@ -84,8 +149,9 @@ class HubUser:
 
 @pytest.fixture
 def user(tmp_path: Path) -> Iterator[HubUser]:
-    with running_hub(REPO, FILES) as hub:
-        yield HubUser(hub, tmp_path)
+    hub = FakeHub(REPO, FILES)
+    with serving_http(hub) as url:
+        yield HubUser(hub, url, tmp_path)
 
 
 def test_demo_is_in_the_package() -> None:
