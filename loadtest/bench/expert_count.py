@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ def counting_experts(runner: ModelRunner) -> Iterator[list[int]]:
     Yields:
         The counts, in the order of the layers that have experts.
     """
-    layers: list[Any] = runner.model.layers if isinstance(runner.model, DecoderModel) else []
+    layers: Sequence[Any] = runner.model.layers if isinstance(runner.model, DecoderModel) else []
     mixtures = [layer for layer in layers if isinstance(layer.mlp, Experts)]
     counts: list[int] = []
     for layer in mixtures:
