@@ -209,11 +209,6 @@ class RouterService:
         services = self.members.describe_services()
         return "starting" if self.members.waiting_for(services) else "ready"
 
-    def health(self) -> dict[str, Any]:
-        """Return the body of `/health`: what clients may know of the cluster."""
-        cluster = self.describe_cluster()
-        return {name: cluster[name] for name in ("status", "model")}
-
     def describe_cluster(self) -> dict[str, Any]:
         """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
         services = self.members.describe_services()

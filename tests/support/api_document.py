@@ -14,8 +14,6 @@ from pagewire.services.router.http.openapi.document import openapi_document
 
 JSON = "application/json"
 STREAM = "text/event-stream"
-# Schemas that do not name all fields: an event's fields depend on its type.
-OPEN_SCHEMAS = {"ResponseEvent", "MessageEvent"}
 
 
 def document(needs_key: bool = False) -> dict[str, Any]:
@@ -34,8 +32,8 @@ class Document:
     def __init__(self, api: dict[str, Any], is_strict: bool = False) -> None:
         self.api = copy.deepcopy(api)
         if is_strict:
-            for name, schema in self.api["components"]["schemas"].items():
-                schema["additionalProperties"] = name in OPEN_SCHEMAS
+            for schema in self.api["components"]["schemas"].values():
+                schema["additionalProperties"] = False
         resource = Resource.from_contents(self.api, default_specification=DRAFT202012)
         self._registry = Registry().with_resource("urn:api", resource)
 

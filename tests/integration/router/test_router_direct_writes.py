@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet
-from pagewire.services.router.http.api.openai.formats import CompletionFormat, Extras
+from pagewire.services.router.http.api.openai.formats import CompletionFormat
 from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
 from pagewire.services.router.http.connection.http_io import EventStream
 from pagewire.services.router.http.connection.record import RequestRecord
@@ -21,6 +21,7 @@ from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.live_router import TOKENIZER
+from pagewire.tests.support.request_bodies import MODEL, completion
 
 WORDS = TOKENIZER.encode(" one two three four five six seven", add_special_tokens=False)
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -72,7 +73,7 @@ class Served:
         self.answers.append(answers)
         rest = answers.deltas()
         first = await anext(rest)
-        form = CompletionFormat("m", [""], Extras())
+        form = CompletionFormat(MODEL, completion())
         stream = EventStream(answers, form, first, rest, self._send_timeout_s)
         scope["pagewire.request"] = RequestRecord(scope)
         await stream(scope, receive, counted)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from array import array
 
+import msgspec
 import pytest
 
 from pagewire.services.router.dispatch.times import AnswerTimes
@@ -37,8 +38,9 @@ REMOTE = Timings(
 
 def field_of(**answer: object) -> dict:
     times = RequestTimes(0.005, 0.05, 0.25, [AnswerTimes(**answer)])
-    [choice] = timings_field(times)["choices"]
-    return choice
+    [choice] = timings_field(times).choices
+    found: dict = msgspec.to_builtins(choice)
+    return found
 
 
 def test_a_prefill_by_another_worker():

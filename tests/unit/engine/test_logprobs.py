@@ -16,6 +16,7 @@ from pagewire.services.router.http.api.openai.logprobs import (
     finite,
     prompt_logprobs,
 )
+from pagewire.services.router.http.api.openai.objects import TopToken
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs, Token, join
 from pagewire.shared.text.answer_text import TextDelta
@@ -83,18 +84,18 @@ def test_a_token_that_cannot_come_has_a_number_all_the_same(value: float) -> Non
         CompletionLogprobs(TOKEN_BYTES, None).of(TextDelta("x", None, (300,), logprobs)),
         prompt_logprobs(logprobs, TOKEN_BYTES),
     ]
-    assert "null" not in msgspec.json.encode(shown[0]["content"]).decode()
-    assert shown[1]["token_logprobs"] == [LEAST]
-    assert shown[2][1]["300"]["logprob"] == LEAST
+    assert "null" not in msgspec.json.encode(shown[0].content).decode()
+    assert shown[1].token_logprobs == [LEAST]
+    assert shown[2][1]["300"].logprob == LEAST
 
 
 def test_bytes_of_chat_tokens_join_to_the_text() -> None:
     text = " naïve — 東京 🌍"
     token_ids = TOKENIZER.encode(text, add_special_tokens=False)
-    content = chat_logprobs(columns(token_ids), TOKEN_BYTES)["content"]
-    assert b"".join(bytes(entry["bytes"]) for entry in content) == text.encode()
-    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
-    assert set(content[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
+    content = chat_logprobs(columns(token_ids), TOKEN_BYTES).content
+    assert b"".join(bytes(entry.bytes) for entry in content) == text.encode()
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert isinstance(content[0].top_logprobs[0], TopToken)
 
 
 def test_parts_of_characters_have_names_of_their_own_in_completions() -> None:
@@ -104,23 +105,21 @@ def test_parts_of_characters_have_names_of_their_own_in_completions() -> None:
         TextDelta("", None, (first,), columns([first]))
     )
     assert shown is not None
-    assert shown["tokens"] == [r"bytes:\xf0"]
-    assert shown["top_logprobs"] == [
-        {r"bytes:\xf1": -2.25, r"bytes:\xf2": -0.5, r"bytes:\xf0": -4.0}
-    ]
+    assert shown.tokens == [r"bytes:\xf0"]
+    assert shown.top_logprobs == [{r"bytes:\xf1": -2.25, r"bytes:\xf2": -0.5, r"bytes:\xf0": -4.0}]
 
 
 def test_tokens_are_named_by_their_ids_if_asked_for() -> None:
     found = columns([300], top=1)
-    content = chat_logprobs(found, TOKEN_BYTES, by_id=True)["content"][0]
-    assert (content["token"], content["bytes"]) == ("token_id:300", list(TOKEN_BYTES.of(300)))
-    assert [each["token"] for each in content["top_logprobs"]] == ["token_id:301"]
+    content = chat_logprobs(found, TOKEN_BYTES, by_id=True).content[0]
+    assert (content.token, content.bytes) == ("token_id:300", list(TOKEN_BYTES.of(300)))
+    assert [each.token for each in content.top_logprobs] == ["token_id:301"]
     shown = CompletionLogprobs(TOKEN_BYTES, None, by_id=True).of(
         TextDelta("x", None, (300,), found)
     )
     assert shown is not None
-    assert shown["tokens"] == ["token_id:300"]
-    assert shown["top_logprobs"][0].keys() == {"token_id:300", "token_id:301"}
+    assert shown.tokens == ["token_id:300"]
+    assert (shown.top_logprobs[0] or {}).keys() == {"token_id:300", "token_id:301"}
 
 
 def test_a_log_probability_is_the_same_float32_after_json() -> None:
@@ -145,7 +144,7 @@ def test_offsets_of_a_completion_go_on_over_its_parts(size: int) -> None:
     found: dict[str, list[Any]] = {}
     for part in parts:
         assert part is not None
-        for name, values in part.items():
+        for name, values in msgspec.structs.asdict(part).items():
             found.setdefault(name, []).extend(values)
     assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
     assert all(value is not None for value in found["token_logprobs"][1:])
@@ -160,4 +159,4 @@ def test_offsets_of_a_completion_go_on_over_its_parts(size: int) -> None:
 def test_a_prompt_of_one_token_has_null_alone() -> None:
     assert prompt_logprobs(None, TOKEN_BYTES) == [None]
     shown = CompletionLogprobs(TOKEN_BYTES, 300).of(TextDelta("", "length"))
-    assert shown is not None and shown["token_logprobs"] == [None]
+    assert shown is not None and shown.token_logprobs == [None]

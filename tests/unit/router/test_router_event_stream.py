@@ -6,12 +6,13 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from pagewire.services.router.http.api.openai.answer_set import Usage
-from pagewire.services.router.http.api.openai.formats import CompletionFormat, Extras
+from pagewire.services.router.http.api.openai.formats import CompletionFormat
 from pagewire.services.router.http.connection.http_io import EventStream
 from pagewire.services.router.http.connection.record import RECORD, RequestRecord
 from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.request_bodies import MODEL, completion
 
 
 class Answers:
@@ -58,7 +59,7 @@ async def words(*texts: str, error: Exception | None = None) -> AsyncGenerator:
 
 
 def stream(answers: Answers, rest: AsyncGenerator, timeout: float = 5) -> EventStream:
-    form = CompletionFormat("m", [""], Extras())
+    form = CompletionFormat(MODEL, completion())
     return EventStream(answers, form, (0, TextDelta("first")), rest, timeout)
 
 

@@ -14,12 +14,10 @@ from pagewire.services.router.http.api.openai.formats import (
     DONE,
     ChatFormat,
     CompletionFormat,
-    Extras,
     model_record,
 )
-from pagewire.services.router.http.api.openai.running_usage import RunningUsage
+from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
-from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import (
     ChannelError,
     InvalidRequestError,
@@ -28,10 +26,18 @@ from pagewire.shared.base.errors import (
     OverloadedError,
     RequestFailedError,
 )
-from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.answer_text import TextDelta
+from pagewire.tests.support.request_bodies import MODEL, chat, completion
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+
+
+def completions(asked: GenerationInput) -> CompletionFormat:
+    return CompletionFormat(MODEL, asked)
+
+
+def chats(asked: GenerationInput) -> ChatFormat:
+    return ChatFormat(MODEL, asked)
 
 
 def events(raw: bytes) -> list[dict]:
@@ -39,10 +45,10 @@ def events(raw: bytes) -> list[dict]:
 
 
 def test_a_completion_is_what_openais_client_reads():
-    form = CompletionFormat("m", ["", "Echo"], Extras())
-    raw = form.full_response([TextDelta("one", "stop"), TextDelta(" two", "length")], USAGE)
+    form = completions(completion(n=2, echo=True, prompt="Echo"))
+    raw = form.full_response([TextDelta(" one", "stop"), TextDelta(" two", "length")], USAGE)
     parsed = Completion.model_validate_json(raw, strict=True)
-    assert [c.text for c in parsed.choices] == ["one", "Echo two"]
+    assert [c.text for c in parsed.choices] == ["Echo one", "Echo two"]
     assert [c.finish_reason for c in parsed.choices] == ["stop", "length"]
     assert parsed.usage.total_tokens == 10
     assert parsed.usage.prompt_tokens_details.cached_tokens == 4
@@ -50,7 +56,7 @@ def test_a_completion_is_what_openais_client_reads():
 
 
 def test_a_chat_answer_is_what_openais_client_reads():
-    raw = ChatFormat("m", 1, Extras()).full_response([TextDelta("Hello", "stop")], USAGE)
+    raw = chats(chat()).full_response([TextDelta("Hello", "stop")], USAGE)
     parsed = ChatCompletion.model_validate_json(raw, strict=True)
     assert parsed.choices[0].message.content == "Hello"
     assert parsed.choices[0].message.role == "assistant"
@@ -58,7 +64,7 @@ def test_a_chat_answer_is_what_openais_client_reads():
 
 
 def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
-    form = ChatFormat("m", 2, Extras())
+    form = chats(chat(n=2))
     deltas = [(0, TextDelta("A")), (1, TextDelta("")), (0, TextDelta("", "stop"))]
     chunks = [
         ChatCompletionChunk.model_validate(e) for d in deltas for e in events(form.stream_chunk(*d))
@@ -71,10 +77,10 @@ def test_chat_chunks_begin_with_the_role_and_end_with_a_reason():
 
 
 def test_a_chunk_without_text_is_no_event():
-    chat, completion = ChatFormat("m", 1, Extras()), CompletionFormat("m", [""], Extras())
-    chat.stream_chunk(0, TextDelta("x"))
-    assert chat.stream_chunk(0, TextDelta("")) == b""
-    assert completion.stream_chunk(0, TextDelta("")) == b""
+    form = chats(chat())
+    form.stream_chunk(0, TextDelta("x"))
+    assert form.stream_chunk(0, TextDelta("")) == b""
+    assert completions(completion()).stream_chunk(0, TextDelta("")) == b""
 
 
 @pytest.mark.parametrize("with_last", [False, True])
@@ -86,39 +92,39 @@ def test_each_chunk_has_the_usage_so_far_if_asked_for(with_last):
         (0, TextDelta("C", None, (9,))),
         (1, TextDelta("", "stop", (1,))),
     ]
-    for make in (
-        lambda extras: CompletionFormat("m", ["", ""], extras),
-        lambda extras: ChatFormat("m", 2, extras),
+    options = {"include_usage": with_last, "continuous_usage_stats": True}
+    streamed = {"n": 2, "stream": True, "stream_options": options}
+    for form, asked in (
+        (completions(found := completion(**streamed)), found),
+        (chats(found := chat(**streamed)), found),
     ):
-        form = make(Extras(usage=with_last, running=RunningUsage(7)))
+        count = len(asked.prompts[0].token_ids)
         chunks = [event for delta in deltas for event in events(form.stream_chunk(*delta))]
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 3, 5, 6]
-        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {7}
-        assert [chunk["usage"]["total_tokens"] for chunk in chunks] == [8, 10, 12, 13]
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {count}
+        totals = [chunk["usage"]["total_tokens"] - count for chunk in chunks]
+        assert totals == [1, 3, 5, 6]
         assert len(events(form.last(USAGE))) == with_last
 
 
 def test_a_service_tier_is_echoed_where_one_is_named():
-    extras = Extras(service_tier=True)
-    delta = TextDelta("one", "stop")
-    for form in (CompletionFormat("m", [""], extras), ChatFormat("m", 1, extras)):
+    delta, named = TextDelta("one", "stop"), {"service_tier": "flex"}
+    for form in (completions(completion(**named)), chats(chat(**named))):
         full = json.loads(form.full_response([delta], USAGE))
         (chunk,) = events(form.stream_chunk(0, delta))
         assert full["service_tier"] == chunk["service_tier"] == "default"
-    assert "service_tier" not in json.loads(
-        ChatFormat("m", 1, Extras()).full_response([delta], USAGE)
-    )
+    assert "service_tier" not in json.loads(chats(chat()).full_response([delta], USAGE))
 
 
 def test_token_ids_of_prompts_are_in_the_response_or_the_first_chunks():
     prompts = [[5, 6], [5, 6], [7], [7]]
-    extras = Extras(prompt_token_ids=prompts)
+    asked = completion(prompt=[[5, 6], [7]], n=2, return_token_ids=True)
     deltas = [TextDelta("x", "stop", (index, 2)) for index in range(4)]
-    full = json.loads(CompletionFormat("m", [""] * 4, extras).full_response(deltas, USAGE))
+    full = json.loads(completions(asked).full_response(deltas, USAGE))
     found = [(each["prompt_token_ids"], each["token_ids"]) for each in full["choices"]]
     assert found == [(prompt, [index, 2]) for index, prompt in enumerate(prompts)]
 
-    form = CompletionFormat("m", [""] * 4, extras)
+    form = completions(asked)
     parts = [(3, TextDelta("", None)), (3, TextDelta("", None, (1,))), (0, TextDelta("a"))]
     parts += [(3, TextDelta("b", "stop", (2,))), (0, TextDelta("c", None, (4,)))]
     chunks = [e["choices"][0] for part in parts for e in events(form.stream_chunk(*part))]
@@ -127,26 +133,27 @@ def test_token_ids_of_prompts_are_in_the_response_or_the_first_chunks():
 
 
 def test_token_ids_of_a_chats_prompt_are_in_the_response_or_the_first_chunk():
-    extras = Extras(prompt_token_ids=[[5, 6]] * 2)
+    asked = chat(n=2, return_token_ids=True)
+    prompt = asked.prompts[0].token_ids
     deltas = [TextDelta("x", "stop", (1, 2))] * 2
-    full = json.loads(ChatFormat("m", 2, extras).full_response(deltas, USAGE))
-    assert full["prompt_token_ids"] == [5, 6]
+    full = json.loads(chats(asked).full_response(deltas, USAGE))
+    assert full["prompt_token_ids"] == prompt
     assert [each["token_ids"] for each in full["choices"]] == [[1, 2]] * 2
 
-    form = ChatFormat("m", 2, extras)
+    form = chats(asked)
     parts = [(1, TextDelta("a", None, (1,))), (0, TextDelta("b", None, (2,)))]
     chunks = [event for part in parts for event in events(form.stream_chunk(*part))]
-    assert [each.get("prompt_token_ids") for each in chunks] == [[5, 6], None]
+    assert [each.get("prompt_token_ids") for each in chunks] == [prompt, None]
     assert [each["choices"][0]["token_ids"] for each in chunks] == [[1], [2]]
-    plain = json.loads(ChatFormat("m", 2, Extras()).full_response(deltas, USAGE))
+    plain = json.loads(chats(chat(n=2)).full_response(deltas, USAGE))
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
 
 
 def test_each_chunk_has_token_ids_where_they_are_asked_for():
     """Also the last one of an answer that ends without a further token, as after a migration."""
-    extras = Extras(prompt_token_ids=[[5, 6]])
+    asked = {"return_token_ids": True}
     deltas = [TextDelta("a", None, (1,)), TextDelta("", "length")]
-    for form in (CompletionFormat("m", [""], extras), ChatFormat("m", 1, extras)):
+    for form in (completions(completion(**asked)), chats(chat(**asked))):
         chunks = [event for delta in deltas for event in events(form.stream_chunk(0, delta))]
         assert [chunk["choices"][0]["token_ids"] for chunk in chunks] == [[1], []]
         full = json.loads(form.full_response([TextDelta("", "length")], USAGE))
@@ -154,8 +161,8 @@ def test_each_chunk_has_token_ids_where_they_are_asked_for():
 
 
 def test_an_echo_comes_once_and_first():
-    form = CompletionFormat("m", ["Echo", ""], Extras())
-    deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (1, TextDelta("b"))]
+    form = completions(completion(prompt="Echo", echo=True))
+    deltas = [(0, TextDelta("")), (0, TextDelta(" a")), (0, TextDelta("b"))]
     texts = [e["choices"][0]["text"] for d in deltas for e in events(form.stream_chunk(*d))]
     assert texts == ["Echo", " a", "b"]
 
@@ -165,9 +172,11 @@ HOSTILE_NAME = 'a"text":""b"content":""\\'
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.text())), st.booleans())
 def test_an_event_of_text_alone_is_encoded_as_any_other(deltas, usage):
+    streamed = {"n": 2, "stream": True, "stream_options": {"include_usage": usage}}
+    echoed = completion(prompt="Echo", echo=True, **streamed)
     for form, key in (
-        (CompletionFormat(HOSTILE_NAME, ["Echo", ""], Extras(usage=usage)), "text"),
-        (ChatFormat(HOSTILE_NAME, 2, Extras(usage=usage)), "delta"),
+        (completions(msgspec.structs.replace(echoed, model=HOSTILE_NAME)), "text"),
+        (chats(msgspec.structs.replace(chat(**streamed), model=HOSTILE_NAME)), "delta"),
     ):
         for index, text in deltas:
             raw = form.stream_chunk(index, TextDelta(text))
@@ -184,7 +193,7 @@ def test_an_event_of_text_alone_is_encoded_as_any_other(deltas, usage):
 
 
 def test_usage_is_null_until_the_last_chunk():
-    form = ChatFormat("m", 1, Extras(usage=True))
+    form = chats(chat(stream=True, stream_options={"include_usage": True}))
     (chunk,) = events(form.stream_chunk(0, TextDelta("x")))
     (last,) = events(form.last(USAGE))
     assert chunk["usage"] is None
@@ -194,8 +203,7 @@ def test_usage_is_null_until_the_last_chunk():
 
 
 def test_a_model_record_is_what_openais_client_reads():
-    model = ServedModel.load(RouterSettings(served_model_name="m"))
-    record = Model.model_validate(model_record(model, "m", 99), strict=True)
+    record = Model.model_validate(msgspec.to_builtins(model_record(MODEL, "m", 99)), strict=True)
     assert (record.id, record.object, record.model_extra["max_model_len"]) == ("m", "model", 99)
 
 

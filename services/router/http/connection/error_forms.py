@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from pagewire.services.router.http.api.anthropic.errors import message_error, message_error_event
-from pagewire.services.router.http.api.openai.formats import DONE, error_event
+from pagewire.services.router.http.api.anthropic.errors import message_error
+from pagewire.services.router.http.api.openai.formats import DONE, sse
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import ApiError
 
@@ -20,7 +21,8 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     request_id = record_of(scope).request_id
     if not is_anthropics(scope):
         return error.response(request_id)
-    body, headers = message_error(error, request_id), {**error.headers, "request-id": request_id}
+    body = msgspec.json.encode(message_error(error, request_id))
+    headers = {**error.headers, "request-id": request_id}
     return Response(body, error.status, headers=headers, media_type="application/json")
 
 
@@ -28,8 +30,8 @@ def end_with_error(error: ApiError, scope: Scope) -> bytes:
     """Return the events that end a stream in which something went wrong."""
     request_id = record_of(scope).request_id
     if is_anthropics(scope):
-        return message_error_event(error, request_id)
-    return error_event(error.body(request_id)) + DONE
+        return sse(message_error(error, request_id), "error")
+    return sse(msgspec.Raw(error.body(request_id))) + DONE
 
 
 def is_anthropics(scope: Scope) -> bool:

@@ -158,19 +158,29 @@ def _ref(kind: Struct) -> Schema:
 
 def _components() -> dict[str, Schema]:
     """Return the schemas of all types."""
-    kinds = [
-        kind
-        for of in OPERATIONS
-        for kind in (of.body, of.answer, of.chunk, of.error)
-        if kind is not None
+    bodies = [of.body for of in OPERATIONS if of.body is not None]
+    answers = [
+        kind for of in OPERATIONS for kind in (of.answer, of.chunk, of.error) if kind is not None
     ]
+    kinds = [*bodies, *answers]
     _, found = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     classes = {kind.__name__: kind for kind in _structs(kinds)}
     described = {name: _described(found[name], classes[name]) for name in sorted(found)}
+    for kind in _structs(answers):
+        _require_written_fields(described[kind.__name__], kind)
     for of in OPERATIONS:
         if of.body is not None:
             _add_foreign_fields(described[of.body.__name__], of, described[ChatBody.__name__])
     return described
+
+
+def _require_written_fields(schema: Schema, kind: Struct) -> None:
+    """Let all fields be required that an answer always has: those whose default is not `UNSET`."""
+    fields = msgspec.structs.fields(kind)
+    written = [field.encode_name for field in fields if field.default is not msgspec.UNSET]
+    schema["required"] = list(dict.fromkeys([*schema.get("required", ()), *written]))
+    for each in schema["properties"].values():
+        each.pop("default", None)
 
 
 def _structs(kinds: Iterable[Struct]) -> set[Struct]:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from pagewire.services.router.dispatch.embeddings import EmbeddingSet
 from pagewire.services.router.http.api.openai.answer_set import Usage
 from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
+from pagewire.services.router.http.api.openai.objects import Embedding, Embeddings, InputUsage
 from pagewire.services.router.http.connection.http_io import cancel_on_disconnect, send_part
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import ClientGoneError
@@ -115,8 +116,8 @@ class EmbeddingResponse(Response):
         self._embeddings, self._vectors, self._form = embeddings, vectors, form
         self._send_timeout_s = send_timeout_s
         num_tokens = embeddings.num_tokens
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        self._end = b"]," + msgspec.json.encode({"model": model, "usage": usage})[1:]
+        whole = msgspec.json.encode(Embeddings([], model, InputUsage(num_tokens, num_tokens)))
+        self._begin, _, self._end = whole.partition(b"[]")
         self.init_headers()
         del self.headers["content-length"]
 
@@ -132,21 +133,21 @@ class EmbeddingResponse(Response):
     async def _send_all(self, send: Send) -> None:
         status = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **status})
-        part = bytearray(b'{"object":"list","data":[')
+        part = bytearray(self._begin + b"[")
         for item in self._items():
             part += item
             if len(part) >= PART_BYTES:
                 await send_part(send, bytes(part), self._send_timeout_s)
                 part.clear()
                 await asyncio.sleep(0)  # streams go on meanwhile
-        part += self._end
+        part += b"]" + self._end
         await send_part(send, bytes(part), self._send_timeout_s, last=True)
 
     def _items(self) -> Iterator[bytes]:
         for index, vector in enumerate(self._vectors):
             written = b64encode(vector).decode() if self._form.as_base64 else _numbers(vector)
-            item = {"object": "embedding", "index": index, "embedding": written}
-            yield (b"," if index else b"") + msgspec.json.encode(item)
+            item = msgspec.json.encode(Embedding(index, written))
+            yield (b"," if index else b"") + item
 
 
 def _numbers(vector: bytes) -> list[float]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from fastapi import APIRouter, Request
+from msgspec import UNSET
 from starlette.responses import Response
 
 from pagewire.services.router.http.api.anthropic.format import model_info, model_list
@@ -14,14 +15,11 @@ from pagewire.services.router.http.api.openai.answer_set import AnswerSet
 from pagewire.services.router.http.api.openai.formats import (
     ChatFormat,
     CompletionFormat,
-    Extras,
     Format,
     model_record,
 )
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.logprobs import CompletionLogprobs
-from pagewire.services.router.http.api.openai.parsed_chat import ParsedChatFormat
-from pagewire.services.router.http.api.openai.running_usage import RunningUsage
+from pagewire.services.router.http.api.openai.objects import Health, Models, Readiness
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
@@ -51,7 +49,7 @@ async def list_models(request: Request) -> Response:
     ]
     if is_anthropics(request.scope):
         return json_response(model_list(records))
-    return json_response({"object": "list", "data": records})
+    return json_response(Models(records))
 
 
 @router.get(MODELS_PATH + "/{model_id:path}")
@@ -66,52 +64,29 @@ async def get_model(request: Request, model_id: str) -> Response:
 @router.post("/v1/completions")
 async def complete(request: Request) -> Response:
     """Continue one or several prompts."""
-
-    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
-        prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
-        echoes = [prompt.echo or "" for prompt in prompts]
-        token_bytes = model.tokenizer.token_bytes
-        logprobs = [
-            CompletionLogprobs(
-                token_bytes,
-                None if prompt.echo is None else prompt.token_ids[0],
-                asked.names_by_id,
-            )
-            for prompt in prompts
-            if prompt.spec.logprobs is not None
-        ]
-        return CompletionFormat(asked.model, echoes, _extras(model, asked), logprobs)
-
-    return await generate(request, "completion", make_format)
+    return await generate(request, "completion", CompletionFormat)
 
 
 @router.post("/v1/chat/completions")
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
-
-    def make_format(model: ServedModel, asked: GenerationInput) -> Format:
-        if asked.reading is not None:
-            return ParsedChatFormat(model, asked, _extras(model, asked))
-        return ChatFormat(asked.model, asked.n, _extras(model, asked))
-
-    return await generate(request, "chat", make_format)
+    return await generate(request, "chat", ChatFormat)
 
 
 @router.get("/health")
 async def health(request: Request) -> Response:
     """Answer 200, because the router is alive. The operator port shows more."""
     service = service_of(request)
-    found = service.health()
-    if service.api_keys is not None and record_of(request.scope).key is None:
-        found = {"status": found["status"]}
-    return json_response(found)
+    cluster = service.describe_cluster()
+    is_known = service.api_keys is None or record_of(request.scope).key is not None
+    return json_response(Health(cluster["status"], cluster["model"] if is_known else UNSET))
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """Answer 200 if the router can serve now, else 503."""
-    status = service_of(request).health()["status"]
-    return json_response({"status": status}, 200 if status == "ok" else 503)
+    status = service_of(request).describe_cluster()["status"]
+    return json_response(Readiness(status), 200 if status == "ok" else 503)
 
 
 async def generate(
@@ -239,26 +214,6 @@ async def _check_grammar(request: Request, asked: GenerationInput) -> Generation
 async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
     """Return the first delta of an answer."""
     return await anext(deltas)
-
-
-def _extras(model: ServedModel, asked: GenerationInput) -> Extras:
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in asked.prompts)
-    return Extras(
-        usage=asked.include_usage,
-        running=RunningUsage(prompt_tokens) if asked.running_usage else None,
-        service_tier=asked.service_tier,
-        prompt_token_ids=_prompt_token_ids(asked),
-        names_by_id=asked.names_by_id,
-        prompt_logprobs=asked.prompt_logprobs,
-        token_bytes=model.tokenizer.token_bytes,
-    )
-
-
-def _prompt_token_ids(asked: GenerationInput) -> list[list[int]]:
-    """Return those of each choice's prompt, if the response has token ids."""
-    if not asked.return_token_ids:
-        return []
-    return [prompt.token_ids for prompt in asked.prompts for _ in range(asked.n)]
 
 
 def service_of(request: Request) -> RouterService:

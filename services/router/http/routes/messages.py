@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagewire.services.router.http.api.anthropic.format import MessageFormat
+from pagewire.services.router.http.api.anthropic.objects import TokenCount
 from pagewire.services.router.http.connection.error_forms import MESSAGES_PATH
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.routes.generation import generate, json_response, read_request
@@ -23,8 +24,8 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a conversation's prompt has."""
     asked = await read_request(request, "message count")
-    found = {"input_tokens": len(asked.prompts[0].token_ids)}
-    return _with_id(request, json_response(found))
+    count = TokenCount(len(asked.prompts[0].token_ids))
+    return _with_id(request, json_response(count))
 
 
 def _with_id(request: Request, response: Response) -> Response:

@@ -17,6 +17,7 @@ from pagewire.services.router.http.api.responses.bodies import previous_id
 from pagewire.services.router.http.api.responses.format import ResponseFormat
 from pagewire.services.router.http.api.responses.input_items import ItemsQuery, page_of_input
 from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.api.responses.objects import DeletedResponse, InputTokenCount
 from pagewire.services.router.http.api.responses.store import ResponseStore, StoredResponse
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.connection.http_io import EventStream, cancel_on_disconnect
@@ -60,8 +61,7 @@ async def create_response(request: Request) -> Response:
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a request has."""
     asked = await _read(request, "response count")
-    found = {"object": "response.input_tokens", "input_tokens": len(asked.prompts[0].token_ids)}
-    return json_response(found)
+    return json_response(InputTokenCount(len(asked.prompts[0].token_ids)))
 
 
 @response_router.get("/v1/responses/{response_id}")
@@ -86,7 +86,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     key = record_of(request.scope).key
     await service_of(request).responses.remove(response_id, key)
-    return json_response({"id": response_id, "object": "response", "deleted": True})
+    return json_response(DeletedResponse(response_id))
 
 
 @response_router.post("/v1/responses/{response_id}/cancel")

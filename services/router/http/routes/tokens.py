@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagewire import __version__
+from pagewire.services.router.http.api.openai.objects import Detokenized, Tokenized, Version
 from pagewire.services.router.http.routes.generation import json_response, read_request, service_of
 
 token_router = APIRouter(redirect_slashes=False)
@@ -19,15 +19,10 @@ async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation's prompt."""
     asked, service = await read_request(request, "tokenize"), service_of(request)
     ids = asked.prompts[0].token_ids
-    found: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": service.max_model_len,
-        "tokens": ids,
-        "token_strs": None,
-    }
+    found = Tokenized(len(ids), service.max_model_len, ids)
     if asked.return_token_strs:
         name = service.model.tokenizer.token_strings
-        found["token_strs"] = await asyncio.to_thread(name, ids)  # a long prompt's take a while
+        found.token_strs = await asyncio.to_thread(name, ids)  # a long prompt's take a while
     return json_response(found)
 
 
@@ -35,10 +30,10 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     asked = await read_request(request, "detokenize")
-    return json_response({"prompt": asked.prompts[0].echo})
+    return json_response(Detokenized(asked.prompts[0].echo or ""))
 
 
 @token_router.get("/version")
 async def version() -> Response:
     """Return the server's version."""
-    return json_response({"version": __version__})
+    return json_response(Version(__version__))

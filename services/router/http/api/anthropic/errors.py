@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Final
 
-import msgspec
-
+from pagewire.services.router.http.api.anthropic.objects import (
+    MessageError,
+    MessageProblem,
+    ThreadProblem,
+)
 from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
 
 # Anthropic's name of the error by which clients learn that they must send whole conversations.
-THREAD_UNSUPPORTED = "thread_unsupported_request"
+THREAD_UNSUPPORTED: Final = "thread_unsupported_request"
 
 _KINDS = {
     401: "authentication_error",
@@ -22,18 +25,10 @@ _KINDS = {
 }
 
 
-def message_error(error: ApiError, request_id: str) -> bytes:
-    """Return the JSON error object of a request."""
+def message_error(error: ApiError, request_id: str) -> MessageError:
+    """Return the error object of a request."""
     otherwise = "api_error" if error.status >= SERVER_ERROR else "invalid_request_error"
-    said: dict[str, Any] = {
-        "type": _KINDS.get(error.status, otherwise),
-        "message": error.message,
-    }
+    problem = MessageProblem(_KINDS.get(error.status, otherwise), error.message)
     if error.code == THREAD_UNSUPPORTED:
-        said["details"] = {"error_code": error.code, "unsupported": ["thread"]}
-    return msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
-
-
-def message_error_event(error: ApiError, request_id: str) -> bytes:
-    """Return the event of an error in the middle of a stream, which ends it."""
-    return b"event: error\ndata: " + message_error(error, request_id) + b"\n\n"
+        problem.details = ThreadProblem(THREAD_UNSUPPORTED, ["thread"])
+    return MessageError(problem, request_id)

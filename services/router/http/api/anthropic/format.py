@@ -1,21 +1,34 @@
-"""Anthropic's response objects: messages and the events of their streams, as JSON."""
+"""Fills in Anthropic's response objects: messages and the events of their streams."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from pagewire.services.router.http.api.anthropic.objects import (
+    AnswerBlock,
+    AnsweredMessage,
+    AnswerText,
+    AnswerThinking,
+    AnswerToolUse,
+    EventDelta,
+    MessageEvent,
+    MessageUsage,
+    StopReason,
+)
 from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.formats import sse
 from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.api.openai.objects import Model
+from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import UNDECODABLE
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.tool_arguments import decode_arguments
-from pagewire.shared.tool_calls.answer import answer_parser, read_delta
 from pagewire.shared.tool_calls.events import (
     AnswerEvent,
     CallArguments,
@@ -24,8 +37,6 @@ from pagewire.shared.tool_calls.events import (
     ContentText,
     ReasoningText,
 )
-
-_encode = msgspec.json.encode
 
 
 class MessageFormat:
@@ -37,90 +48,83 @@ class MessageFormat:
     """
 
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        self._parser = None if asked.reading is None else answer_parser(model.syntax, asked.reading)
-        self._message: dict[str, Any] = {
-            "id": "msg_" + secrets.token_hex(12),
-            "type": "message",
-            "role": "assistant",
-            "model": asked.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
-        self._end: dict[str, Any] = {}  # how the answer ended
+        self._answer = ParsedAnswer(model, asked)
+        self._id, self._model = "msg_" + secrets.token_hex(12), asked.model
+        self._end = EventDelta()  # how the answer ended
         self._num_blocks = 0
-        self._open: str | None = None  # the type of the block that a stream is in
+        self._open: type[AnswerBlock] | None = None  # the type of the block that a stream is in
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming."""
         (answer,) = answers
-        content = _content(self._read(answer))
-        totals = {"usage": _usage(usage), **usage.extras}
-        return _encode({**self._message, "content": content, **self._ending(answer), **totals})
+        content = _content(self._answer.read(answer))
+        reason, stop = self._ending(answer)
+        return msgspec.json.encode(
+            self._message(
+                usage,
+                content=content,
+                stop_reason=reason,
+                stop_sequence=stop,
+                timings=usage.timings,
+            )
+        )
 
     def begin(self, usage: Usage) -> bytes:
         """Return the events at the beginning of a stream."""
-        message = {**self._message, "usage": _usage(usage)}
-        return _event("message_start", message=message) + _event("ping")
+        return _event("message_start", message=self._message(usage)) + _event("ping")
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the events of a delta; empty if there is nothing to send."""
-        parts = [self._events_of(event) for event in self._read(delta)]
+        parts = [self._events_of(event) for event in self._answer.read(delta)]
         if delta.finish_reason is not None:
-            self._end = self._ending(delta)
+            reason, stop = self._ending(delta)
+            self._end = EventDelta(stop_reason=reason, stop_sequence=stop)
             parts.append(self._close())
         return b"".join(parts)
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        ending = _event("message_delta", delta=self._end, usage=_usage(usage), **usage.extras)
+        ending = _event(
+            "message_delta", delta=self._end, usage=_usage(usage), timings=usage.timings
+        )
         return ending + _event("message_stop")
 
-    def _read(self, delta: TextDelta) -> list[AnswerEvent]:
-        if self._parser is None:
-            return [ContentText(delta.text)] if delta.text else []
-        return read_delta(self._parser, delta)
+    def _message(self, usage: Usage, **fields: Any) -> AnsweredMessage:
+        return AnsweredMessage(id=self._id, model=self._model, usage=_usage(usage), **fields)
 
-    def _ending(self, delta: TextDelta) -> dict[str, Any]:
-        """Return why an answer has ended."""
-        reason, stop = "end_turn", None
+    def _ending(self, delta: TextDelta) -> tuple[StopReason, str | None]:
+        """Return why an answer has ended, and the stop string that ended it."""
         if delta.finish_reason == "length":
-            reason = "max_tokens"
-        elif delta.stop_string is not None:
-            reason, stop = "stop_sequence", delta.stop_string
-        elif self._parser is not None and self._parser.has_calls:
-            reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": stop}
+            return "max_tokens", None
+        if delta.stop_string is not None:
+            return "stop_sequence", delta.stop_string
+        return "tool_use" if self._answer.has_calls else "end_turn", None
 
     def _events_of(self, event: AnswerEvent) -> bytes:
         match event:
             case ContentText(text):
-                begun = self._within("text", text="")
-                return begun + self._delta("text_delta", text=text)
+                return self._within(AnswerText("")) + self._delta(EventDelta("text_delta", text))
             case ReasoningText(text):
-                begun = self._within("thinking", thinking="", signature="")
-                return begun + self._delta("thinking_delta", thinking=text)
-            case CallBegin():
-                return self._close() + self._within(
-                    "tool_use", id=event.id, name=event.name, input={}
-                )
-            case CallArguments():
-                return self._delta("input_json_delta", partial_json=event.text)
+                begun = self._within(AnswerThinking(""))
+                return begun + self._delta(EventDelta("thinking_delta", thinking=text))
+            case CallBegin(_, call_id, name):
+                return self._close() + self._within(AnswerToolUse(call_id, name))
+            case CallArguments(_, text):
+                return self._delta(EventDelta("input_json_delta", partial_json=text))
             case CallEnd():
                 return self._close()
 
-    def _within(self, kind: str, **empty: Any) -> bytes:
-        """Begin a block of a type unless the stream is in one."""
-        if self._open == kind:
+    def _within(self, empty: AnswerBlock) -> bytes:
+        """Begin a block unless the stream is in one of its type."""
+        if self._open is type(empty):
             return b""
         closed = self._close()
-        self._open = kind
-        block = {"type": kind, **empty}
-        return closed + _event("content_block_start", index=self._num_blocks, content_block=block)
+        self._open = type(empty)
+        return closed + _event("content_block_start", index=self._num_blocks, content_block=empty)
 
-    def _delta(self, kind: str, **added: str) -> bytes:
-        delta = {"type": kind, **added}
-        return _event("content_block_delta", index=self._num_blocks, delta=delta)
+    def _delta(self, added: EventDelta) -> bytes:
+        event = MessageEvent("content_block_delta", index=self._num_blocks, delta=added)
+        return sse(event, event.type)
 
     def _close(self) -> bytes:
         if self._open is None:
@@ -130,53 +134,49 @@ class MessageFormat:
         return _event("content_block_stop", index=self._num_blocks - 1)
 
 
-def model_info(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model as Anthropic's clients know it.
-
-    Args:
-        record: the model as OpenAI's know it.
-    """
-    created = datetime.fromtimestamp(record["created"], UTC)
+def model_info(record: Model) -> dict[str, Any]:
+    """Return a model as Anthropic's clients know it."""
     return {
         "type": "model",
-        "id": record["id"],
-        "display_name": record["id"],
-        "created_at": created.isoformat(),
+        "id": record.id,
+        "display_name": record.id,
+        "created_at": datetime.fromtimestamp(record.created, UTC).isoformat(),
         "lifecycle": "active",
-        "max_input_tokens": record["max_model_len"],
-        "max_tokens": record["max_model_len"],
+        "max_input_tokens": record.max_model_len,
+        "max_tokens": record.max_model_len,
     }
 
 
-def model_list(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def model_list(records: Sequence[Model]) -> dict[str, Any]:
     """Return Anthropic's list of all models."""
     found = [model_info(record) for record in records]
     ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
     return {"data": found, "has_more": False, **ends}
 
 
-def _content(events: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+def _content(events: Sequence[AnswerEvent]) -> list[AnswerBlock]:
     """Return the blocks of a whole answer."""
-    blocks: list[tuple[dict[str, Any], str, list[str]]] = []
+    blocks: list[AnswerBlock] = []
+    calls: list[tuple[AnswerToolUse, list[str]]] = []
     for event in events:
+        last = blocks[-1] if blocks else None
         match event:
+            case ContentText(text) if isinstance(last, AnswerText):
+                last.text += text
             case ContentText(text):
-                if not blocks or blocks[-1][1] != "text":
-                    blocks.append(({"type": "text"}, "text", []))
-                blocks[-1][2].append(text)
+                blocks.append(AnswerText(text))
+            case ReasoningText(text) if isinstance(last, AnswerThinking):
+                last.thinking += text
             case ReasoningText(text):
-                if not blocks or blocks[-1][1] != "thinking":
-                    blocks.append(({"type": "thinking", "signature": ""}, "thinking", []))
-                blocks[-1][2].append(text)
-            case CallBegin():
-                call = {"type": "tool_use", "id": event.id, "name": event.name}
-                blocks.append((call, "input", []))
-            case CallArguments():
-                blocks[-1][2].append(event.text)
-    return [
-        {**block, key: _arguments("".join(texts)) if key == "input" else "".join(texts)}
-        for block, key, texts in blocks
-    ]
+                blocks.append(AnswerThinking(text))
+            case CallBegin(_, call_id, name):
+                calls.append((AnswerToolUse(call_id, name), []))
+                blocks.append(calls[-1][0])
+            case CallArguments(_, text):
+                calls[-1][1].append(text)
+    for call, arguments in calls:
+        call.input = _arguments("".join(arguments))
+    return blocks
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -187,16 +187,11 @@ def _arguments(text: str) -> dict[str, Any]:
         return {}
 
 
-def _usage(usage: Usage) -> dict[str, int]:
+def _usage(usage: Usage) -> MessageUsage:
     """Return the tokens as Anthropic counts them: those from the cache are not input."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
+    fresh = usage.prompt_tokens - usage.cached_tokens
+    return MessageUsage(fresh, usage.cached_tokens, usage.completion_tokens)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    data = _encode({"type": kind, **fields})
-    return b"event: " + kind.encode("ascii") + b"\ndata: " + data + b"\n\n"
+    return sse(MessageEvent(kind, **fields), kind)

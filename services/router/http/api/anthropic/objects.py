@@ -1,4 +1,4 @@
-"""The responses of Anthropic's Messages API as types, see answers/objects.py."""
+"""The responses of Anthropic's Messages API as types, see openai/objects.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from pagewire.services.router.http.api.openai.timing_objects import RequestTimings
+from pagewire.services.router.http.api.openai.timings import RequestTimings
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
@@ -24,7 +26,7 @@ class AnswerThinking(msgspec.Struct, tag_field="type", tag="thinking"):
     """
 
     thinking: str
-    signature: str
+    signature: str = ""
 
 
 class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -32,7 +34,10 @@ class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] = {}
+
+
+AnswerBlock = AnswerText | AnswerThinking | AnswerToolUse
 
 
 class MessageUsage(msgspec.Struct):
@@ -44,34 +49,50 @@ class MessageUsage(msgspec.Struct):
     """
 
     input_tokens: int
-    cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    cache_creation_input_tokens: int = 0
 
 
-class AnsweredMessage(msgspec.Struct):
+class AnsweredMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     """An answer."""
 
     id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
+    role: Literal["assistant"] = "assistant"
     model: str
-    content: list[AnswerText | AnswerThinking | AnswerToolUse]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    stop_sequence: str | None
+    content: list[AnswerBlock] = []
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
     usage: MessageUsage
     timings: RequestTimings | UnsetType = UNSET
 
 
+class EventDelta(msgspec.Struct):
+    """What an event adds to a block, or why the message ends."""
+
+    type: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
 class MessageEvent(msgspec.Struct):
-    """One event of a stream. Its other fields depend on its type, as in Anthropic's API.
+    """One event of a stream. Its type decides which other fields it has, as in Anthropic's API.
 
     Attributes:
         type: "message_start", "ping", "content_block_start", "content_block_delta",
-            "content_block_stop", "message_delta", "message_stop" or "error".
+            "content_block_stop", "message_delta" or "message_stop".
     """
 
     type: str
+    message: AnsweredMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: AnswerBlock | UnsetType = UNSET
+    delta: EventDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class TokenCount(msgspec.Struct):
@@ -99,9 +120,8 @@ class MessageProblem(msgspec.Struct):
     details: ThreadProblem | UnsetType = UNSET
 
 
-class MessageError(msgspec.Struct):
+class MessageError(msgspec.Struct, tag_field="type", tag="error"):
     """Anthropic's error object."""
 
-    type: Literal["error"]
     error: MessageProblem
     request_id: str

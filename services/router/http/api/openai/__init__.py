@@ -5,9 +5,9 @@
 
 `generation.py` makes token ids and parameters of completions and chats, and chooses `max_tokens` if
 a request gives none. `tokens.py` does so for `/tokenize` and `/detokenize`, `embeddings.py` for
-`/v1/embeddings`. `chats.py` and `prompts.py` are what these share. `parsed_chat.py` is the format
-of chats with tools or reasoning. `objects.py` and `timing_objects.py` have the types of all that is
-written, for the OpenAPI document; tests compare them with responses.
+`/v1/embeddings`. `chats.py` and `prompts.py` are what these share. `parsed_answer.py` finds
+tool calls and reasoning in an answer. `objects.py` and `timings.py` have the types that responses
+are encoded from, and that the OpenAPI document is made of.
 
 Read first: `schemas.py`, `generation.py`, `answer_set.py`, `formats.py`.
 

@@ -6,15 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.dispatch.times import Watch
 from pagewire.services.router.http.api.openai.backlog import Backlog
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.timings import RequestTimes, timings_field
+from pagewire.services.router.http.api.openai.timings import (
+    RequestTimes,
+    RequestTimings,
+    timings_field,
+)
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.base.aio import end_task
 from pagewire.shared.base.errors import InvalidRequestError
@@ -32,19 +36,14 @@ class Usage:
 
     Attributes:
         reasoning_tokens: completion tokens that are reasoning; None if it is not split off.
-        timings: the response's field of this name; None if it was not asked for.
+        timings: the response's field of this name, if it was asked for.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int | None = None
-    timings: dict[str, Any] | None = None
-
-    @property
-    def extras(self) -> dict[str, Any]:
-        """Pagewire's own fields, which a response has in addition to its usage."""
-        return {} if self.timings is None else {"timings": self.timings}
+    timings: RequestTimings | UnsetType = UNSET
 
 
 class AnswerSet:
@@ -126,7 +125,7 @@ class AnswerSet:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._asked.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self._answers),
             cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
-            timings=timings_field(self.times) if self._asked.timings else None,
+            timings=timings_field(self.times) if self._asked.timings else UNSET,
         )
 
     @property

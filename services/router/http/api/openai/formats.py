@@ -1,114 +1,61 @@
-"""OpenAI's response objects, full responses and stream chunks, as JSON."""
+"""Fills in OpenAI's response objects: full responses and the chunks of streams."""
 
 from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, Protocol, cast
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.openai.logprobs import (
     CompletionLogprobs,
     chat_logprobs,
     prompt_logprobs,
 )
-from pagewire.services.router.http.api.openai.running_usage import RunningUsage
+from pagewire.services.router.http.api.openai.objects import (
+    AnswerCall,
+    AnswerFunction,
+    AnswerMessage,
+    CachedTokens,
+    CallDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatFinish,
+    ChatLogprobs,
+    Completion,
+    CompletionChunk,
+    CompletionPart,
+    FunctionDelta,
+    MessageDelta,
+    Model,
+    PromptTokens,
+    ReasoningTokens,
+    TokenUsage,
+)
+from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
-from pagewire.shared.text.token_bytes import TokenBytes
+from pagewire.shared.tool_calls.answer import AnswerMessage as ReadMessage
+from pagewire.shared.tool_calls.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegin,
+    ContentText,
+    ReasoningText,
+)
 
 DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.encode
-
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """What responses carry beyond texts.
-
-    Attributes:
-        usage: a stream ends with a chunk that carries the usage.
-        running: each chunk carries the usage so far.
-        service_tier: named, as in OpenAI's responses to requests that name one.
-        prompt_token_ids: of each choice's prompt, if choices carry their `token_ids`. As vLLM has
-            it, a completion's choice has them, and of a chat the response; of a stream, the first
-            chunk.
-        names_by_id: log probabilities name tokens by their ids.
-        prompt_logprobs: a response without streaming has vLLM's field of this name.
-        token_bytes: the vocabulary; given if there are log probabilities.
-    """
-
-    usage: bool = False
-    running: RunningUsage | None = None
-    service_tier: bool = False
-    prompt_token_ids: Sequence[list[int]] = ()
-    names_by_id: bool = False
-    prompt_logprobs: bool = False
-    token_bytes: TokenBytes | None = None
-
-    def head(self, prefix: str, kind: str, model: str) -> dict[str, Any]:
-        """Return the fields that a response and all its chunks have."""
-        head = {
-            "id": prefix + secrets.token_hex(16),
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
-        return {**head, "service_tier": "default"} if self.service_tier else head
-
-    def event(self, head: dict[str, Any], choices: list[dict[str, Any]]) -> bytes:
-        """Return the event of a chunk."""
-        chunk = {**head, "choices": choices}
-        if self.running is not None:
-            chunk["usage"] = self.running.fields()
-        elif self.usage:
-            chunk["usage"] = None  # as OpenAI has it: null in all but the last chunk
-        return b"data: " + _encode(chunk) + b"\n\n"
-
-    def count(self, delta: TextDelta) -> None:
-        """Count a delta for the usage so far; to be called once for each."""
-        if self.running is not None:
-            self.running.add(delta)
-
-    def prompt(self, answer: TextDelta) -> dict[str, Any]:
-        """Return the field with the prompt's log probabilities, if the response has it."""
-        if not self.prompt_logprobs or self.token_bytes is None:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(answer.prompt_logprobs, self.token_bytes)}
-
-
-class _PlainEvents:
-    """Events that carry nothing but text: the rest is encoded once for each choice.
-
-    Args:
-        head: of the chunk.
-        choice: without its index, with an empty text.
-        empty: the field with the text in it, encoded.
-        extras: what all chunks carry, nothing that changes.
-    """
-
-    __slots__ = ("_around", "_choice", "_empty", "_extras", "_head")
-
-    def __init__(
-        self, head: dict[str, Any], choice: dict[str, Any], empty: bytes, extras: Extras
-    ) -> None:
-        self._head, self._choice, self._empty = head, choice, empty
-        self._extras = extras
-        self._around: dict[int, tuple[bytes, bytes]] = {}
-
-    def event(self, index: int, text: str) -> bytes:
-        """Return the event of a choice's text."""
-        around = self._around.get(index)
-        if around is None:
-            event = self._extras.event(self._head, [{"index": index, **self._choice}])
-            # No string within JSON has the field: its quotes would be escaped.
-            before, _, after = event.partition(self._empty)
-            around = self._around[index] = before + self._empty.removesuffix(b'""'), after
-        return around[0] + _encode(text) + around[1]
 
 
 class Format(Protocol):
@@ -131,227 +78,295 @@ class Format(Protocol):
         ...
 
 
-class _OpenAIFormat:
-    """Streams of OpenAI's form begin with the first delta."""
-
-    __slots__ = ()
-
-    def begin(self, usage: Usage) -> bytes:
-        """Return no events."""
-        return b""
-
-
-class CompletionFormat(_OpenAIFormat):
-    """Responses of `/v1/completions`.
+class _OpenAIFormat(ABC):
+    """What the responses of `/v1/completions` and `/v1/chat/completions` have in common.
 
     Args:
-        echoes: text in front of each answer.
-        logprobs: of each answer; empty if they are not asked for.
+        model: the model.
+        asked: the request.
+        chunk: the type of a stream's chunks.
+        prefix: of the responses' ids.
+        empty: the field with a chunk's text in it, encoded, when the text is empty.
     """
-
-    __slots__ = ("_echoes", "_extras", "_head", "_logprobs", "_may_be_plain", "_plain", "_unbegun")
 
     def __init__(
         self,
-        model: str,
-        echoes: Sequence[str],
-        extras: Extras,
-        logprobs: Sequence[CompletionLogprobs] = (),
+        model: ServedModel,
+        asked: GenerationInput,
+        chunk: type[CompletionChunk | ChatChunk],
+        prefix: str,
+        empty: bytes,
     ) -> None:
-        self._echoes, self._extras, self._logprobs = list(echoes), extras, logprobs
-        self._unbegun = set(range(len(echoes)))
-        self._head = extras.head("cmpl-", "text_completion", model)
-        choice = {"text": "", "logprobs": None, "finish_reason": None}
-        self._plain = _PlainEvents(self._head, choice, b'"text":""', extras)
-        self._may_be_plain = not (logprobs or extras.prompt_token_ids or extras.running)
-
-    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
-        """Return the response to a request without streaming; each answer is one part."""
-        choices = [
-            {
-                **self._choice(index, self._echoes[index] + answer.text, answer),
-                **self._prompt_ids(index),
-                **self._extras.prompt(answer),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        return _encode({**self._head, "choices": choices, **_totals(usage)})
-
-    def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
-        """Return the event of a delta; empty if there is nothing to send."""
-        text = delta.text
-        if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
-            return self._plain.event(index, text)
-        self._extras.count(delta)
-        echo, self._echoes[index] = self._echoes[index], ""
-        text = echo + text
-        choice = self._choice(index, text, delta)
-        if not text and delta.finish_reason is None and not _has_tokens(choice):
-            return b""
-        if index in self._unbegun:
-            self._unbegun.discard(index)
-            choice |= self._prompt_ids(index)
-        return self._extras.event(self._head, [choice])
-
-    def _prompt_ids(self, index: int) -> dict[str, Any]:
-        ids = self._extras.prompt_token_ids
-        return {"prompt_token_ids": ids[index]} if ids else {}
-
-    def _choice(self, index: int, text: str, delta: TextDelta) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": self._logprobs[index].of(delta) if self._logprobs else None,
-            "finish_reason": delta.finish_reason,
-            **_tokens(delta, self._extras),
+        self._asked, self._token_bytes = asked, model.tokenizer.token_bytes
+        self._prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        self._unbegun = set(range(len(self._prompts)))
+        self._head: dict[str, Any] = {
+            "id": prefix + secrets.token_hex(16),
+            "created": int(time.time()),
+            "model": asked.model,
+            "service_tier": "default" if asked.service_tier else UNSET,
         }
+        # As OpenAI has it, the usage is null in all chunks but the last.
+        self._chunk = chunk(**self._head, choices=[], usage=None if asked.include_usage else UNSET)
+        self._may_be_plain = not (asked.return_token_ids or asked.running_usage)
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._empty = empty
+        self._sent_tokens = 0
+
+    def begin(self, usage: Usage) -> bytes:
+        """Return no events: a stream begins with the first delta."""
+        return b""
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        return _last(self._head, usage, self._extras.usage)
-
-
-class ChatFormat(_OpenAIFormat):
-    """Responses of `/v1/chat/completions`."""
-
-    __slots__ = (
-        "_chunk_head",
-        "_extras",
-        "_head",
-        "_is_first",
-        "_may_be_plain",
-        "_plain",
-        "_unbegun",
-    )
-
-    def __init__(self, model: str, num_choices: int, extras: Extras) -> None:
-        self._extras = extras
-        self._unbegun, self._is_first = set(range(num_choices)), True
-        self._may_be_plain = not (extras.prompt_token_ids or extras.running)
-        self._head = extras.head("chatcmpl-", "chat.completion", model)
-        self._chunk_head = {**self._head, "object": "chat.completion.chunk"}
-        choice = {"delta": {"content": ""}, "logprobs": None, "finish_reason": None}
-        self._plain = _PlainEvents(self._chunk_head, choice, b'"content":""', extras)
-
-    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
-        """Return the response to a request without streaming; each answer is one part."""
-        choices = [
-            {
-                "index": index,
-                "message": self.message(index, answer),
-                "logprobs": self._logprobs(answer),
-                "finish_reason": self.finish_reason(index, answer),
-                **_tokens(answer, self._extras),
-            }
-            for index, answer in enumerate(answers)
-        ]
-        head = {**self._head, **self._prompt_ids(), **self._extras.prompt(answers[0])}
-        return _encode({**head, "choices": choices, **_totals(self.usage(usage))})
-
-    def message(self, index: int, answer: TextDelta) -> dict[str, Any]:
-        """Return the message of a whole answer."""
-        return {"role": "assistant", "content": answer.text, "refusal": None}
-
-    def finish_reason(self, index: int, delta: TextDelta) -> str | None:
-        """Return why an answer ends, None if it continues."""
-        return delta.finish_reason
+        usage = self.usage(usage)
+        total = token_usage(usage) if self._asked.include_usage else UNSET
+        if total is UNSET and usage.timings is UNSET:
+            return DONE
+        chunk = msgspec.structs.replace(self._chunk, choices=[], usage=total, timings=usage.timings)
+        return sse(chunk) + DONE
 
     def usage(self, usage: Usage) -> Usage:
         """Return the tokens of the request."""
         return usage
 
+    def _event(self, choice: CompletionPart | ChatChunkChoice) -> bytes:
+        """Return the event of a chunk with one choice."""
+        chunk: Any = self._chunk
+        chunk.choices = [choice]
+        if self._asked.running_usage:
+            prompt_tokens = sum(len(prompt.token_ids) for prompt in self._asked.prompts)
+            chunk.usage = TokenUsage(
+                prompt_tokens, self._sent_tokens, prompt_tokens + self._sent_tokens
+            )
+        return sse(chunk)
+
+    def _plain_event(self, index: int, text: str) -> bytes:
+        """Return the event of a choice's text; all but the text is encoded once for each choice."""
+        around = self._around.get(index)
+        if around is None:
+            # No string within JSON has the field: its quotes would be escaped.
+            before, _, after = self._event(self._text_choice(index)).partition(self._empty)
+            around = self._around[index] = before + self._empty.removesuffix(b'""'), after
+        return around[0] + _encode(text) + around[1]
+
+    @abstractmethod
+    def _text_choice(self, index: int) -> CompletionPart | ChatChunkChoice:
+        """Return what a chunk adds to a choice if that is nothing but an empty text."""
+
+    def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(token_ids) if self._asked.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, answer: TextDelta) -> PromptTokens | UnsetType:
+        if not self._asked.prompt_logprobs:
+            return UNSET
+        return prompt_logprobs(answer.prompt_logprobs, self._token_bytes)
+
+
+class CompletionFormat(_OpenAIFormat):
+    """Responses of `/v1/completions`."""
+
+    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
+        super().__init__(model, asked, CompletionChunk, "cmpl-", b'"text":""')
+        self._echoes = [prompt.echo or "" for prompt in self._prompts]
+        self._logprobs = [
+            CompletionLogprobs(
+                self._token_bytes,
+                None if prompt.echo is None else prompt.token_ids[0],
+                asked.names_by_id,
+            )
+            for prompt in self._prompts
+            if prompt.spec.logprobs is not None
+        ]
+        self._may_be_plain &= not self._logprobs
+
+    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
+        choices = []
+        for index, answer in enumerate(answers):
+            choice = self._choice(index, self._echoes[index] + answer.text, answer)
+            choice.prompt_token_ids = self._token_ids(self._prompts[index].token_ids)
+            choice.prompt_logprobs = self._prompt_logprobs(answer)
+            choices.append(choice)
+        total, timings = token_usage(usage), usage.timings
+        return _encode(Completion(**self._head, choices=choices, usage=total, timings=timings))
+
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
-        text, is_begun = delta.text, index not in self._unbegun
-        has_more = delta.finish_reason or delta.logprobs
-        if text and is_begun and self._may_be_plain and not has_more:
-            return self._plain.event(index, text)
-        content: dict[str, str] = {"content": text} if text else {}
-        if not is_begun:
-            self._unbegun.discard(index)
-            content = {"role": "assistant", "content": text}
-        return self.chunk(index, content, delta)
-
-    def chunk(self, index: int, content: dict[str, Any], delta: TextDelta) -> bytes:
-        """Return the event of what a delta adds to a message; empty if that is nothing."""
-        self._extras.count(delta)
-        choice = {
-            "index": index,
-            "delta": content,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": self.finish_reason(index, delta),
-            **_tokens(delta, self._extras),
-        }
-        if not content and delta.finish_reason is None and not _has_tokens(choice):
+        text = delta.text
+        if text and delta.finish_reason is None and self._may_be_plain and not self._echoes[index]:
+            return self._plain_event(index, text)
+        self._sent_tokens += len(delta.token_ids)
+        echo, self._echoes[index] = self._echoes[index], ""
+        choice = self._choice(index, echo + text, delta)
+        if not choice.text and delta.finish_reason is None and not _has_tokens(choice):
             return b""
-        head = self._chunk_head
-        if self._is_first:
-            head, self._is_first = {**head, **self._prompt_ids()}, False
-        return self._extras.event(head, [choice])
+        if index in self._unbegun:
+            self._unbegun.discard(index)
+            choice.prompt_token_ids = self._token_ids(self._prompts[index].token_ids)
+        return self._event(choice)
 
-    def _prompt_ids(self) -> dict[str, Any]:
-        ids = self._extras.prompt_token_ids
-        return {"prompt_token_ids": ids[0]} if ids else {}
+    def _text_choice(self, index: int) -> CompletionPart:
+        return CompletionPart(index, "")
 
-    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        extras = self._extras
-        if not delta.logprobs or extras.token_bytes is None:
+    def _choice(self, index: int, text: str, delta: TextDelta) -> CompletionPart:
+        logprobs = self._logprobs[index].of(delta) if self._logprobs else None
+        token_ids = self._token_ids(delta.token_ids)
+        return CompletionPart(index, text, logprobs, delta.finish_reason, token_ids)
+
+
+class ChatFormat(_OpenAIFormat):
+    """Responses of `/v1/chat/completions`."""
+
+    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
+        super().__init__(model, asked, ChatChunk, "chatcmpl-", b'"content":""')
+        self._answers = [ParsedAnswer(model, asked) for _ in range(asked.n)]
+        self._has_parts = asked.reading is not None
+        self._first_ids = self._token_ids(asked.prompts[0].token_ids)
+
+    def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
+        """Return the response to a request without streaming; each answer is one part."""
+        choices = [
+            ChatChoice(
+                index,
+                self._message(index, answer),
+                self._logprobs(answer),
+                cast(ChatFinish, self._finish_reason(index, answer)),
+                self._token_ids(answer.token_ids),
+            )
+            for index, answer in enumerate(answers)
+        ]
+        usage = self.usage(usage)
+        response = ChatCompletion(
+            **self._head,
+            choices=choices,
+            usage=token_usage(usage),
+            prompt_token_ids=self._first_ids,
+            prompt_logprobs=self._prompt_logprobs(answers[0]),
+            timings=usage.timings,
+        )
+        return _encode(response)
+
+    def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
+        """Return the event of a delta; empty if there is nothing to send."""
+        is_plain = self._may_be_plain and index not in self._unbegun
+        is_plain = is_plain and not (delta.finish_reason or delta.logprobs)
+        if is_plain and delta.text and not self._has_parts:
+            return self._plain_event(index, delta.text)
+        added = self._added(index, delta)
+        has_parts = bool(added.reasoning or added.tool_calls)
+        if is_plain and added.content and not has_parts:
+            return self._plain_event(index, added.content)
+        is_empty = not (added.content or has_parts)
+        self._sent_tokens += len(delta.token_ids)
+        if index in self._unbegun:
+            self._unbegun.discard(index)
+            added.role, is_empty = "assistant", False
+            if added.content is UNSET:
+                added.content = None if self._has_parts else ""
+        choice = ChatChunkChoice(
+            index,
+            added,
+            self._logprobs(delta),
+            self._finish_reason(index, delta),
+            self._token_ids(delta.token_ids),
+        )
+        if is_empty and delta.finish_reason is None and not _has_tokens(choice):
+            return b""
+        chunk: Any = self._chunk
+        chunk.prompt_token_ids, self._first_ids = self._first_ids, UNSET
+        return self._event(choice)
+
+    def usage(self, usage: Usage) -> Usage:
+        """Return the tokens of the request, those of reasoning included."""
+        counts = [answer.reasoning_tokens for answer in self._answers]
+        known = [count for count in counts if count is not None]
+        return replace(usage, reasoning_tokens=sum(known) if known else None)
+
+    def _text_choice(self, index: int) -> ChatChunkChoice:
+        return ChatChunkChoice(index, MessageDelta(content=""))
+
+    def _added(self, index: int, delta: TextDelta) -> MessageDelta:
+        if not self._has_parts:
+            return MessageDelta(content=delta.text or UNSET)
+        return _added(self._answers[index].read(delta))
+
+    def _message(self, index: int, answer: TextDelta) -> AnswerMessage:
+        found = ReadMessage.of(self._answers[index].read(answer))
+        calls = [
+            AnswerCall(call.id, AnswerFunction(call.name, call.arguments))
+            for call in found.tool_calls
+        ]
+        message = AnswerMessage(found.content, tool_calls=calls or UNSET)
+        if found.reasoning is not None:
+            message.reasoning = message.reasoning_content = found.reasoning
+        return message
+
+    def _finish_reason(self, index: int, delta: TextDelta) -> ChatFinish | None:
+        """Return why an answer ends: one that was not cut ends with its calls, if it has any.
+
+        As OpenAI has it, the call of a function that the request names ends as a text does.
+        """
+        reading = self._asked.reading
+        if delta.finish_reason != "stop" or reading is None or reading.is_named:
+            return delta.finish_reason
+        return "tool_calls" if self._answers[index].has_calls else "stop"
+
+    def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
+        if not delta.logprobs:
             return None
-        return chat_logprobs(delta.logprobs, extras.token_bytes, extras.names_by_id)
-
-    def last(self, usage: Usage) -> bytes:
-        """Return the events at the end of a stream."""
-        return _last(self._chunk_head, self.usage(usage), self._extras.usage)
+        return chat_logprobs(delta.logprobs, self._token_bytes, self._asked.names_by_id)
 
 
-def error_event(body: bytes) -> bytes:
-    """Return the event of an error in the middle of a stream."""
-    return b"data: " + body + b"\n\n"
+def sse(data: object, kind: str | None = None) -> bytes:
+    """Return a server-sent event.
+
+    Args:
+        data: encoded as JSON.
+        kind: of the event; None: it has none.
+    """
+    if kind is None:
+        return b"data: " + _encode(data) + b"\n\n"
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
 
 
-def model_record(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
+def model_record(model: ServedModel, name: str, max_model_len: int) -> Model:
     """Return the model object, by one of the model's names."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "pagewire",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": max_model_len,
-    }
+    return Model(name, model.created, model.name, max_model_len)
 
 
-def _has_tokens(choice: dict[str, Any]) -> bool:
-    return choice["logprobs"] is not None or bool(choice.get("token_ids"))
+def token_usage(usage: Usage) -> TokenUsage:
+    """Return the `usage` of a response."""
+    reasoning = usage.reasoning_tokens
+    return TokenUsage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        CachedTokens(usage.cached_tokens),
+        UNSET if reasoning is None else ReasoningTokens(reasoning),
+    )
 
 
-def _tokens(part: TextDelta, extras: Extras) -> dict[str, list[int]]:
-    return {"token_ids": list(part.token_ids)} if extras.prompt_token_ids else {}
+def _added(events: Sequence[AnswerEvent]) -> MessageDelta:
+    """Return what events add to a message."""
+    content, reasoning = "", ""
+    calls: dict[int, CallDelta] = {}
+    for event in events:
+        match event:
+            case ContentText(text):
+                content += text
+            case ReasoningText(text):
+                reasoning += text
+            case CallBegin(index, call_id, name):
+                calls[index] = CallDelta(index, FunctionDelta(name=name), call_id, "function")
+            case CallArguments(index, text):
+                call = calls.setdefault(index, CallDelta(index, FunctionDelta()))
+                call.function.arguments += text
+    added = MessageDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
+    if reasoning:  # vLLM's name of today and the older one
+        added.reasoning = added.reasoning_content = reasoning
+    return added
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
-    if usage.reasoning_tokens is not None:
-        fields["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return fields
-
-
-def _totals(usage: Usage) -> dict[str, Any]:
-    """Return the fields of a request as a whole, once it is answered."""
-    return {"usage": _usage(usage), **usage.extras}
-
-
-def _last(head: dict[str, Any], usage: Usage, with_usage: bool) -> bytes:
-    fields = _totals(usage)
-    if not with_usage:
-        del fields["usage"]
-    if not fields:
-        return DONE
-    chunk = {**head, "choices": [], **fields}
-    return b"data: " + _encode(chunk) + b"\n\n" + DONE
+def _has_tokens(choice: CompletionPart | ChatChunkChoice) -> bool:
+    return choice.logprobs is not None or bool(choice.token_ids)

@@ -85,14 +85,14 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
 
     model: str
     prompts: tuple[PromptInput, ...]
-    n: int
-    rules: TextRules
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
-    generates: bool
-    prompt_logprobs: bool
-    unknown_fields: int
+    n: int = 1
+    rules: TextRules = TextRules()
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    generates: bool = True
+    prompt_logprobs: bool = False
+    unknown_fields: int = 0
     running_usage: bool = False
     names_by_id: bool = False
     service_tier: bool = False
@@ -238,18 +238,8 @@ def counted_input(
         unknown_fields: how many the request had.
         model: the model.
     """
-    return GenerationInput(
-        model=name,
-        prompts=(PromptInput(ids, _spec(SamplingParams(), 1, model)),),
-        n=1,
-        rules=TextRules(),
-        stream=False,
-        include_usage=False,
-        return_token_ids=True,
-        generates=False,
-        prompt_logprobs=False,
-        unknown_fields=unknown_fields,
-    )
+    prompt = PromptInput(ids, _spec(SamplingParams(), 1, model))
+    return GenerationInput(name, (prompt,), generates=False, unknown_fields=unknown_fields)
 
 
 def _input(

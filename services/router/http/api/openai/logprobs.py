@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import Any
 
-from pagewire.shared.request.logprobs import Logprobs, Token
+from pagewire.services.router.http.api.openai.objects import (
+    ChatLogprobs,
+    ChatToken,
+    CompletionTokens,
+    PromptToken,
+    PromptTokens,
+    TopToken,
+)
+from pagewire.shared.request.logprobs import Token
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.token_bytes import TokenBytes
 
@@ -26,7 +33,7 @@ def name_by_id(token_id: int) -> str:
 
 def chat_logprobs(
     tokens: Iterable[Token], token_bytes: TokenBytes, by_id: bool = False
-) -> dict[str, Any]:
+) -> ChatLogprobs:
     """Return the `logprobs` of a chat choice, or of a part of it.
 
     Args:
@@ -35,34 +42,34 @@ def chat_logprobs(
         by_id: tokens are named by their ids.
     """
 
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> tuple[str, float, list[int]]:
         raw = token_bytes.of(token_id)
         text = name_by_id(token_id) if by_id else raw.decode(errors="replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(raw)}
+        return text, finite(logprob), list(raw)
 
-    content = [
-        {**entry(token.id, token.logprob), "top_logprobs": [entry(*each) for each in token.top]}
-        for token in tokens
-    ]
-    return {"content": content, "refusal": None}
+    return ChatLogprobs(
+        [
+            ChatToken(
+                *entry(token.id, token.logprob), [TopToken(*entry(*each)) for each in token.top]
+            )
+            for token in tokens
+        ]
+    )
 
 
-def prompt_logprobs(
-    tokens: Iterable[Token] | None, token_bytes: TokenBytes
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Iterable[Token] | None, token_bytes: TokenBytes) -> PromptTokens:
     """Return vLLM's `prompt_logprobs`: null for the first token, then by token id.
 
     Args:
         tokens: all but the prompt's first; None if it has no other.
         token_bytes: the vocabulary.
     """
-    found: list[dict[str, Any] | None] = [None]
+    found: PromptTokens = [None]
     for token in tokens or ():
-        position: dict[str, Any] = {}
+        position: dict[str, PromptToken] = {}
         ranked = [(*each, rank) for rank, each in enumerate(token.top, start=1)]
         for token_id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]:
-            text = token_bytes.text(token_id)
-            entry = {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+            entry = PromptToken(finite(logprob), rank, token_bytes.text(token_id))
             position.setdefault(str(token_id), entry)
         found.append(position)
     return found
@@ -83,38 +90,30 @@ class CompletionLogprobs:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, delta: TextDelta) -> dict[str, Any] | None:
+    def of(self, delta: TextDelta) -> CompletionTokens | None:
         """Return the tokens of a part of the choice; None if there are none."""
-        columns: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+        columns = CompletionTokens()
         first, self._echoed = self._echoed, None
         if first is not None:
             self._add(columns, first, None, None)
         for part in (delta.prompt_logprobs, delta.logprobs):
-            self._add_all(columns, part)
-        return columns if columns["tokens"] else None
-
-    def _add_all(self, columns: dict[str, Any], part: Logprobs | None) -> None:
-        for token in part or ():
-            top: dict[str, float] = {}
-            for token_id, logprob in [*token.top, (token.id, token.logprob)]:
-                top.setdefault(self._name(token_id), finite(logprob))
-            self._add(columns, token.id, finite(token.logprob), top)
+            for token in part or ():
+                top: dict[str, float] = {}
+                for token_id, logprob in [*token.top, (token.id, token.logprob)]:
+                    top.setdefault(self._name(token_id), finite(logprob))
+                self._add(columns, token.id, finite(token.logprob), top)
+        return columns if columns.tokens else None
 
     def _add(
         self,
-        columns: dict[str, Any],
+        columns: CompletionTokens,
         token_id: int,
         logprob: float | None,
         top: dict[str, float] | None,
     ) -> None:
-        columns["tokens"].append(self._name(token_id))
-        columns["token_logprobs"].append(logprob)
-        columns["top_logprobs"].append(top)
-        columns["text_offset"].append(self._offset)
+        columns.tokens.append(self._name(token_id))
+        columns.token_logprobs.append(logprob)
+        columns.top_logprobs.append(top)
+        columns.text_offset.append(self._offset)
         if not self._bytes.is_special(token_id):
             self._offset += len(self._decoder.decode(self._bytes.of(token_id)))

@@ -1,7 +1,7 @@
 """The responses of OpenAI's and vLLM's routes, and their errors, as types.
 
-The OpenAPI document (openapi/document.py) is made from these types, and tests compare responses
-with them. `formats.py` writes the responses. The default of a field that may be missing is `UNSET`.
+Responses are encoded from these types, and the OpenAPI document (openapi/document.py) is made from
+them. `formats.py` fills them in. The default of a field that may be missing is `UNSET`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from pagewire.services.router.http.api.openai.timing_objects import RequestTimings
+from pagewire.services.router.http.api.openai.timings import RequestTimings
 
 Finish = Literal["stop", "length"]
+ChatFinish = Finish | Literal["tool_calls"]
 UnixTime = Annotated[int, Meta(description="seconds since 1970")]
 
 
@@ -29,7 +30,7 @@ class ReasoningTokens(msgspec.Struct):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """The tokens of a request."""
 
     prompt_tokens: int
@@ -47,19 +48,30 @@ class PromptToken(msgspec.Struct):
     decoded_token: str
 
 
+PromptTokens = list[dict[str, PromptToken] | None]
 PromptLogprobs = Annotated[
-    list[dict[str, PromptToken] | None],
+    PromptTokens,
     Meta(description="for each token of the prompt, by token id; null for the first"),
 ]
 
 
-class CompletionLogprobs(msgspec.Struct):
+class AnswerHead(msgspec.Struct, kw_only=True):
+    """What all responses have whose answers are generated."""
+
+    id: str
+    object: str
+    created: UnixTime
+    model: str
+    service_tier: str | UnsetType = UNSET
+
+
+class CompletionTokens(msgspec.Struct):
     """Tokens of a completion, in four lists of one length; a prompt's first token has null."""
 
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
 
 
 class CompletionPart(msgspec.Struct):
@@ -73,27 +85,14 @@ class CompletionPart(msgspec.Struct):
 
     index: int
     text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Finish | None
+    logprobs: CompletionTokens | None = None
+    finish_reason: Finish | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct):
-    """The answers to a request for completions, prompts times n."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: UnixTime
-    model: str
-    choices: list[CompletionPart]
-    usage: Usage
-    service_tier: str | UnsetType = UNSET
-    timings: RequestTimings | UnsetType = UNSET
-
-
-class CompletionChunk(msgspec.Struct):
+class CompletionChunk(AnswerHead, kw_only=True):
     """One event of a stream of completions; "data: [DONE]" is the last.
 
     Attributes:
@@ -101,14 +100,21 @@ class CompletionChunk(msgspec.Struct):
         timings: of the last chunk.
     """
 
-    id: str
-    object: Literal["text_completion"]
-    created: UnixTime
-    model: str
+    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionPart]
-    usage: Usage | UnsetType | None = UNSET
-    service_tier: str | UnsetType = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
     timings: RequestTimings | UnsetType = UNSET
+
+
+class Completion(CompletionChunk, kw_only=True):
+    """The answers to a request for completions, prompts times n.
+
+    Attributes:
+        usage: of all answers.
+        timings: if they are asked for.
+    """
+
+    usage: TokenUsage
 
 
 class TopToken(msgspec.Struct):
@@ -133,7 +139,7 @@ class ChatLogprobs(msgspec.Struct):
     """The tokens of an answer."""
 
     content: list[ChatToken]
-    refusal: None
+    refusal: None = None
 
 
 class AnswerFunction(msgspec.Struct):
@@ -151,8 +157,8 @@ class AnswerCall(msgspec.Struct):
     """A call in an answer."""
 
     id: str
-    type: Literal["function"]
     function: AnswerFunction
+    type: Literal["function"] = "function"
 
 
 class AnswerMessage(msgspec.Struct):
@@ -163,9 +169,9 @@ class AnswerMessage(msgspec.Struct):
         reasoning_content: the same by its older name.
     """
 
-    role: Literal["assistant"]
     content: str | None
-    refusal: None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[AnswerCall] | UnsetType = UNSET
@@ -181,24 +187,20 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | Literal["tool_calls"]
+    finish_reason: ChatFinish
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(AnswerHead, kw_only=True):
     """The n answers to a conversation.
 
     Attributes:
         prompt_token_ids: with return_token_ids.
     """
 
-    id: str
-    object: Literal["chat.completion"]
-    created: UnixTime
-    model: str
+    object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
-    usage: Usage
-    service_tier: str | UnsetType = UNSET
+    usage: TokenUsage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
@@ -207,7 +209,7 @@ class ChatCompletion(msgspec.Struct):
 class FunctionDelta(msgspec.Struct):
     """What a chunk adds to a called function; the name comes once."""
 
-    arguments: str
+    arguments: str = ""
     name: str | UnsetType = UNSET
 
 
@@ -235,12 +237,12 @@ class ChatChunkChoice(msgspec.Struct):
 
     index: int
     delta: MessageDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: Finish | Literal["tool_calls"] | None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinish | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(AnswerHead, kw_only=True):
     """One event of a chat's stream; "data: [DONE]" is the last.
 
     Attributes:
@@ -249,13 +251,9 @@ class ChatChunk(msgspec.Struct):
         prompt_token_ids: of the first chunk, with return_token_ids.
     """
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: UnixTime
-    model: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
-    service_tier: str | UnsetType = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     timings: RequestTimings | UnsetType = UNSET
 
@@ -269,12 +267,12 @@ class Model(msgspec.Struct):
     """
 
     id: str
-    object: Literal["model"]
     created: UnixTime
-    owned_by: str
     root: str
-    parent: None
     max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "pagewire"
+    parent: None = None
 
 
 class Models(msgspec.Struct):
@@ -283,8 +281,8 @@ class Models(msgspec.Struct):
     Requests with the header `anthropic-version` get the list in Anthropic's form.
     """
 
-    object: Literal["list"]
     data: list[Model]
+    object: Literal["list"] = "list"
 
 
 class Embedding(msgspec.Struct):
@@ -294,9 +292,9 @@ class Embedding(msgspec.Struct):
         embedding: numbers, or base64 of little-endian 32-bit ones.
     """
 
-    object: Literal["embedding"]
     index: int
     embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
 
 
 class InputUsage(msgspec.Struct):
@@ -309,10 +307,10 @@ class InputUsage(msgspec.Struct):
 class Embeddings(msgspec.Struct):
     """The embeddings of all inputs, in their order."""
 
-    object: Literal["list"]
     data: list[Embedding]
     model: str
     usage: InputUsage
+    object: Literal["list"] = "list"
 
 
 class Tokenized(msgspec.Struct):
@@ -325,7 +323,7 @@ class Tokenized(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None
+    token_strs: list[str | None] | None = None
 
 
 class Detokenized(msgspec.Struct):

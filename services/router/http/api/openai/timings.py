@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from pagewire.services.router.dispatch.times import AnswerTimes
 from pagewire.shared.base.errors import InvalidRequestError
@@ -12,6 +15,91 @@ from pagewire.shared.control.protocol import Timings
 
 HEADER = "x-pagewire-timings"
 _VALUES = {None: False, "0": False, "1": True}
+
+Milliseconds = Annotated[float, Meta(ge=0, description="milliseconds")]
+
+
+class CachedPart(msgspec.Struct):
+    """Which of a prompt's tokens were cached.
+
+    Attributes:
+        tokens: cached on the worker that computed the rest of the prompt.
+        is_local: whether that worker is the decode worker itself.
+        decode_worker_tokens: those that the decode worker had cached.
+    """
+
+    tokens: int
+    worker: str
+    is_local: bool
+    decode_worker_tokens: int
+
+
+class PrefillPart(msgspec.Struct):
+    """The computation of a prompt."""
+
+    worker: str
+    queued_ms: Milliseconds
+    ms: Milliseconds
+    chunks: int
+
+
+class TransferPart(msgspec.Struct):
+    """The transfer of KV blocks.
+
+    Attributes:
+        ms: from the first segment to the last block.
+        after_first_token_ms: from the first token to the last block; about 0 if that came before.
+        bytes: all that were sent, with checksums.
+    """
+
+    ms: Milliseconds
+    after_first_token_ms: Milliseconds
+    bytes: int
+    segments: int
+    carrier: str | None
+
+
+class DecodePart(msgspec.Struct, kw_only=True):
+    """The steps that computed the tokens after the first one."""
+
+    worker: str | None
+    queued_ms: Milliseconds | None = None
+    steps: int
+    ms: Milliseconds
+    mean_step_ms: Milliseconds | None
+    p99_step_ms: Milliseconds | None
+
+
+class ChoiceTimings(msgspec.Struct, kw_only=True):
+    """Where the time of one answer went.
+
+    Attributes:
+        placed_ms: until it was sent to a decode worker.
+        migrations: how often it changed its decode worker.
+        workers: all decode workers that it had.
+    """
+
+    index: int
+    placed_ms: Milliseconds
+    cached: CachedPart | None = None
+    prefill: PrefillPart | None = None
+    transfer: TransferPart | None = None
+    decode: DecodePart
+    migrations: int
+    workers: list[str]
+
+
+class RequestTimings(msgspec.Struct):
+    """Where the time of a request went.
+
+    Attributes:
+        router_ms: until its body was read, checked and tokenized.
+    """
+
+    router_ms: Milliseconds
+    first_token_ms: Milliseconds | None
+    total_ms: Milliseconds
+    choices: list[ChoiceTimings]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,73 +135,59 @@ def wants_timings(header: str | None) -> bool:
         raise InvalidRequestError(f"the header {HEADER} must be 1 or 0", HEADER) from exc
 
 
-def timings_field(times: RequestTimes) -> dict[str, Any]:
+def timings_field(times: RequestTimes) -> RequestTimings:
     """Return the field `timings` of a response."""
-    return {
-        "router_ms": _ms(times.router_s),
-        "first_token_ms": None if times.first_token_s is None else _ms(times.first_token_s),
-        "total_ms": _ms(times.total_s),
-        "choices": [_choice(index, answer) for index, answer in enumerate(times.answers)],
-    }
+    return RequestTimings(
+        router_ms=_ms(times.router_s),
+        first_token_ms=None if times.first_token_s is None else _ms(times.first_token_s),
+        total_ms=_ms(times.total_s),
+        choices=[_choice(index, answer) for index, answer in enumerate(times.answers)],
+    )
 
 
-def _choice(index: int, times: AnswerTimes) -> dict[str, Any]:
-    reported, decode_worker = times.reported, times.decode_worker
-    choice: dict[str, Any] = {
-        "index": index,
-        "placed_ms": _ms(times.placed_s),
-        "cached": None,
-        "prefill": None,
-        "transfer": None,
-        "decode": _decode(times),
-        "migrations": times.migrations,
-        "workers": list(times.workers),
-    }
-    if reported is not None:
-        is_remote = reported.prefill_worker is not None
-        prefill_worker = reported.prefill_worker or decode_worker
-        choice["decode"]["queued_ms"] = _ms(reported.wait_s) if is_remote else 0.0
-        choice["cached"] = {
-            "tokens": reported.cached_tokens,
-            "worker": prefill_worker,
-            "is_local": not is_remote,
-            "decode_worker_tokens": reported.held_tokens if is_remote else reported.cached_tokens,
-        }
-        choice["prefill"] = {
-            "worker": prefill_worker,
-            "queued_ms": _ms(reported.queue_s),
-            "ms": _ms(reported.prefill_s),
-            "chunks": reported.chunks,
-        }
-        choice["transfer"] = _transfer(reported)
+def _choice(index: int, times: AnswerTimes) -> ChoiceTimings:
+    choice = ChoiceTimings(
+        index=index,
+        placed_ms=_ms(times.placed_s),
+        decode=_decode(times),
+        migrations=times.migrations,
+        workers=list(times.workers),
+    )
+    if (said := times.reported) is not None:
+        is_local = said.prefill_worker is None
+        worker = said.prefill_worker or times.decode_worker or ""
+        held = said.cached_tokens if is_local else said.held_tokens
+        choice.decode.queued_ms = 0.0 if is_local else _ms(said.wait_s)
+        choice.cached = CachedPart(said.cached_tokens, worker, is_local, held)
+        choice.prefill = PrefillPart(worker, _ms(said.queue_s), _ms(said.prefill_s), said.chunks)
+        choice.transfer = _transfer(said)
     return choice
 
 
-def _transfer(reported: Timings) -> dict[str, Any] | None:
+def _transfer(said: Timings) -> TransferPart | None:
     """Return what is known of the KV transfer; None if no other worker sent KV blocks."""
-    if not reported.segments:
+    if not said.segments:
         return None
-    return {
-        "ms": _ms(reported.arriving_s),
-        "after_first_token_ms": _ms(reported.transfer_s),
-        "bytes": reported.kv_bytes,
-        "segments": reported.segments,
-        "carrier": reported.carrier,
-    }
+    return TransferPart(
+        ms=_ms(said.arriving_s),
+        after_first_token_ms=_ms(said.transfer_s),
+        bytes=said.kv_bytes,
+        segments=said.segments,
+        carrier=said.carrier,
+    )
 
 
-def _decode(times: AnswerTimes) -> dict[str, Any]:
+def _decode(times: AnswerTimes) -> DecodePart:
     steps = times.num_steps
     gaps = sorted(times.gaps or ())
-    return {
-        "worker": times.decode_worker,
-        "queued_ms": None,
-        "steps": steps,
-        "ms": _ms(times.decode_s),
-        "mean_step_ms": _ms(times.decode_s / steps) if steps else None,
+    return DecodePart(
+        worker=times.decode_worker,
+        steps=steps,
+        ms=_ms(times.decode_s),
+        mean_step_ms=_ms(times.decode_s / steps) if steps else None,
         # By nearest rank, so that it is the time of an actual step.
-        "p99_step_ms": _ms(gaps[(99 * len(gaps) + 99) // 100 - 1]) if gaps else None,
-    }
+        p99_step_ms=_ms(gaps[(99 * len(gaps) + 99) // 100 - 1]) if gaps else None,
+    )
 
 
 def _ms(seconds: float) -> float:

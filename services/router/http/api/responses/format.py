@@ -1,4 +1,4 @@
-"""OpenAI's response object and the events of its stream, as JSON."""
+"""Fills in OpenAI's response object and the events of its stream."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from typing import Any
 import msgspec
 
 from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.formats import sse
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.parsed_chat import ParsedAnswer
+from pagewire.services.router.http.api.openai.objects import ReasoningTokens
+from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.http.api.openai.response_turn import ResponseTurn
-from pagewire.services.router.http.api.responses.items import Event, OutputItems
+from pagewire.services.router.http.api.responses.items import OutputItems
 from pagewire.services.router.http.api.responses.logprobs import PendingLogprobs
+from pagewire.services.router.http.api.responses.objects import (
+    Incomplete,
+    InputTokens,
+    Response,
+    ResponseError,
+    ResponseEvent,
+    ResponseStatus,
+    ResponseUsage,
+)
 from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
-from pagewire.shared.tool_calls.events import AnswerEvent, ContentText
 
 OVERLOADED = 429
 ID_PREFIX = "resp_"
 
 _encode = msgspec.json.encode
-_ENDS = {
-    "completed": "response.completed",
-    "incomplete": "response.incomplete",
-    "failed": "response.failed",
-}
 
 
 class ResponseFormat:
@@ -51,11 +56,10 @@ class ResponseFormat:
         self._created_at = int(time.time())
         self._logprobs = PendingLogprobs(model.tokenizer.token_bytes) if turn.has_logprobs else None
         self._output = OutputItems(self._logprobs)
-        self._answer = None if asked.reading is None else ParsedAnswer(model, asked, asked.reading)
-        self._status, self._num_events = "in_progress", 0
-        self._error: dict[str, Any] | None = None
-        self._usage: dict[str, Any] | None = None
-        self._extras: dict[str, Any] = {}
+        self._answer = ParsedAnswer(model, asked)
+        self._status: ResponseStatus = "in_progress"
+        self._num_events = 0
+        self._error: ResponseError | None = None
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response object of a whole answer."""
@@ -64,17 +68,21 @@ class ResponseFormat:
         return self.finished(usage)
 
     def begin(self, usage: Usage) -> bytes:
-        """Return the events at the beginning of a stream."""
-        return self._begin()
+        """Return the events at the beginning of a stream, once."""
+        if self._num_events:
+            return b""
+        response = self._object("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return self._events(ResponseEvent(type=kind, response=response) for kind in kinds)
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the events of a delta; empty if there is nothing to send."""
-        return self._begin() + self._events(self._read(delta))
+        return self._events(self._read(delta))
 
     def last(self, usage: Usage) -> bytes:
         """Return the event at the end of a stream."""
-        response = msgspec.Raw(self.finished(usage))
-        return self._begin() + self._events([{"type": _ENDS[self._status], "response": response}])
+        response: Any = msgspec.Raw(self.finished(usage))
+        return self._events([ResponseEvent(type=f"response.{self._status}", response=response)])
 
     def fail(self, error: ApiError) -> None:
         """Note an error in the middle of a stream."""
@@ -82,78 +90,61 @@ class ResponseFormat:
         if error.status >= SERVER_ERROR:
             code = "server_error"
         self._output.close("incomplete")
-        self._status, self._error = "failed", {"code": code, "message": error.message}
+        self._status, self._error = "failed", ResponseError(code, error.message)
         self.is_stored = False
 
     def finished(self, usage: Usage) -> bytes:
         """Return the response object as it is at the end."""
+        fields: dict[str, Any] = {"output": self._output.items, "error": self._error}
         if self._status != "failed":
-            self._usage, self._extras = self._usage_of(usage), usage.extras
-        return self._object()
+            fields |= {"usage": self._usage_of(usage), "timings": usage.timings}
+        if self._status == "completed":
+            fields["completed_at"] = int(time.time())
+        if self._status == "incomplete":
+            fields["incomplete_details"] = Incomplete()
+        return _encode(self._object(self._status, **fields))
 
     def conversation(self) -> bytes:
         """Return the items of the conversation, the answer's included, as a JSON list."""
         before, output = self.turn.items[1:-1], _encode(self._output.items)[1:-1]
         return b"".join((b"[", before, b"," if before else b"", output, b"]"))
 
-    def _read(self, delta: TextDelta) -> list[Event]:
+    def _read(self, delta: TextDelta) -> list[ResponseEvent]:
         if self._logprobs is not None:
             self._logprobs.push(delta.logprobs)
-        events = self._output.add(self._found(delta))
+        events = self._output.add(self._answer.read(delta))
         if delta.finish_reason is not None:
             is_cut = delta.finish_reason == "length"
             events += self._output.end(is_cut)
             self._status = "incomplete" if is_cut else "completed"
         return events
 
-    def _found(self, delta: TextDelta) -> Iterable[AnswerEvent]:
-        if self._answer is not None:
-            return self._answer.read(delta)
-        return [ContentText(delta.text)] if delta.text else []
-
-    def _begin(self) -> bytes:
-        """Return the events at the start of a stream, once."""
-        if self._num_events:
-            return b""
-        status, self._status = self._status, "in_progress"
-        response = msgspec.Raw(self._object(is_begun=False))
-        self._status = status
-        kinds = ("response.created", "response.in_progress")
-        return self._events({"type": kind, "response": response} for kind in kinds)
-
-    def _events(self, events: Iterable[Event]) -> bytes:
+    def _events(self, events: Iterable[ResponseEvent]) -> bytes:
         chunks = []
         for event in events:
-            numbered = {"type": event["type"], "sequence_number": self._num_events, **event}
+            event.sequence_number = self._num_events
             self._num_events += 1
-            chunks.append(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(numbered)))
+            chunks.append(sse(event, event.type))
         return b"".join(chunks)
 
-    def _object(self, is_begun: bool = True) -> bytes:
-        """Return the response object; without its output if it has not begun."""
-        is_cut = self._status == "incomplete"
-        head = {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._created_at,
-            "completed_at": int(time.time()) if self._status == "completed" else None,
-            "status": self._status,
-            "error": self._error if is_begun else None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self._output.items if is_begun else [],
-            "store": self.is_stored,
-            "usage": self._usage,
-            **self._extras,
-        }
-        return _encode(head)[:-1] + b"," + self.turn.echo[1:]
+    def _object(self, status: ResponseStatus, **fields: Any) -> Response:
+        """Return the response object; its fields that repeat the request's are encoded already."""
+        repeated: dict[str, Any] = msgspec.json.decode(self.turn.echo, type=dict[str, msgspec.Raw])
+        return Response(
+            **repeated,
+            id=self.id,
+            object="response",
+            created_at=self._created_at,
+            status=status,
+            store=self.is_stored,
+            **{"output": [], **fields},
+        )
 
-    def _usage_of(self, usage: Usage) -> dict[str, Any]:
-        reasoning = None if self._answer is None else self._answer.reasoning_tokens
-        cached = {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0}
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": cached,
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": reasoning or 0},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
+    def _usage_of(self, usage: Usage) -> ResponseUsage:
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokens(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=ReasoningTokens(self._answer.reasoning_tokens or 0),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )

@@ -14,13 +14,34 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.services.router.http.api.responses.bodies import Item, Part
+from pagewire.services.router.http.api.responses.objects import (
+    CallItem,
+    CallOutputItem,
+    GivenItem,
+    GivenMessage,
+    GivenPart,
+    GivenReasoning,
+    InputItems,
+    InputText,
+    ItemStatus,
+    OutputText,
+    ReasoningText,
+    RefusalText,
+    SummaryText,
+)
 from pagewire.services.router.http.api.responses.store import StoredResponse
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError, RequestFailedError
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
+TextPart = InputText | OutputText | ReasoningText | SummaryText
+_KINDS: dict[str, type[TextPart]] = {
+    "input_text": InputText,
+    "output_text": OutputText,
+    "reasoning_text": ReasoningText,
+    "summary_text": SummaryText,
+}
 _PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -56,8 +77,8 @@ class _Output(msgspec.Struct, frozen=True):
     output: list[msgspec.Raw]
 
 
-def page_of_input(stored: StoredResponse, query: ItemsQuery) -> dict[str, Any]:
-    """Return a page of a response's input, as OpenAI's list object.
+def page_of_input(stored: StoredResponse, query: ItemsQuery) -> InputItems:
+    """Return a page of a response's input.
 
     Raises:
         InvalidRequestError: no item has the id `after`.
@@ -67,35 +88,29 @@ def page_of_input(stored: StoredResponse, query: ItemsQuery) -> dict[str, Any]:
     if query.order == "desc":
         items.reverse()
     if query.after is not None:
-        ids = [item["id"] for item in items]
+        ids = [item.id for item in items]
         if query.after not in ids:
             problem = f"after must be the id of an item of the input, not {query.after[:100]!r}"
             raise InvalidRequestError(problem, "after")
         items = items[ids.index(query.after) + 1 :]
     page = items[: query.limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return InputItems(page, first, last, has_more=len(items) > len(page))
 
 
-def _listed(stored: StoredResponse) -> list[dict[str, Any]]:
+def _listed(stored: StoredResponse) -> list[GivenItem]:
     """Return all items of the input, each with an id of its own."""
     try:
         items = msgspec.json.decode(stored.items, type=list[_KeptItem])
         num_output = len(msgspec.json.decode(stored.response, type=_Output).output)
     except UNDECODABLE as exc:
         raise RequestFailedError("a stored response cannot be read") from exc
-    listed, ids = [], set[str]()
+    listed: dict[str, GivenItem] = {}
     for place, item in enumerate(items[: len(items) - num_output]):
         given = item.id if isinstance(item.id, str) and item.id else None
-        name = _made_id(place, item) if given is None or given in ids else given
-        ids.add(name)
-        listed.append(_shown(item, name))
-    return listed
+        name = _made_id(place, item) if given is None or given in listed else given
+        listed[name] = _shown(item, name)
+    return list(listed.values())
 
 
 def _made_id(place: int, item: Item) -> str:
@@ -103,40 +118,37 @@ def _made_id(place: int, item: Item) -> str:
     return f"{_PREFIXES[item.type]}_{digest}"
 
 
-def _shown(item: _KeptItem, name: str) -> dict[str, Any]:
-    status = item.status if item.status in ("in_progress", "incomplete") else "completed"
-    head = {"id": name, "type": item.type, "status": status}
+def _shown(item: Any, name: str) -> GivenItem:
+    status: ItemStatus = "completed"
+    if item.status in ("in_progress", "incomplete"):
+        status = item.status
     match item.type:
         case "message":
-            kind = "output_text" if item.role == "assistant" else "input_text"
-            return {**head, "role": item.role, "content": _parts(item.content, kind)}
+            kind = OutputText if item.role == "assistant" else InputText
+            return GivenMessage(name, status, item.role, _parts(item.content, kind))
         case "reasoning":
-            content = _parts(item.content, "reasoning_text")
-            return {**head, "summary": _parts(item.summary, "summary_text"), "content": content}
+            content = _parts(item.content, ReasoningText)
+            return GivenReasoning(name, status, _parts(item.summary, SummaryText), content)
         case "function_call":
-            arguments = item.arguments or "{}"
-            return {**head, "call_id": item.call_id, "name": item.name, "arguments": arguments}
-        case "function_call_output":
-            output = item.output
-            shown = _parts(output, "input_text") if isinstance(output, list) else output
-            return {**head, "call_id": item.call_id, "output": shown}
+            return CallItem(name, item.call_id, item.name, item.arguments or "{}", status)
+    output = item.output
+    if isinstance(output, list):
+        output = _parts(output, InputText)
+    return CallOutputItem(name, status, item.call_id, output)
 
 
-def _parts(texts: str | list[Part] | None, kind: str) -> list[dict[str, Any]]:
+def _parts(texts: str | list[Part] | None, kind: type[TextPart]) -> list[GivenPart]:
     """Return a text as parts.
 
     Args:
         texts: one text, or parts.
-        kind: the type of parts that have none of the API's types.
+        kind: of parts whose type is "text".
     """
-    if texts is None:
-        return []
-    given = [Part("text", texts)] if isinstance(texts, str) else texts
-    return [_part(part, kind if part.type == "text" else part.type) for part in given]
+    given = [Part("text", texts)] if isinstance(texts, str) else texts or []
+    return [_part(part, kind) for part in given]
 
 
-def _part(part: Part, kind: str) -> dict[str, Any]:
-    if kind == "refusal":
-        return {"type": kind, "refusal": part.refusal}
-    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
-    return {"type": kind, "text": part.text, **more}
+def _part(part: Part, kind: type[TextPart]) -> GivenPart:
+    if part.type == "refusal":
+        return RefusalText(part.refusal or "")
+    return _KINDS.get(part.type, kind)(part.text or "")

@@ -30,6 +30,7 @@ from pagewire.services.router.http.api.responses.bodies import (
     parse_response_body,
 )
 from pagewire.services.router.http.api.responses.messages import Messages
+from pagewire.services.router.http.api.responses.objects import EchoedFields, EchoedReasoning
 from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
@@ -208,30 +209,27 @@ def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationI
     text: Any = {"format": {"type": "text"}}
     if body.text is not None and body.text.format is not None:
         _, text = read_in_full(fields["text"], "text")
-    return msgspec.json.encode(
-        {
-            "background": False,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata or {},
-            "model": body.model,
-            "parallel_tool_calls": fields.get("parallel_tool_calls") != msgspec.Raw(b"false"),
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "temperature": spec.temperature,
-            "text": text,
-            "tool_choice": body.tool_choice or "auto",
-            "tools": read_in_full(fields["tools"], "tools")[1] if body.tools else [],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": spec.top_p,
-            "truncation": "disabled",
-            "user": body.user,
-        }
+    tools: Any = read_in_full(fields["tools"], "tools")[1] if body.tools else []
+    echoed = EchoedFields(
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        model=body.model,
+        parallel_tool_calls=fields.get("parallel_tool_calls") != msgspec.Raw(b"false"),
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=EchoedReasoning(effort),
+        safety_identifier=body.safety_identifier,
+        temperature=spec.temperature,
+        text=text,
+        tool_choice=body.tool_choice or "auto",
+        tools=tools,
+        top_logprobs=body.top_logprobs or 0,
+        top_p=spec.top_p,
+        user=body.user,
     )
+    return msgspec.json.encode(echoed)
 
 
 def _in_fields_of_client(error: InvalidRequestError, places: list[str]) -> InvalidRequestError:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from pagewire.services.router.http.api.openai.objects import ChatToken
 from pagewire.services.router.http.api.responses.logprobs import PendingLogprobs
-from pagewire.shared.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
+from pagewire.services.router.http.api.responses.objects import (
+    CallItem,
+    ItemStatus,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
     ReasoningText,
+    ResponseEvent,
 )
-
-Event = dict[str, Any]
-ItemStatus = Literal["completed", "incomplete"]
+from pagewire.shared.tool_calls import events as parsed
 
 
 class OutputItems:
@@ -32,110 +35,113 @@ class OutputItems:
     """
 
     def __init__(self, logprobs: PendingLogprobs | None) -> None:
-        self.items: list[dict[str, Any]] = []
+        self.items: list[OutputItem] = []
         self._logprobs = logprobs
         self._is_open = False
         self._parts: list[str] = []  # of the open item's text or arguments
 
-    def add(self, found: Iterable[AnswerEvent]) -> list[Event]:
+    def add(self, found: Iterable[parsed.AnswerEvent]) -> list[ResponseEvent]:
         """Add what was found in the answer; return the stream's events."""
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         for each in found:
             match each:
-                case ReasoningText(text):
-                    events += self._text("reasoning", text)
-                case ContentText(text):
-                    events += self._text("message", text)
-                case CallBegin(_, call_id, name):
-                    events += self._begin_call(call_id, name)
-                case CallArguments(_, text):
+                case parsed.ReasoningText(text):
+                    events += self._reasoning(text)
+                case parsed.ContentText(text):
+                    events += self._content(text)
+                case parsed.CallBegin(_, call_id, name):
+                    call = CallItem(_new_id("fc"), call_id, name)
+                    events += [*self.close(), self._begin(call, replace(call))]
+                case parsed.CallArguments(_, text):
                     self._parts.append(text)
                     events.append(self._event("response.function_call_arguments.delta", delta=text))
-                case CallEnd():
+                case parsed.CallEnd():
                     events += self.close()
         return events
 
-    def end(self, is_cut: bool) -> list[Event]:
+    def end(self, is_cut: bool) -> list[ResponseEvent]:
         """End the answer; an output has at least one item."""
-        events = [] if self.items else self._text("message", "")
+        events = [] if self.items else self._content("")
         return events + self.close("incomplete" if is_cut else "completed")
 
-    def close(self, status: ItemStatus = "completed") -> list[Event]:
+    def close(self, status: ItemStatus = "completed") -> list[ResponseEvent]:
         """Close the open item, if there is one."""
         if not self._is_open:
             return []
         self._is_open = False
         item, text = self.items[-1], "".join(self._parts)
-        item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
+        item.status = status
+        if isinstance(item, CallItem):
+            item.arguments = text
             done = "response.function_call_arguments.done"
-            events = [self._event(done, name=item["name"], arguments=text)]
+            events = [self._event(done, name=item.name, arguments=text)]
         else:
-            part = item["content"][0]
-            part["text"] = text
-            done, more = "response.reasoning_text.done", {}
-            if item["type"] == "message":
-                done, more = "response.output_text.done", {"logprobs": part.get("logprobs", [])}
-            events = [
-                self._event(done, content_index=0, text=text, **more),
-                self._event("response.content_part.done", content_index=0, part=part),
-            ]
-        return [*events, self._item_event("response.output_item.done")]
+            part = item.content[0]
+            part.text = text
+            if isinstance(part, OutputText):
+                logprobs = part.logprobs or []
+                ended = self._text_event("response.output_text.done", text=text, logprobs=logprobs)
+            else:
+                ended = self._text_event("response.reasoning_text.done", text=text)
+            events = [ended, self._text_event("response.content_part.done", part=part)]
+        return [*events, self._item_event("response.output_item.done", item)]
 
-    def _text(self, kind: Literal["reasoning", "message"], text: str) -> list[Event]:
-        events = []
-        if not self._is_open or self.items[-1]["type"] != kind:
-            events += [*self.close(), *self._begin_text(kind)]
+    def _reasoning(self, text: str) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
+        if not self._is_open or not isinstance(self.items[-1], ReasoningItem):
+            item = ReasoningItem(_new_id("rs"), [ReasoningText("")])
+            events = self._begin_text(item, ReasoningText(""))
         self._parts.append(text)
-        entries = self._take_logprobs(text)
-        if kind == "reasoning":
-            delta = self._event("response.reasoning_text.delta", content_index=0, delta=text)
-        else:
-            if self._logprobs is not None:
-                self.items[-1]["content"][0].setdefault("logprobs", []).extend(entries)
-            delta = self._event(
-                "response.output_text.delta", content_index=0, delta=text, logprobs=entries
-            )
-        return [*events, delta] if text else events
+        self._take_logprobs(text)
+        return [*events, self._text_event("response.reasoning_text.delta", delta=text)]
 
-    def _begin_text(self, kind: Literal["reasoning", "message"]) -> list[Event]:
-        if kind == "reasoning":
-            item: dict[str, Any] = {"id": _new_id("rs"), "type": kind, "summary": []}
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        else:
-            item = {"id": _new_id("msg"), "type": kind, "role": "assistant"}
-            part = {"type": "output_text", "text": "", "annotations": []}
-            if self._logprobs is not None:
-                part["logprobs"] = []
-        added = self._begin({**item, "status": "in_progress", "content": []})
-        self.items[-1]["content"].append(part)
-        shown = deepcopy(part)  # as it is before the first delta
+    def _content(self, text: str) -> list[ResponseEvent]:
+        events: list[ResponseEvent] = []
+        item = self.items[-1] if self._is_open else None
+        if not isinstance(item, MessageItem):
+            item = MessageItem(_new_id("msg"), [self._empty_part()])
+            events = self._begin_text(item, self._empty_part())
+        self._parts.append(text)
+        entries, part = self._take_logprobs(text), item.content[0]
+        if isinstance(part.logprobs, list):
+            part.logprobs += entries
+        if text:
+            kind = "response.output_text.delta"
+            events.append(self._text_event(kind, delta=text, logprobs=entries))
+        return events
+
+    def _empty_part(self) -> OutputText:
+        return OutputText("", logprobs=UNSET if self._logprobs is None else [])
+
+    def _begin_text(
+        self, item: MessageItem | ReasoningItem, empty: OutputText | ReasoningText
+    ) -> list[ResponseEvent]:
         return [
-            added,
-            self._event("response.content_part.added", content_index=0, part=shown),
+            *self.close(),
+            self._begin(item, replace(item, content=[])),
+            self._text_event("response.content_part.added", part=empty),
         ]
 
-    def _begin_call(self, call_id: str, name: str) -> list[Event]:
-        events = self.close()
-        item = {"id": _new_id("fc"), "type": "function_call", "status": "in_progress"}
-        return [*events, self._begin({**item, "call_id": call_id, "name": name, "arguments": ""})]
-
-    def _begin(self, item: dict[str, Any]) -> Event:
+    def _begin(self, item: OutputItem, shown: OutputItem) -> ResponseEvent:
+        """Open an item; its event has it as it is before anything is added."""
         self.items.append(item)
         self._parts, self._is_open = [], True
-        shown = {**item, "content": []} if "content" in item else dict(item)
         return self._item_event("response.output_item.added", shown)
 
-    def _item_event(self, kind: str, item: dict[str, Any] | None = None) -> Event:
-        index = len(self.items) - 1
-        return {"type": kind, "output_index": index, "item": item or self.items[-1]}
+    def _item_event(self, kind: str, item: OutputItem) -> ResponseEvent:
+        return ResponseEvent(type=kind, output_index=len(self.items) - 1, item=item)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _text_event(self, kind: str, **fields: Any) -> ResponseEvent:
         index = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **fields}
+        return ResponseEvent(
+            type=kind, item_id=self.items[-1].id, output_index=index, content_index=0, **fields
+        )
 
-    def _take_logprobs(self, text: str) -> list[dict[str, Any]]:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        index = len(self.items) - 1
+        return ResponseEvent(type=kind, item_id=self.items[-1].id, output_index=index, **fields)
+
+    def _take_logprobs(self, text: str) -> list[ChatToken]:
         return [] if self._logprobs is None else self._logprobs.take(text)
 
 

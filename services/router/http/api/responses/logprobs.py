@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
-from typing import Any
 
 from pagewire.services.router.http.api.openai.logprobs import chat_logprobs
+from pagewire.services.router.http.api.openai.objects import ChatToken
 from pagewire.shared.request.logprobs import Logprobs
 from pagewire.shared.text.token_bytes import TokenBytes
 
@@ -21,15 +21,15 @@ class PendingLogprobs:
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
-        self._entries: list[dict[str, Any]] = []
+        self._entries: list[ChatToken] = []
         self._is_first_taken = False  # it has a part of the next text as well
 
     def push(self, tokens: Logprobs | None) -> None:
         """Add the tokens of a delta."""
         if tokens:
-            self._entries += chat_logprobs(tokens, self._token_bytes)["content"]
+            self._entries += chat_logprobs(tokens, self._token_bytes).content
 
-    def take(self, text: str) -> list[dict[str, Any]]:
+    def take(self, text: str) -> list[ChatToken]:
         """Return the tokens of the next text, and drop those before it.
 
         A text that no tokens spell out, such as arguments that are written again, takes none.
@@ -40,7 +40,7 @@ class PendingLogprobs:
         whole, spans = "", []
         for entry in self._entries:
             start = len(whole)
-            whole += decoder.decode(bytes(entry["bytes"]))
+            whole += decoder.decode(bytes(entry.bytes))
             is_cut = decoder.getstate()[0] != b""  # its last bytes begin one more character
             spans.append((start, len(whole) + is_cut))
         begin = (whole + decoder.decode(b"", True)).find(text)

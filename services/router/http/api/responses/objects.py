@@ -1,4 +1,4 @@
-"""The responses of OpenAI's Responses API as types, see answers/objects.py."""
+"""The responses of OpenAI's Responses API as types, see openai/objects.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pagewire.services.router.http.api.openai.objects import (
     ReasoningTokens,
     UnixTime,
 )
-from pagewire.services.router.http.api.openai.timing_objects import RequestTimings
+from pagewire.services.router.http.api.openai.timings import RequestTimings
 from pagewire.services.router.http.api.responses.bodies import AllowedFunctions, ChosenFunction
-from pagewire.services.router.http.api.responses.input_items import ItemStatus
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
@@ -26,7 +28,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     """
 
     text: str
-    annotations: list[Any]
+    annotations: list[Any] = []
     logprobs: list[ChatToken] | UnsetType = UNSET
 
 
@@ -61,18 +63,18 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     """What the model wrote before its answer."""
 
     id: str
-    status: ItemStatus
-    summary: list[SummaryText]
-    content: list[ReasoningText]
+    content: list[ReasoningText] = []
+    status: ItemStatus = "in_progress"
+    summary: list[SummaryText] = []
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
     """An answer's text."""
 
     id: str
-    status: ItemStatus
-    role: Literal["assistant"]
-    content: list[OutputText]
+    content: list[OutputText] = []
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
 
 
 class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
@@ -83,10 +85,13 @@ class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     """
 
     id: str
-    status: ItemStatus
     call_id: str
     name: str
-    arguments: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = MessageItem | CallItem | ReasoningItem
 
 
 class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
@@ -116,6 +121,9 @@ class GivenMessage(msgspec.Struct, tag_field="type", tag="message"):
     content: list[GivenPart]
 
 
+GivenItem = GivenMessage | CallItem | CallOutputItem | GivenReasoning
+
+
 class InputItems(msgspec.Struct):
     """A page of the conversation before a response.
 
@@ -123,18 +131,18 @@ class InputItems(msgspec.Struct):
         has_more: there are items after last_id.
     """
 
-    object: Literal["list"]
-    data: list[GivenMessage | CallItem | CallOutputItem | GivenReasoning]
+    data: list[GivenItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
+    object: Literal["list"] = "list"
 
 
 class InputTokens(msgspec.Struct):
     """How much of an input was in the prefix cache."""
 
     cached_tokens: int
-    cache_write_tokens: int
+    cache_write_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
@@ -157,34 +165,20 @@ class ResponseError(msgspec.Struct):
 class Incomplete(msgspec.Struct):
     """Why a response was cut."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class EchoedReasoning(msgspec.Struct):
     """How the model was asked to reason."""
 
     effort: str | None
-    summary: None
+    summary: None = None
 
 
-class Response(msgspec.Struct):
-    """A response. The fields after `usage` repeat those of its request.
+class EchoedFields(msgspec.Struct, kw_only=True):
+    """What a response repeats of its request."""
 
-    Attributes:
-        store: whether the response can be read and continued for an hour.
-    """
-
-    id: str
-    object: Literal["response"]
-    created_at: UnixTime
-    completed_at: UnixTime | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: ResponseError | None
-    incomplete_details: Incomplete | None
-    output: list[MessageItem | CallItem | ReasoningItem]
-    store: bool
-    usage: ResponseUsage | None
-    background: bool
+    background: bool = False
     instructions: str | None
     max_output_tokens: int | None
     max_tool_calls: int | None
@@ -195,36 +189,65 @@ class Response(msgspec.Struct):
     prompt_cache_key: str | None
     reasoning: EchoedReasoning
     safety_identifier: str | None
-    service_tier: str
+    service_tier: str = "default"
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"]
+    truncation: Literal["disabled"] = "disabled"
     user: str | None
+
+
+class Response(EchoedFields):
+    """A response. Some of its fields repeat those of its request.
+
+    Attributes:
+        store: whether the response can be read and continued for an hour.
+    """
+
+    id: str
+    object: Literal["response"]
+    created_at: UnixTime
+    status: ResponseStatus
+    output: list[OutputItem]
+    store: bool
+    completed_at: UnixTime | None = None
+    error: ResponseError | None = None
+    incomplete_details: Incomplete | None = None
+    usage: ResponseUsage | None = None
     timings: RequestTimings | UnsetType = UNSET
 
 
-class ResponseEvent(msgspec.Struct):
-    """One event of a stream. Its other fields depend on its type, as in OpenAI's API."""
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """One event of a stream. Its type decides which other fields it has, as in OpenAI's API."""
 
     type: str
-    sequence_number: int
+    sequence_number: int = 0
     response: Response | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    logprobs: list[ChatToken] | UnsetType = UNSET
 
 
 class InputTokenCount(msgspec.Struct):
     """The tokens of a request's prompt."""
 
-    object: Literal["response.input_tokens"]
     input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(msgspec.Struct):
     """A response that is not stored any more."""
 
     id: str
-    object: Literal["response"]
-    deleted: bool
+    object: Literal["response"] = "response"
+    deleted: bool = True
