@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 from msgspec.structs import FieldInfo
 
 from pagewire.shared.base.errors import InvalidRequestError
@@ -33,6 +33,33 @@ _PLAIN_RULES: dict[type[inspect.Type], str] = {
 }
 # Where msgspec says that an item of a list is wrong.
 _WRONG_ITEM = re.compile(r"at `\$\[(\d+)\]")
+
+
+def of_chars(low: int, high: int) -> Meta:
+    """Return the bounds of a string's length, with the rule in words."""
+    length = f"{low} to" if low else "at most"
+    return _sized(low, high, f"a string of {length} {high} characters")
+
+
+def of_items(low: int, high: int, items: str) -> Meta:
+    """Return the bounds of a list's length, with the rule in words.
+
+    Args:
+        low: items at least.
+        high: items at most.
+        items: what they are.
+    """
+    length = f"{low} to" if low else "at most"
+    return _sized(low, high, f"a list of {length} {high} {items}")
+
+
+def of_numbers(low: int, high: int) -> Meta:
+    """Return the bounds of an integer, with the rule in words."""
+    return Meta(ge=low, le=high, description=f"an integer from {low} to {high}")
+
+
+def _sized(low: int, high: int, rule: str) -> Meta:
+    return Meta(min_length=low or None, max_length=high, description=rule)
 
 
 @cache

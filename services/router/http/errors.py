@@ -89,6 +89,16 @@ class ShutDownError(PagewireError):
     """The router ends before the request has its answer."""
 
 
+# Status and code of the client's errors; the code of any other is its own.
+_OF_CLIENT: dict[type[InvalidRequestError], tuple[int, str]] = {
+    ModelNotFoundError: (404, "model_not_found"),
+    ContextLengthError: (400, "context_length_exceeded"),
+    BodyTooLargeError: (413, "request_too_large"),
+    BodyEncodingError: (415, "unsupported_content_encoding"),
+    BodyTimeoutError: (408, "request_timeout"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ApiError:
     """What a client gets.
@@ -119,20 +129,10 @@ class ApiError:
 def describe(exc: Exception) -> ApiError:
     """Map an exception to what a client gets."""
     match exc:
-        case ModelNotFoundError():
-            return ApiError(404, exc.message, _INVALID, exc.param, "model_not_found")
-        case ContextLengthError():
-            return ApiError(400, exc.message, _INVALID, exc.param, "context_length_exceeded")
-        case BodyTooLargeError():
-            return ApiError(413, exc.message, _INVALID, exc.param, "request_too_large")
-        case BodyEncodingError():
-            unsupported = "unsupported_content_encoding"
-            return ApiError(415, exc.message, _INVALID, exc.param, unsupported)
-        case BodyTimeoutError():
-            return ApiError(408, exc.message, _INVALID, exc.param, "request_timeout")
         case InvalidRequestError():
-            code = exc.code or ("invalid_value" if exc.param else None)
-            return ApiError(400, exc.message, _INVALID, exc.param, code)
+            status, code = _OF_CLIENT.get(type(exc), (400, exc.code))
+            code = code or ("invalid_value" if exc.param else None)
+            return ApiError(status, exc.message, _INVALID, exc.param, code)
         case InvalidKeyError():
             problem = "The API key is not valid" if exc.was_sent else "This server needs an API key"
             message = f"{problem}: send one as `Authorization: Bearer KEY` or `x-api-key: KEY`."
@@ -143,14 +143,12 @@ def describe(exc: Exception) -> ApiError:
             message = "The server is overloaded: it holds all the requests it can. Try again later."
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
         case BusyError():
-            headers = _retry_after(BUSY_RETRY_S)
             message = f"The server is busy: {exc}. Send the request again in a moment."
-            return ApiError(503, message, _SERVER, None, "server_busy", headers)
+            return _unavailable("server_busy", message, BUSY_RETRY_S)
         case NoWorkerError():
-            headers = _retry_after(NO_WORKER_RETRY_S)
             problem = f"came back within {exc.waited_s:g} s" if exc.waited_s else "can answer now"
             message = f"No worker {problem}. Try again in a moment."
-            return ApiError(503, message, _SERVER, None, "no_worker_available", headers)
+            return _unavailable("no_worker_available", message)
         case HarmfulRequestError():
             message = (
                 f"This request made a worker fail: {exc}. Do not send it again. Who runs this "
@@ -161,19 +159,21 @@ def describe(exc: Exception) -> ApiError:
         case ResponseNotFoundError():
             return _describe_missing(exc)
         case StoreUnavailableError():
-            headers = _retry_after(NO_WORKER_RETRY_S)
             message = "Stored responses cannot be read now. Try again in a moment."
-            return ApiError(503, message, _SERVER, None, "store_unavailable", headers)
+            return _unavailable("store_unavailable", message)
         case ShutDownError():
-            headers = _retry_after(NO_WORKER_RETRY_S)
             message = "The server shuts down. Send the request again in a moment."
-            return ApiError(503, message, _SERVER, None, "shutting_down", headers)
+            return _unavailable("shutting_down", message)
         case ClientGoneError():
             return ApiError(CLIENT_CLOSED_REQUEST, "The client closed the connection.", _INVALID)
         case HTTPException():
             return _describe_http(exc)
         case _:
             return ApiError(SERVER_ERROR, _INTERNAL_MESSAGE, _SERVER, None, "internal_error")
+
+
+def _unavailable(code: str, message: str, retry_s: float = NO_WORKER_RETRY_S) -> ApiError:
+    return ApiError(503, message, _SERVER, None, code, _retry_after(retry_s))
 
 
 def _describe_missing(exc: ResponseNotFoundError) -> ApiError:

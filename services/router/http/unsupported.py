@@ -8,7 +8,6 @@ completions, a field in `SamplingFields` is supported, even if it is listed here
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -39,22 +38,30 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "truncation_side": (None, "left"),
     "use_beam_search": _OFF,
 }
-REFUSED_IN_COMPLETIONS = _COMMON | {
-    "best_of": (None, 1),
-    "prompt_embeds": (None,),
-    "suffix": (None, ""),
-}
-REFUSED_IN_CHATS = _COMMON | {
-    "audio": (None,),
-    "chat_template": (None,),
-    "documents": (None, []),
-    "echo": _OFF,
-    "function_call": (None, "none"),
-    "functions": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-}
+
+
+def _unsupported(fields: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    supported = {*SamplingFields.__struct_fields__}
+    return {name: values for name, values in fields.items() if name not in supported}
+
+
+REFUSED_IN_COMPLETIONS = _unsupported(
+    _COMMON | {"best_of": (None, 1), "prompt_embeds": (None,), "suffix": (None, "")}
+)
+REFUSED_IN_CHATS = _unsupported(
+    _COMMON
+    | {
+        "audio": (None,),
+        "chat_template": (None,),
+        "documents": (None, []),
+        "echo": _OFF,
+        "function_call": (None, "none"),
+        "functions": (None,),
+        "modalities": (None, ["text"]),
+        "prediction": (None,),
+        "web_search_options": (None,),
+    }
+)
 
 
 # Fields of chats that responses have by another name, or have no place for.
@@ -80,13 +87,6 @@ NAMES_IN_RESPONSES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-
-
-@cache
-def refused_fields(chat: bool) -> dict[str, tuple[Any, ...]]:
-    """Return the fields of a chat or completion request, each with the values that it may have."""
-    named = REFUSED_IN_CHATS if chat else REFUSED_IN_COMPLETIONS
-    return {name: named[name] for name in named.keys() - {*SamplingFields.__struct_fields__}}
 
 
 def refuse_unsupported(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import inspect
 
+from pagewire.services.router.http.unsupported import refuse_unsupported
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.base.field_rules import rule_at
+from pagewire.shared.tool_calls.definitions import check_tools_size
+
+logger = logging.getLogger(__name__)
+
+BodyT = TypeVar("BodyT", bound=msgspec.Struct)
 
 MAX_SHOWN_BYTES = 200  # a longer value is shown as it is encoded, without its end
 
@@ -23,20 +29,29 @@ _WRONG_TYPE = re.compile(r"^Expected `[^`]+`, got ")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 
 
-@contextmanager
-def problems_named(kind: type[msgspec.Struct], raw: bytes | bytearray) -> Iterator[None]:
-    """Say what is wrong with a body that is decoded in the block.
+def decode_body(
+    kind: type[BodyT],
+    raw: bytes | bytearray,
+    refused: Mapping[str, tuple[Any, ...]] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> tuple[BodyT, dict[str, msgspec.Raw], int]:
+    """Return the checked body of a request, its fields as they came, and how many are unknown.
 
     Args:
         kind: what the body is to be.
         raw: the body.
+        refused: unsupported fields, see `refuse_unsupported`.
+        names: likewise.
 
     Raises:
-        InvalidRequestError: it is not JSON, or a field is wrong, which it names.
+        InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
+            is not supported; names the field.
         RecursionError: it is nested too deeply.
     """
     try:
-        yield
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        refuse_unsupported(fields, refused or {}, names)
+        body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as exc:
         raise describe_wrong_field(kind, raw, exc) from exc
     except msgspec.DecodeError as exc:
@@ -44,6 +59,12 @@ def problems_named(kind: type[msgspec.Struct], raw: bytes | bytearray) -> Iterat
     except UnicodeDecodeError as exc:
         at = _first_not_utf8(raw)
         raise InvalidRequestError(f"the body is not valid JSON: not UTF-8 (byte {at})") from exc
+    if "tools" in fields:
+        check_tools_size(memoryview(fields["tools"]).nbytes)
+    unknown = fields.keys() - {*kind.__struct_fields__, *(refused or ())}
+    if unknown:
+        logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
+    return body, fields, len(unknown)
 
 
 def _first_not_utf8(raw: bytes | bytearray) -> int:

@@ -11,7 +11,6 @@ import pytest
 
 from pagewire.services.router.dispatch.times import AnswerTimes
 from pagewire.services.router.http.api.openai.timings import (
-    RequestTimes,
     timings_field,
     wants_timings,
 )
@@ -37,8 +36,7 @@ REMOTE = Timings(
 
 
 def field_of(**answer: object) -> dict:
-    times = RequestTimes(0.005, 0.05, 0.25, [AnswerTimes(**answer)])
-    [choice] = timings_field(times).choices
+    [choice] = timings_field(0.005, 0.05, 0.25, [AnswerTimes(**answer)]).choices
     found: dict = msgspec.to_builtins(choice)
     return found
 

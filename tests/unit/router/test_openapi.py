@@ -10,9 +10,9 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pagewire.services.router.http.api.openai.schemas import ChatBody, CompletionBody
-from pagewire.services.router.http.api.responses.bodies import AS_IN_CHATS, ResponseBody
-from pagewire.services.router.http.openapi.document import openapi_document
-from pagewire.services.router.http.openapi.operations import OPERATIONS, Operation
+from pagewire.services.router.http.api.responses.bodies import ResponseBody
+from pagewire.services.router.http.openapi.document import ROUTES, openapi_document
+from pagewire.services.router.http.operation import Operation, operation_of
 from pagewire.services.router.http.server.app import ROUTERS
 from pagewire.services.router.http.unsupported import (
     REFUSED_IN_COMPLETIONS,
@@ -22,7 +22,8 @@ from pagewire.tests.support.api_document import document
 
 API = document(needs_key=True)
 SCHEMAS = API["components"]["schemas"]
-WITH_BODIES = [each for each in OPERATIONS if each.body is not None]
+OPERATIONS = {route.path: operation_of(route.openapi_extra) for route in ROUTES}
+WITH_BODIES = {path: each for path, each in OPERATIONS.items() if each.body is not None}
 
 
 def refs(schema: Any) -> set[str]:
@@ -52,15 +53,14 @@ def test_each_route_is_described_and_no_other() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("operation", WITH_BODIES, ids=lambda each: each.path)
+@pytest.mark.parametrize("operation", WITH_BODIES.values(), ids=WITH_BODIES)
 def test_fields_are_those_that_the_body_is_decoded_into(operation: Operation) -> None:
     kind = operation.body
     assert kind is not None
     schema = SCHEMAS[kind.__name__]
     others = schema["properties"].keys() - set(kind.__struct_fields__)
     if kind is ResponseBody:
-        known = {*AS_IN_CHATS, *REFUSED_IN_RESPONSES}
-        assert others == known - set(kind.__struct_fields__)
+        assert others == REFUSED_IN_RESPONSES.keys() - set(kind.__struct_fields__)
         assert {*ChatBody.__struct_fields__} <= schema["properties"].keys()
     elif kind is CompletionBody:
         assert others == REFUSED_IN_COMPLETIONS.keys() - set(kind.__struct_fields__)

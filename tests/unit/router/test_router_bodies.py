@@ -22,7 +22,7 @@ from pagewire.services.router.http.api.responses.inputs import with_history
 from pagewire.services.router.http.body_processes.body_process import read_body
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.errors import describe
-from pagewire.services.router.http.unsupported import refused_fields
+from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling_types import MAX_STOP_TOKEN_IDS
 from pagewire.tests.support.request_bodies import (
@@ -145,8 +145,8 @@ def test_fields_that_nobody_knows_are_counted_and_known_ones_are_not():
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
 def test_a_field_is_declared_once(kind):
-    refused = refused_fields(chat=kind is ChatBody).keys()
-    assert refused & set(kind.__struct_fields__) <= {"best_of"}
+    refused = REFUSED_IN_CHATS if kind is ChatBody else REFUSED_IN_COMPLETIONS
+    assert refused.keys() & set(kind.__struct_fields__) <= {"best_of"}
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=6,
 )
-FIELDS = sorted(
-    {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *refused_fields(chat=True)}
-)
+FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *REFUSED_IN_CHATS})
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4))

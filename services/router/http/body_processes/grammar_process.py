@@ -30,14 +30,8 @@ from llguidance import LLTokenizer
 from pagewire.services.router.http.body_processes.child_serving import memory_bytes, run
 from pagewire.services.router.http.body_processes.framing import receive_message, send_message
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.grammar import limits
 from pagewire.shared.grammar.compiler import check_grammar
-from pagewire.shared.grammar.limits import (
-    CHECK_STACK_BYTES,
-    MAX_COMPILE_BYTES,
-    MAX_COMPILE_S,
-    MAX_FOLLOW_S,
-    MAX_TRIED_MASK_S,
-)
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
 from pagewire.shared.grammar.threads import start_thread
 from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
@@ -91,7 +85,7 @@ def serve(connection: socket.socket) -> None:
 def _verdict(text: str, vocabulary: LLTokenizer) -> Verdict:
     found: list[str | None] = []
     task = partial(_try, text, vocabulary, found)
-    start_thread(CHECK_STACK_BYTES, "grammar", task).join()
+    start_thread(limits.CHECK_STACK_BYTES, "grammar", task).join()
     return Verdict(found[0], memory_bytes())
 
 
@@ -103,7 +97,7 @@ def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
         problem = exc.message
     finally:
         _limit_cpu(0)
-    if memory_bytes() - held > MAX_COMPILE_BYTES:
+    if memory_bytes() - held > limits.MAX_COMPILE_BYTES:
         problem = problem or "the grammar is too large when it is compiled"
     found.append(problem)
 
@@ -116,15 +110,15 @@ def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:
     Raises:
         InvalidRequestError: it does not compile.
     """
-    _limit_cpu(MAX_COMPILE_S)
+    _limit_cpu(limits.MAX_COMPILE_S)
     matcher = Matcher(check_grammar(text, vocabulary))
-    _limit_cpu(MAX_FOLLOW_S)
+    _limit_cpu(limits.MAX_FOLLOW_S)
     choose = random.Random(zlib.crc32(text.encode()))
     words = mask_words(vocabulary.vocab_size)
     for _ in range(TRIED_TOKENS):
         started = time.thread_time()
         mask = matcher.fill_mask(words)
-        if time.thread_time() - started > MAX_TRIED_MASK_S:
+        if time.thread_time() - started > limits.MAX_TRIED_MASK_S:
             return "the grammar takes too long to follow: it is too ambiguous or too large"
         if mask is None or matcher.has_ended:
             break

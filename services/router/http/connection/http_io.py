@@ -11,19 +11,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from pagewire.services.router.http import errors
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet
 from pagewire.services.router.http.api.openai.formats import Format
 from pagewire.services.router.http.connection.direct_writer import direct_writer
 from pagewire.services.router.http.connection.error_forms import end_with_error
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import (
-    SERVER_ERROR,
-    BodyEncodingError,
-    BodyTimeoutError,
-    BodyTooLargeError,
-    ClientGoneError,
-    describe,
-)
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import OverloadedError, PagewireError
 from pagewire.shared.text.answer_text import TextDelta
@@ -100,7 +93,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         problem = f"Content-Encoding {encoding[:50]} is not supported: send the body uncompressed"
-        raise BodyEncodingError(problem)
+        raise errors.BodyEncodingError(problem)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
@@ -115,26 +108,26 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
                 memory.grow(len(body), len(body) + len(chunk))
                 body += chunk
     except TimeoutError as exc:
-        raise BodyTimeoutError(
+        raise errors.BodyTimeoutError(
             f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds, or nothing of it for "
             f"{BODY_SILENCE_S:g}"
         ) from exc
     except ClientDisconnect as exc:
-        raise ClientGoneError("the client left while it sent its request") from exc
+        raise errors.ClientGoneError("the client left while it sent its request") from exc
 
 
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Await something for a client; cancel it as soon as the client disconnects.
 
     Raises:
         ClientGoneError: the client left first.
     """
     task = asyncio.create_task(work)
-    watcher = start_task(_wait_for_disconnect(request.receive), "disconnect watcher")
+    watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError("the client left before it was answered")
+            raise errors.ClientGoneError("the client left before it was answered")
         return task.result()
     finally:
         task.cancel()
@@ -174,17 +167,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as ASGI has it."""
-        sender = start_task(self._send_all(scope, send), "event stream")
-        watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
         try:
-            await asyncio.wait({sender, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if sender.done():
-                sender.result()
-            else:
-                record_of(scope).outcome = "cancelled"
+            await cancel_on_disconnect(receive, self._send_all(scope, send))
+        except errors.ClientGoneError:
+            record_of(scope).outcome = "cancelled"
         finally:
-            await end_task(sender)
-            await end_task(watcher)
             self._answers.close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
@@ -204,12 +191,12 @@ class EventStream(Response):
                 async for index, delta in rest:
                     await self._send_chunk(send, self._form.stream_chunk(index, delta))
             await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
-        except ClientGoneError as exc:
+        except errors.ClientGoneError as exc:
             record_of(scope).fail(exc, "cancelled")
             return  # without the end of the body: the server closes the connection
         except PagewireError as exc:
-            error, record = describe(exc), record_of(scope)
-            record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")
+            error, record = errors.describe(exc), record_of(scope)
+            record.fail(exc, "failed" if error.status >= errors.SERVER_ERROR else "refused")
             await self._send_chunk(send, end_with_error(error, scope), last=True)
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
@@ -228,7 +215,7 @@ async def send_part(send: Send, part: bytes, timeout_s: float, *, last: bool = F
         async with asyncio.timeout(timeout_s):
             await send(message)
     except TimeoutError as exc:
-        raise ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
+        raise errors.ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -237,5 +224,5 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _too_large() -> BodyTooLargeError:
-    return BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+def _too_large() -> errors.BodyTooLargeError:
+    return errors.BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")

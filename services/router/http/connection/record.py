@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from ipaddress import IPv4Address, ip_address, ip_network
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from starlette.types import Scope
 
-from pagewire.services.router.http.api.openai.answer_set import Usage
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet, EmbeddingAnswers
 from pagewire.services.router.http.errors import CLIENT_CLOSED_REQUEST, SERVER_ERROR
 from pagewire.shared.base.tracing import Attributes, TracedSpan, Tracing
-from pagewire.shared.control.protocol import Timings
 from pagewire.shared.http.request_id import request_id_of
 
 MAX_PATH_CHARS = 200
@@ -24,28 +23,7 @@ Outcome = Literal["ok", "refused", "cancelled", "failed", "cut"]
 RECORD = "pagewire.request"
 
 
-class Answers(Protocol):
-    """What a log line says about the answers to a request; `AnswerSet` implements it."""
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens so far."""
-
-    @property
-    def first_token_at(self) -> float | None:
-        """When the first token arrived, on the monotonic clock; None before that."""
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        """Of the answers that have ended, each once."""
-
-    @property
-    def timings(self) -> Timings | None:
-        """What workers have measured."""
-
-    @property
-    def workers(self) -> list[str]:
-        """Ids of the workers that have answered."""
+Answers = AnswerSet | EmbeddingAnswers
 
 
 class RequestRecord:

@@ -3,7 +3,7 @@
     struct --msgspec--> JSON Schema --here--> components of the document
 
 A field's bounds come from its type, and its description from the docstring of its class. So a new
-field of a body needs nothing more, and a new route needs an `Operation` (operations.py).
+field of a body needs nothing more, and a new route needs to be `described` (operation.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from inspect import cleandoc
 from typing import Any
 
 import msgspec
+from fastapi.routing import APIRoute
 from msgspec import inspect
 
 from pagewire import __version__
-from pagewire.services.router.http.api.openai.schemas import ChatBody
+from pagewire.services.router.http.api.anthropic.objects import MessageError
+from pagewire.services.router.http.api.openai.objects import Error
 from pagewire.services.router.http.api.openai.timings import HEADER as TIMINGS_HEADER
-from pagewire.services.router.http.openapi.operations import OPERATIONS, TAGS, Operation, Struct
+from pagewire.services.router.http.operation import MESSAGES, TAGS, Operation, Struct, operation_of
+from pagewire.services.router.http.routes.embeddings import embedding_router
+from pagewire.services.router.http.routes.generation import router
+from pagewire.services.router.http.routes.messages import messages_router
+from pagewire.services.router.http.routes.responses import response_router
+from pagewire.services.router.http.routes.tokens import token_router
+
+ROUTERS = (router, messages_router, token_router, embedding_router, response_router)
+ROUTES = [route for each in ROUTERS for route in each.routes if isinstance(route, APIRoute)]
 
 Schema = dict[str, Any]
 
@@ -53,8 +63,8 @@ def openapi_document(needs_key: bool) -> bytes:
         needs_key: requests need an API key.
     """
     paths: dict[str, Schema] = {}
-    for each in OPERATIONS:
-        paths.setdefault(each.path, {})[each.method] = _operation(each, needs_key)
+    for route in ROUTES:
+        paths.setdefault(route.path_format, {})[_method(route)] = _operation(route, needs_key)
     document = {
         "openapi": "3.1.0",
         "info": {"title": "Pagewire", "version": __version__, "description": _DESCRIPTION.strip()},
@@ -70,13 +80,20 @@ def openapi_document(needs_key: bool) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _operation(of: Operation, needs_key: bool) -> Schema:
+def _method(route: APIRoute) -> str:
+    # HEAD is answered as GET, and so not described.
+    (method,) = (route.methods or set()) - {"HEAD"}
+    return method.lower()
+
+
+def _operation(route: APIRoute, needs_key: bool) -> Schema:
+    of = operation_of(route.openapi_extra)
     found: Schema = {
-        "operationId": _identifier(of),
-        "tags": [of.tag],
-        "summary": of.summary,
-        "parameters": list(_parameters(of)),
-        "responses": _responses(of, needs_key),
+        "operationId": _identifier(route),
+        "tags": route.tags,
+        "summary": route.description,
+        "parameters": list(_parameters(route, of)),
+        "responses": _responses(route, of, needs_key and not of.is_open),
     }
     if of.body is not None:
         content: Schema = {"schema": _ref(of.body)}
@@ -88,13 +105,13 @@ def _operation(of: Operation, needs_key: bool) -> Schema:
     return found
 
 
-def _identifier(of: Operation) -> str:
-    words = re.findall(r"[a-z]+", _PARAMETER.sub("by_id", of.path))
-    return "_".join([of.method, *(word for word in words if word != "v")])
+def _identifier(route: APIRoute) -> str:
+    words = re.findall(r"[a-z]+", _PARAMETER.sub("by_id", route.path_format))
+    return "_".join([_method(route), *(word for word in words if word != "v")])
 
 
-def _parameters(of: Operation) -> Iterable[Schema]:
-    for name in _PARAMETER.findall(of.path):
+def _parameters(route: APIRoute, of: Operation) -> Iterable[Schema]:
+    for name in _PARAMETER.findall(route.path_format):
         described = {"name": name, "in": "path", "description": _PATH_FIELDS[name]}
         yield {**described, "required": True, "schema": {"type": "string", "minLength": 1}}
     if of.query is not None:
@@ -107,18 +124,21 @@ def _parameters(of: Operation) -> Iterable[Schema]:
         yield {"name": TIMINGS_HEADER, "in": "header", "description": text, "schema": schema}
 
 
-def _responses(of: Operation, needs_key: bool) -> Schema:
+def _error(route: APIRoute) -> Struct:
+    return MessageError if MESSAGES in route.tags else Error
+
+
+def _responses(route: APIRoute, of: Operation, needs_key: bool) -> Schema:
     found: Schema = {}
     if of.answer is not None:
         content: Schema = {"application/json": {"schema": _ref(of.answer)}}
         if of.chunk is not None:
-            content["text/event-stream"] = {"schema": _event(of.chunk, of.error)}
+            content["text/event-stream"] = {"schema": _event(of.chunk, _error(route))}
         found["200"] = {"description": "The answer.", "content": content}
-        if links := _links(of):
+        if links := _links(route):
             found["200"]["links"] = links
-    keys = (401,) if needs_key and not of.is_open else ()
-    for status in sorted({*of.errors, *keys, 500}):
-        error = {"schema": _ref(of.error)}
+    for status in sorted(of.statuses(route.path_format) | ({401} if needs_key else set())):
+        error = {"schema": _ref(_error(route))}
         found[str(status)] = {
             "description": f"{HTTPStatus(status).phrase}.",
             "content": {"application/json": error},
@@ -128,12 +148,12 @@ def _responses(of: Operation, needs_key: bool) -> Schema:
     return found
 
 
-def _links(of: Operation) -> Schema:
+def _links(route: APIRoute) -> Schema:
     """Return the routes that read or change what a request creates, by the id in the answer."""
-    below = re.compile(re.escape(of.path) + r"/{(\w+)}(/\w+)?")
+    below = re.compile(re.escape(route.path_format) + r"/{(\w+)}(/\w+)?")
     found: Schema = {}
-    for each in OPERATIONS:
-        if of.method == "post" and (named := below.fullmatch(each.path)):
+    for each in ROUTES:
+        if _method(route) == "post" and (named := below.fullmatch(each.path_format)):
             parameters = {named[1]: "$response.body#/id"}
             found[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
     return found
@@ -158,19 +178,21 @@ def _ref(kind: Struct) -> Schema:
 
 def _components() -> dict[str, Schema]:
     """Return the schemas of all types."""
-    bodies = [of.body for of in OPERATIONS if of.body is not None]
-    answers = [
-        kind for of in OPERATIONS for kind in (of.answer, of.chunk, of.error) if kind is not None
-    ]
-    kinds = [*bodies, *answers]
+    operations = [operation_of(route.openapi_extra) for route in ROUTES]
+    bodies = [of.body for of in operations if of.body is not None]
+    written = [of.answer for of in operations] + [of.chunk for of in operations]
+    answers: list[Struct] = [*filter(None, written), Error, MessageError]
+    kinds: list[Struct] = [*bodies, *answers]
     _, found = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     classes = {kind.__name__: kind for kind in _structs(kinds)}
     described = {name: _described(found[name], classes[name]) for name in sorted(found)}
     for kind in _structs(answers):
         _require_written_fields(described[kind.__name__], kind)
-    for of in OPERATIONS:
-        if of.body is not None:
-            _add_foreign_fields(described[of.body.__name__], of, described[ChatBody.__name__])
+    text = "Not supported: only values that change nothing are accepted."
+    for of in operations:
+        for name, neutral in sorted(of.refused.items()):
+            properties = described[of.body.__name__ if of.body else ""]["properties"]
+            properties[name] = {"enum": list(neutral), "description": text}
     return described
 
 
@@ -198,16 +220,6 @@ def _structs(kinds: Iterable[Struct]) -> set[Struct]:
                 found.add(each.cls)
             todo += [getattr(each, name) for name in each.__struct_fields__]
     return found
-
-
-def _add_foreign_fields(schema: Schema, of: Operation, chat: Schema) -> None:
-    """Add the fields of a body that other types check, and the unsupported ones."""
-    properties = schema["properties"]
-    for name in of.as_in_chats:
-        properties.setdefault(name, chat["properties"][name])
-    for name, neutral in sorted(of.refused.items()):
-        text = "Not supported: only values that change nothing are accepted."
-        properties[name] = {"enum": list(neutral), "description": text}
 
 
 def _plain_schema(kind: Struct) -> Schema:

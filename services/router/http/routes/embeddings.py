@@ -7,7 +7,6 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,46 +14,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagewire.services.router.dispatch.embeddings import EmbeddingSet
-from pagewire.services.router.http.api.openai.answer_set import Usage
-from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
+from pagewire.services.router.http.api.openai.answer_set import EmbeddingAnswers
+from pagewire.services.router.http.api.openai.embeddings import EmbeddingBody
+from pagewire.services.router.http.api.openai.generation import EmbeddingForm
 from pagewire.services.router.http.api.openai.objects import Embedding, Embeddings, InputUsage
 from pagewire.services.router.http.connection.http_io import cancel_on_disconnect, send_part
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import ClientGoneError
+from pagewire.services.router.http.operation import OPENAI, described
 from pagewire.services.router.http.routes.generation import counted, read_request, service_of
 from pagewire.shared.base.errors import RequestFailedError
-from pagewire.shared.control.protocol import Embed, Timings
+from pagewire.shared.control.protocol import Embed
 
 PART_BYTES = 64 << 10
 
 embedding_router = APIRouter(redirect_slashes=False)
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingAnswers:
-    """What a request's log line says of its embeddings."""
-
-    embeddings: EmbeddingSet
-    first_token_at: None = None
-    timings: Timings | None = None
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens of all inputs."""
-        return Usage(self.embeddings.num_tokens, completion_tokens=0, cached_tokens=0)
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        """An embedding has none."""
-        return []
-
-    @property
-    def workers(self) -> list[str]:
-        """Ids of the workers that have computed some, each once."""
-        return self.embeddings.workers
-
-
-@embedding_router.post("/v1/embeddings")
+@embedding_router.post(
+    "/v1/embeddings",
+    **described(OPENAI, Embeddings, body=EmbeddingBody, example={"input": "Hello"}),
+)
 async def embed(request: Request) -> Response:
     """Return the embeddings of one or several inputs."""
     return await counted(request, _answer(request))
@@ -79,7 +59,7 @@ async def _answer(request: Request) -> Response:
     embeddings = EmbeddingSet(service.dispatcher, prompts, template)
     record.answers = EmbeddingAnswers(embeddings)
     try:
-        vectors = await cancel_on_disconnect(request, embeddings.run())
+        vectors = await cancel_on_disconnect(request.receive, embeddings.run())
     except BaseException:  # also if the client is gone and the task is cancelled
         embeddings.close()
         raise
@@ -124,7 +104,7 @@ class EmbeddingResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response through ASGI."""
         try:
-            await cancel_on_disconnect(Request(scope, receive), self._send_all(send))
+            await cancel_on_disconnect(receive, self._send_all(send))
         except ClientGoneError as exc:  # the body lacks its end: the server closes the connection
             record_of(scope).fail(exc, "cancelled")
         finally:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Protocol
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -11,7 +12,8 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from pagewire.services.router.http.api.anthropic.format import model_info, model_list
-from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai import objects
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet, Usage
 from pagewire.services.router.http.api.openai.formats import (
     ChatFormat,
     CompletionFormat,
@@ -19,7 +21,7 @@ from pagewire.services.router.http.api.openai.formats import (
     model_record,
 )
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.objects import Health, Models, Readiness
+from pagewire.services.router.http.api.openai.schemas import ChatBody, CompletionBody
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
@@ -31,6 +33,8 @@ from pagewire.services.router.http.connection.http_io import (
 )
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import describe, outcome_of
+from pagewire.services.router.http.operation import HELLO, OPENAI, SERVER, described
+from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.metrics.requests import Outcome
 from pagewire.services.router.service import RouterService
 from pagewire.services.router.text.served_model import ServedModel
@@ -39,8 +43,10 @@ from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
 
+Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
-@router.get(MODELS_PATH)
+
+@router.get(MODELS_PATH, **described(OPENAI, objects.Models))
 async def list_models(request: Request) -> Response:
     """List the one model, by each of its names."""
     service = service_of(request)
@@ -49,10 +55,10 @@ async def list_models(request: Request) -> Response:
     ]
     if is_anthropics(request.scope):
         return json_response(model_list(records))
-    return json_response(Models(records))
+    return json_response(objects.Models(records))
 
 
-@router.get(MODELS_PATH + "/{model_id:path}")
+@router.get(MODELS_PATH + "/{model_id:path}", **described(OPENAI, objects.Model))
 async def get_model(request: Request, model_id: str) -> Response:
     """Describe the model."""
     service = service_of(request)
@@ -61,32 +67,52 @@ async def get_model(request: Request, model_id: str) -> Response:
     return json_response(model_info(record) if is_anthropics(request.scope) else record)
 
 
-@router.post("/v1/completions")
+@router.post(
+    "/v1/completions",
+    **described(
+        OPENAI,
+        objects.Completion,
+        body=CompletionBody,
+        chunk=objects.CompletionChunk,
+        refused=REFUSED_IN_COMPLETIONS,
+        example={"prompt": "Once upon a time", "max_tokens": 32},
+    ),
+)
 async def complete(request: Request) -> Response:
     """Continue one or several prompts."""
     return await generate(request, "completion", CompletionFormat)
 
 
-@router.post("/v1/chat/completions")
+@router.post(
+    "/v1/chat/completions",
+    **described(
+        OPENAI,
+        objects.ChatCompletion,
+        body=ChatBody,
+        chunk=objects.ChatChunk,
+        refused=REFUSED_IN_CHATS,
+        example={"messages": HELLO},
+    ),
+)
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     return await generate(request, "chat", ChatFormat)
 
 
-@router.get("/health")
+@router.get("/health", **described(SERVER, objects.Health, is_open=True))
 async def health(request: Request) -> Response:
     """Answer 200, because the router is alive. The operator port shows more."""
     service = service_of(request)
     cluster = service.describe_cluster()
     is_known = service.api_keys is None or record_of(request.scope).key is not None
-    return json_response(Health(cluster["status"], cluster["model"] if is_known else UNSET))
+    return json_response(objects.Health(cluster["status"], cluster["model"] if is_known else UNSET))
 
 
-@router.get("/ready")
+@router.get("/ready", **described(SERVER, objects.Readiness, is_open=True, unready=True))
 async def ready(request: Request) -> Response:
     """Answer 200 if the router can serve now, else 503."""
     status = service_of(request).describe_cluster()["status"]
-    return json_response(Readiness(status), 200 if status == "ok" else 503)
+    return json_response(objects.Readiness(status), 200 if status == "ok" else 503)
 
 
 async def generate(
@@ -104,7 +130,24 @@ async def generate(
     Raises:
         PagewireError: the body is wrong, or the answers failed before their first token.
     """
-    return await counted(request, _answer(request, kind, make_format))
+
+    async def generated() -> Response:
+        asked = await read_request(request, kind)
+        return await answer(request, asked, make_format(service_of(request).model, asked))
+
+    return await counted(request, generated())
+
+
+class Keeper(Protocol):
+    """Stores an answer before its client learns that it is complete."""
+
+    async def keep(self, usage: Usage) -> bytes:
+        """Store the answer if it is to be; return the response, which says whether it is."""
+        ...
+
+    def kept_at_end(self, rest: Deltas, answers: AnswerSet) -> Deltas:
+        """Yield the rest of an answer; then store it. An error becomes the response's own."""
+        ...
 
 
 async def counted(request: Request, answer: Awaitable[Response]) -> Response:
@@ -121,41 +164,46 @@ async def counted(request: Request, answer: Awaitable[Response]) -> Response:
     return response
 
 
-async def _answer(
-    request: Request,
-    kind: BodyKind,
-    make_format: Callable[[ServedModel, GenerationInput], Format],
+async def answer(
+    request: Request, asked: GenerationInput, form: Format, keeper: Keeper | None = None
 ) -> Response:
-    asked, service = await read_request(request, kind), service_of(request)
-    form = make_format(service.model, asked)
-    answers = answers_to(request, asked)
+    """Return the response to a request with what the model generates.
+
+    Args:
+        request: the request.
+        asked: what it asks for.
+        form: writes the answers.
+        keeper: stores them before the client learns that they are complete.
+
+    Raises:
+        PagewireError: the answers failed before their first token.
+    """
+    service, record = service_of(request), record_of(request.scope)
+    trace = None if service.tracing is None else record.begin_span(service.tracing)
+    record.answers = answers = AnswerSet(
+        service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
+    )
     try:
         if not asked.stream:
-            full = await cancel_on_disconnect(request, answers.collect())
+            full = await cancel_on_disconnect(request.receive, answers.collect())
             answers.close()
             if any(answer.prompt_logprobs is not None for answer in full):
                 # A long prompt's take a while: the other answers go on meanwhile.
                 body = await asyncio.to_thread(form.full_response, full, answers.usage)
             else:
                 body = form.full_response(full, answers.usage)
+            if keeper is not None:
+                body = await keeper.keep(answers.usage)
             return Response(body, media_type="application/json")
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
-        first = await cancel_on_disconnect(request, first_delta(rest))
+        first = await cancel_on_disconnect(request.receive, first_delta(rest))
     except BaseException:  # also if the client is gone and the task is cancelled
         answers.close()
         raise
+    if keeper is not None:
+        rest = keeper.kept_at_end(rest, answers)
     return EventStream(answers, form, first, rest, service.settings.request_timeout_s)
-
-
-def answers_to(request: Request, asked: GenerationInput) -> AnswerSet:
-    """Return the answers to a request, which are to be closed; none has begun."""
-    service, record = service_of(request), record_of(request.scope)
-    trace = None if service.tracing is None else record.begin_span(service.tracing)
-    record.answers = answers = AnswerSet(
-        service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
-    )
-    return answers
 
 
 async def read_request(
@@ -192,7 +240,9 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
     reader, max_model_len = service.body_reader, service.max_model_len
     if len(raw) <= INLINE_BODY_BYTES:
         return await reader.read_here(kind, raw, max_model_len)
-    return await cancel_on_disconnect(request, reader.read_elsewhere(kind, raw, max_model_len))
+    return await cancel_on_disconnect(
+        request.receive, reader.read_elsewhere(kind, raw, max_model_len)
+    )
 
 
 async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
@@ -201,7 +251,9 @@ async def _check_grammar(request: Request, asked: GenerationInput) -> Generation
     while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
         checker, owner = service_of(request).grammar_checker, record_of(request.scope).owner
         try:
-            await cancel_on_disconnect(request, checker.check(text, asked.form_field, owner))
+            await cancel_on_disconnect(
+                request.receive, checker.check(text, asked.form_field, owner)
+            )
         except InvalidRequestError:
             if not others:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Annotated
 
@@ -11,31 +10,33 @@ from fastapi import APIRouter, Request
 from msgspec import Meta
 from starlette.responses import Response
 
-from pagewire.services.router.http.api.openai.answer_set import AnswerSet
+from pagewire.services.router.http.api.openai.answer_set import AnswerSet, Usage
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.responses.bodies import previous_id
+from pagewire.services.router.http.api.responses import objects
+from pagewire.services.router.http.api.responses.bodies import ResponseBody, previous_id
 from pagewire.services.router.http.api.responses.format import ResponseFormat
 from pagewire.services.router.http.api.responses.input_items import ItemsQuery, page_of_input
 from pagewire.services.router.http.api.responses.inputs import with_history
-from pagewire.services.router.http.api.responses.objects import DeletedResponse, InputTokenCount
-from pagewire.services.router.http.api.responses.store import ResponseStore, StoredResponse
+from pagewire.services.router.http.api.responses.store import StoredResponse
 from pagewire.services.router.http.body_processes.protocol import BodyKind
-from pagewire.services.router.http.connection.http_io import EventStream, cancel_on_disconnect
-from pagewire.services.router.http.connection.record import RequestRecord, record_of
+from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import SERVER_ERROR, describe
+from pagewire.services.router.http.operation import RESPONSES, described
 from pagewire.services.router.http.query_fields import read_query
 from pagewire.services.router.http.routes.generation import (
-    answers_to,
+    Deltas,
+    answer,
     counted,
-    first_delta,
     json_response,
     read_request,
     service_of,
 )
-from pagewire.shared.base.errors import InvalidRequestError, PagewireError, RequestFailedError
-from pagewire.shared.text.answer_text import TextDelta
+from pagewire.services.router.http.unsupported import REFUSED_IN_RESPONSES
+from pagewire.shared.base.errors import InvalidRequestError, PagewireError
 
 response_router = APIRouter(redirect_slashes=False)
+
+_ONE = "/v1/responses/{response_id}"
 
 
 class ResponseQuery(msgspec.Struct, frozen=True):
@@ -48,23 +49,35 @@ class ResponseQuery(msgspec.Struct, frozen=True):
     stream: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] = False
 
 
-Deltas = AsyncGenerator[tuple[int, TextDelta], None]
-
-
-@response_router.post("/v1/responses")
+@response_router.post(
+    "/v1/responses",
+    **described(
+        RESPONSES,
+        objects.Response,
+        body=ResponseBody,
+        chunk=objects.ResponseEvent,
+        refused=REFUSED_IN_RESPONSES,
+        example={"input": "Hello"},
+    ),
+)
 async def create_response(request: Request) -> Response:
     """Answer a conversation, or continue a stored one."""
     return await counted(request, _respond(request))
 
 
-@response_router.post("/v1/responses/input_tokens")
+@response_router.post(
+    "/v1/responses/input_tokens",
+    **described(RESPONSES, objects.InputTokenCount, body=ResponseBody, example={"input": "Hello"}),
+)
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a request has."""
     asked = await _read(request, "response count")
-    return json_response(InputTokenCount(len(asked.prompts[0].token_ids)))
+    return json_response(objects.InputTokenCount(len(asked.prompts[0].token_ids)))
 
 
-@response_router.get("/v1/responses/{response_id}")
+@response_router.get(
+    _ONE, **described(RESPONSES, objects.Response, errors=(503,), query=ResponseQuery)
+)
 async def get_response(request: Request, response_id: str) -> Response:
     """Return a stored response."""
     if read_query(ResponseQuery, request).stream:
@@ -73,7 +86,10 @@ async def get_response(request: Request, response_id: str) -> Response:
     return Response(bytes(stored.response), media_type="application/json")
 
 
-@response_router.get("/v1/responses/{response_id}/input_items")
+@response_router.get(
+    f"{_ONE}/input_items",
+    **described(RESPONSES, objects.InputItems, errors=(503,), query=ItemsQuery),
+)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """List the conversation before a stored response."""
     query = read_query(ItemsQuery, request)
@@ -81,15 +97,15 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     return json_response(page)
 
 
-@response_router.delete("/v1/responses/{response_id}")
+@response_router.delete(_ONE, **described(RESPONSES, objects.DeletedResponse, errors=(503,)))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Delete a stored response."""
     key = record_of(request.scope).key
     await service_of(request).responses.remove(response_id, key)
-    return json_response(DeletedResponse(response_id))
+    return json_response(objects.DeletedResponse(response_id))
 
 
-@response_router.post("/v1/responses/{response_id}/cancel")
+@response_router.post(f"{_ONE}/cancel", **described(RESPONSES, None, errors=(400, 503)))
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Refuse: no response is made in the background."""
     await _stored(request, response_id)
@@ -100,27 +116,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def _respond(request: Request) -> Response:
-    service, record = service_of(request), record_of(request.scope)
     asked = await _read(request, "response")
-    if asked.turn is None:
-        raise RequestFailedError("the body's reader has left out what responses need")
-    form = ResponseFormat(service.model, asked, asked.turn)
-    answers = answers_to(request, asked)
-    keeper = _Keeper(service.responses, form, answers, record)
-    try:
-        if not asked.stream:
-            full = await cancel_on_disconnect(request, answers.collect())
-            answers.close()
-            form.full_response(full, answers.usage)
-            await keeper.keep()
-            return Response(form.finished(answers.usage), media_type="application/json")
-        rest = answers.deltas()
-        first = await cancel_on_disconnect(request, first_delta(rest))
-    except BaseException:  # also if the client is gone and the task is cancelled
-        answers.close()
-        raise
-    timeout_s = service.settings.request_timeout_s
-    return EventStream(answers, form, first, keeper.kept_at_end(rest), timeout_s)
+    form = ResponseFormat(service_of(request).model, asked)
+    return await answer(request, asked, form, _Keeper(request, form))
 
 
 async def _read(request: Request, kind: BodyKind) -> GenerationInput:
@@ -143,31 +141,25 @@ async def _stored(request: Request, response_id: str) -> StoredResponse:
 
 
 class _Keeper:
-    """Stores a response before its client learns that it is complete."""
+    """Stores a response in the cluster's store, see `Keeper`."""
 
-    def __init__(
-        self,
-        store: ResponseStore,
-        form: ResponseFormat,
-        answers: AnswerSet,
-        record: RequestRecord,
-    ) -> None:
-        self._store, self._form = store, form
-        self._answers, self._record = answers, record
+    def __init__(self, request: Request, form: ResponseFormat) -> None:
+        self._store, self._form = service_of(request).responses, form
+        self._record = record_of(request.scope)
 
-    async def keep(self) -> None:
-        """Store the response if it is to be; otherwise it says that it is not."""
+    async def keep(self, usage: Usage) -> bytes:
+        """Store the response if it is to be; return it, which says whether it is stored."""
         form = self._form
         if form.is_stored:
-            response = msgspec.Raw(form.finished(self._answers.usage))
-            items = msgspec.Raw(form.conversation())
+            response, items = msgspec.Raw(form.finished(usage)), msgspec.Raw(form.conversation())
             stored = StoredResponse(self._record.key, response, items)
             form.is_stored = await self._store.put(form.id, stored)
+        return form.finished(usage)
 
-    async def kept_at_end(self, rest: AsyncIterator[tuple[int, TextDelta]] | Deltas) -> Deltas:
-        """Yield the rest of an answer. An error becomes the response's own."""
+    async def kept_at_end(self, rest: Deltas, answers: AnswerSet) -> Deltas:
+        """Yield the rest of an answer; then store it. An error becomes the response's own."""
         try:
-            async with aclosing(rest) as deltas:  # type: ignore[type-var]
+            async with aclosing(rest) as deltas:
                 async for each in deltas:
                     yield each
         except PagewireError as exc:
@@ -175,4 +167,4 @@ class _Keeper:
             self._record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")
             self._form.fail(error)
         else:
-            await self.keep()
+            await self.keep(answers.usage)

@@ -9,12 +9,16 @@ from starlette.responses import Response
 
 from pagewire import __version__
 from pagewire.services.router.http.api.openai.objects import Detokenized, Tokenized, Version
+from pagewire.services.router.http.api.openai.tokens import DetokenizeBody, TokenizeBody
+from pagewire.services.router.http.operation import SERVER, TOKENS, described
 from pagewire.services.router.http.routes.generation import json_response, read_request, service_of
 
 token_router = APIRouter(redirect_slashes=False)
 
 
-@token_router.post("/tokenize")
+@token_router.post(
+    "/tokenize", **described(TOKENS, Tokenized, body=TokenizeBody, example={"prompt": "Hello"})
+)
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation's prompt."""
     asked, service = await read_request(request, "tokenize"), service_of(request)
@@ -26,14 +30,17 @@ async def tokenize(request: Request) -> Response:
     return json_response(found)
 
 
-@token_router.post("/detokenize")
+@token_router.post(
+    "/detokenize",
+    **described(TOKENS, Detokenized, body=DetokenizeBody, example={"tokens": [72, 101]}),
+)
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     asked = await read_request(request, "detokenize")
     return json_response(Detokenized(asked.prompts[0].echo or ""))
 
 
-@token_router.get("/version")
+@token_router.get("/version", **described(SERVER, Version))
 async def version() -> Response:
     """Return the server's version."""
     return json_response(Version(__version__))

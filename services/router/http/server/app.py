@@ -19,26 +19,15 @@ from starlette.types import ASGIApp
 from pagewire.services.router.http.connection.error_forms import error_response
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.services.router.http.errors import describe
+from pagewire.services.router.http.openapi.document import ROUTERS as PUBLIC_ROUTERS
 from pagewire.services.router.http.openapi.pages import docs_router
-from pagewire.services.router.http.routes.embeddings import embedding_router
-from pagewire.services.router.http.routes.generation import router
-from pagewire.services.router.http.routes.messages import messages_router
-from pagewire.services.router.http.routes.responses import response_router
-from pagewire.services.router.http.routes.tokens import token_router
 from pagewire.services.router.http.server.access_log import AccessLog
 from pagewire.services.router.http.server.cut import CutRequests
 from pagewire.services.router.http.server.key_check import KeyCheck
 from pagewire.services.router.service import RouterService
 from pagewire.shared.base.errors import PagewireError
 
-ROUTERS = (
-    router,
-    messages_router,
-    token_router,
-    embedding_router,
-    response_router,
-    docs_router,
-)
+ROUTERS = (*PUBLIC_ROUTERS, docs_router)
 METHOD_NOT_ALLOWED = 405
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 # What a page may read of a response's headers; `request-id` is that of Anthropic's API.

@@ -1,8 +1,8 @@
 """`/v1/messages` and `/v1/messages/count_tokens`, Anthropic's API.
 
 A body (`schemas.py`) becomes a chat (`chat.py`, `inputs.py`), whose answer is written in
-Anthropic's form (`format.py`); so are errors (`errors.py`). `objects.py` has the types of what is
-written, for the OpenAPI document.
+Anthropic's form (`format.py`); so are errors (`errors.py`). `objects.py` has the types that
+responses are encoded from.
 
 Read first: `inputs.py`, `format.py`.
 

@@ -9,19 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Literal
 
-from pagewire.services.router.http.api.anthropic.schemas import (
-    Block,
-    CountBody,
-    DocumentBlock,
-    ImageBlock,
-    Message,
-    RedactedThinkingBlock,
-    ResultBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolResultBlock,
-    ToolUseBlock,
-)
+from pagewire.services.router.http.api.anthropic import schemas
 from pagewire.services.router.http.api.openai.schemas import ChatMessage
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
@@ -30,10 +18,10 @@ from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, Called
 # other.
 _SEPARATOR = "\n\n"
 
-_Placed = tuple[str, Sequence[tuple[str, Block]]]
+_Placed = tuple[str, Sequence[tuple[str, schemas.Block]]]
 
 
-def messages_of(body: CountBody) -> list[ChatMessage]:
+def messages_of(body: schemas.CountBody) -> list[ChatMessage]:
     """Return the messages of a request, that of the system first.
 
     Messages of one role that follow each other are one turn.
@@ -59,17 +47,17 @@ def messages_of(body: CountBody) -> list[ChatMessage]:
     return found
 
 
-def _system(body: CountBody) -> str:
+def _system(body: schemas.CountBody) -> str:
     if isinstance(body.system, str):
         return body.system
     return _joined(block.text for block in body.system or ())
 
 
-def _placed(index: int, message: Message) -> _Placed:
+def _placed(index: int, message: schemas.Message) -> _Placed:
     """Return the place of a message's content, and its blocks with theirs."""
     place = f"messages[{index}].content"
     if isinstance(message.content, str):
-        return place, [(place, TextBlock(message.content))]
+        return place, [(place, schemas.TextBlock(message.content))]
     return place, [(f"{place}[{at}]", block) for at, block in enumerate(message.content)]
 
 
@@ -81,9 +69,9 @@ def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list
         text, num_results = "", 0
         for where, block in blocks:
             match block:
-                case TextBlock():
+                case schemas.TextBlock():
                     text += block.text
-                case ToolResultBlock() if role == "user":
+                case schemas.ToolResultBlock() if role == "user":
                     num_results += 1
                     result = _result(f"{where}.content", block)
                     found.append(
@@ -103,12 +91,12 @@ def _joined(texts: Iterable[str]) -> str:
     return _SEPARATOR.join(text for text in texts if text)
 
 
-def _result(place: str, result: ToolResultBlock) -> str:
+def _result(place: str, result: schemas.ToolResultBlock) -> str:
     if isinstance(result.content, str):
         return result.content
     texts = []
     for index, block in enumerate(result.content or ()):
-        if not isinstance(block, TextBlock):
+        if not isinstance(block, schemas.TextBlock):
             raise _refused(f"{place}[{index}]", block, "user")
         texts.append(block.text)
     return "".join(texts)
@@ -120,13 +108,13 @@ def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
         text = ""
         for where, block in blocks:
             match block:
-                case TextBlock():
+                case schemas.TextBlock():
                     text += block.text
-                case ThinkingBlock():
+                case schemas.ThinkingBlock():
                     thoughts.append(block.thinking)
-                case ToolUseBlock():
+                case schemas.ToolUseBlock():
                     calls.append(CalledTool(CalledFunction(block.name, block.input), block.id))
-                case RedactedThinkingBlock():
+                case schemas.RedactedThinkingBlock():
                     pass
                 case _:
                     raise _refused(where, block, "assistant")
@@ -142,9 +130,11 @@ def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
     )
 
 
-def _refused(place: str, block: Block | ResultBlock, role: str) -> InvalidRequestError:
+def _refused(
+    place: str, block: schemas.Block | schemas.ResultBlock, role: str
+) -> InvalidRequestError:
     kind = type(block).__struct_config__.tag
     problem = f"is not allowed in messages with the role {role}"
-    if isinstance(block, ImageBlock | DocumentBlock):
+    if isinstance(block, schemas.ImageBlock | schemas.DocumentBlock):
         problem = "is not supported: only text is"
     return InvalidRequestError(f"{place}: a block of type {kind} {problem}", place)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from pagewire.services.router.http.api.anthropic.objects import (
-    MessageError,
-    MessageProblem,
-    ThreadProblem,
-)
+from pagewire.services.router.http.api.anthropic import objects
 from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
 
 # Anthropic's name of the error by which clients learn that they must send whole conversations.
@@ -25,10 +21,10 @@ _KINDS = {
 }
 
 
-def message_error(error: ApiError, request_id: str) -> MessageError:
+def message_error(error: ApiError, request_id: str) -> objects.MessageError:
     """Return the error object of a request."""
     otherwise = "api_error" if error.status >= SERVER_ERROR else "invalid_request_error"
-    problem = MessageProblem(_KINDS.get(error.status, otherwise), error.message)
+    problem = objects.MessageProblem(_KINDS.get(error.status, otherwise), error.message)
     if error.code == THREAD_UNSUPPORTED:
-        problem.details = ThreadProblem(THREAD_UNSUPPORTED, ["thread"])
-    return MessageError(problem, request_id)
+        problem.details = objects.ThreadProblem(THREAD_UNSUPPORTED, ["thread"])
+    return objects.MessageError(problem, request_id)

@@ -9,17 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.services.router.http.api.anthropic.objects import (
-    AnswerBlock,
-    AnsweredMessage,
-    AnswerText,
-    AnswerThinking,
-    AnswerToolUse,
-    EventDelta,
-    MessageEvent,
-    MessageUsage,
-    StopReason,
-)
+from pagewire.services.router.http.api.anthropic import objects
 from pagewire.services.router.http.api.openai.answer_set import Usage
 from pagewire.services.router.http.api.openai.formats import sse
 from pagewire.services.router.http.api.openai.generation import GenerationInput
@@ -29,14 +19,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import UNDECODABLE
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.tool_arguments import decode_arguments
-from pagewire.shared.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ContentText,
-    ReasoningText,
-)
+from pagewire.shared.tool_calls import events as parsed
 
 
 class MessageFormat:
@@ -50,9 +33,11 @@ class MessageFormat:
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
         self._answer = ParsedAnswer(model, asked)
         self._id, self._model = "msg_" + secrets.token_hex(12), asked.model
-        self._end = EventDelta()  # how the answer ended
+        self._end = objects.EventDelta()  # how the answer ended
         self._num_blocks = 0
-        self._open: type[AnswerBlock] | None = None  # the type of the block that a stream is in
+        self._open: type[objects.AnswerBlock] | None = (
+            None  # the type of the block that a stream is in
+        )
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming."""
@@ -78,7 +63,7 @@ class MessageFormat:
         parts = [self._events_of(event) for event in self._answer.read(delta)]
         if delta.finish_reason is not None:
             reason, stop = self._ending(delta)
-            self._end = EventDelta(stop_reason=reason, stop_sequence=stop)
+            self._end = objects.EventDelta(stop_reason=reason, stop_sequence=stop)
             parts.append(self._close())
         return b"".join(parts)
 
@@ -89,10 +74,12 @@ class MessageFormat:
         )
         return ending + _event("message_stop")
 
-    def _message(self, usage: Usage, **fields: Any) -> AnsweredMessage:
-        return AnsweredMessage(id=self._id, model=self._model, usage=_usage(usage), **fields)
+    def _message(self, usage: Usage, **fields: Any) -> objects.AnsweredMessage:
+        return objects.AnsweredMessage(
+            id=self._id, model=self._model, usage=_usage(usage), **fields
+        )
 
-    def _ending(self, delta: TextDelta) -> tuple[StopReason, str | None]:
+    def _ending(self, delta: TextDelta) -> tuple[objects.StopReason, str | None]:
         """Return why an answer has ended, and the stop string that ended it."""
         if delta.finish_reason == "length":
             return "max_tokens", None
@@ -100,21 +87,23 @@ class MessageFormat:
             return "stop_sequence", delta.stop_string
         return "tool_use" if self._answer.has_calls else "end_turn", None
 
-    def _events_of(self, event: AnswerEvent) -> bytes:
+    def _events_of(self, event: parsed.AnswerEvent) -> bytes:
         match event:
-            case ContentText(text):
-                return self._within(AnswerText("")) + self._delta(EventDelta("text_delta", text))
-            case ReasoningText(text):
-                begun = self._within(AnswerThinking(""))
-                return begun + self._delta(EventDelta("thinking_delta", thinking=text))
-            case CallBegin(_, call_id, name):
-                return self._close() + self._within(AnswerToolUse(call_id, name))
-            case CallArguments(_, text):
-                return self._delta(EventDelta("input_json_delta", partial_json=text))
-            case CallEnd():
+            case parsed.ContentText(text):
+                return self._within(objects.AnswerText("")) + self._delta(
+                    objects.EventDelta("text_delta", text)
+                )
+            case parsed.ReasoningText(text):
+                begun = self._within(objects.AnswerThinking(""))
+                return begun + self._delta(objects.EventDelta("thinking_delta", thinking=text))
+            case parsed.CallBegin(_, call_id, name):
+                return self._close() + self._within(objects.AnswerToolUse(call_id, name))
+            case parsed.CallArguments(_, text):
+                return self._delta(objects.EventDelta("input_json_delta", partial_json=text))
+            case parsed.CallEnd():
                 return self._close()
 
-    def _within(self, empty: AnswerBlock) -> bytes:
+    def _within(self, empty: objects.AnswerBlock) -> bytes:
         """Begin a block unless the stream is in one of its type."""
         if self._open is type(empty):
             return b""
@@ -122,8 +111,8 @@ class MessageFormat:
         self._open = type(empty)
         return closed + _event("content_block_start", index=self._num_blocks, content_block=empty)
 
-    def _delta(self, added: EventDelta) -> bytes:
-        event = MessageEvent("content_block_delta", index=self._num_blocks, delta=added)
+    def _delta(self, added: objects.EventDelta) -> bytes:
+        event = objects.MessageEvent("content_block_delta", index=self._num_blocks, delta=added)
         return sse(event, event.type)
 
     def _close(self) -> bytes:
@@ -154,25 +143,25 @@ def model_list(records: Sequence[Model]) -> dict[str, Any]:
     return {"data": found, "has_more": False, **ends}
 
 
-def _content(events: Sequence[AnswerEvent]) -> list[AnswerBlock]:
+def _content(events: Sequence[parsed.AnswerEvent]) -> list[objects.AnswerBlock]:
     """Return the blocks of a whole answer."""
-    blocks: list[AnswerBlock] = []
-    calls: list[tuple[AnswerToolUse, list[str]]] = []
+    blocks: list[objects.AnswerBlock] = []
+    calls: list[tuple[objects.AnswerToolUse, list[str]]] = []
     for event in events:
         last = blocks[-1] if blocks else None
         match event:
-            case ContentText(text) if isinstance(last, AnswerText):
+            case parsed.ContentText(text) if isinstance(last, objects.AnswerText):
                 last.text += text
-            case ContentText(text):
-                blocks.append(AnswerText(text))
-            case ReasoningText(text) if isinstance(last, AnswerThinking):
+            case parsed.ContentText(text):
+                blocks.append(objects.AnswerText(text))
+            case parsed.ReasoningText(text) if isinstance(last, objects.AnswerThinking):
                 last.thinking += text
-            case ReasoningText(text):
-                blocks.append(AnswerThinking(text))
-            case CallBegin(_, call_id, name):
-                calls.append((AnswerToolUse(call_id, name), []))
+            case parsed.ReasoningText(text):
+                blocks.append(objects.AnswerThinking(text))
+            case parsed.CallBegin(_, call_id, name):
+                calls.append((objects.AnswerToolUse(call_id, name), []))
                 blocks.append(calls[-1][0])
-            case CallArguments(_, text):
+            case parsed.CallArguments(_, text):
                 calls[-1][1].append(text)
     for call, arguments in calls:
         call.input = _arguments("".join(arguments))
@@ -187,11 +176,11 @@ def _arguments(text: str) -> dict[str, Any]:
         return {}
 
 
-def _usage(usage: Usage) -> MessageUsage:
+def _usage(usage: Usage) -> objects.MessageUsage:
     """Return the tokens as Anthropic counts them: those from the cache are not input."""
     fresh = usage.prompt_tokens - usage.cached_tokens
-    return MessageUsage(fresh, usage.cached_tokens, usage.completion_tokens)
+    return objects.MessageUsage(fresh, usage.cached_tokens, usage.completion_tokens)
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return sse(MessageEvent(kind, **fields), kind)
+    return sse(objects.MessageEvent(kind, **fields), kind)

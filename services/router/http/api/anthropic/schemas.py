@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, as strict as those of OpenAI's (inputs/schemas.py)."""
+"""The bodies of Anthropic's Messages API, as strict as those of OpenAI's (openai/schemas.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.services.router.http.api.openai.schemas import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    AtLeastOne,
-    StopStrings,
-)
+from pagewire.services.router.http.api.openai import schemas
+from pagewire.shared.base.field_rules import of_chars, of_items
 from pagewire.shared.request.sampling_types import CacheSalt, Temperature, TopP
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tool_calls.definitions import MAX_TOOLS, FunctionName
@@ -72,7 +68,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     """
 
     tool_use_id: Name
-    content: str | Annotated[list[ResultBlock], Meta(max_length=MAX_PARTS)] | None = None
+    content: str | Annotated[list[ResultBlock], Meta(max_length=schemas.MAX_PARTS)] | None = None
     is_error: bool | None = None
 
 
@@ -92,7 +88,10 @@ Block = Annotated[
 ]
 _Blocks = Annotated[
     list[Block],
-    Meta(max_length=MAX_PARTS, description=f"text or a list of at most {MAX_PARTS} blocks"),
+    Meta(
+        max_length=schemas.MAX_PARTS,
+        description=f"text or a list of at most {schemas.MAX_PARTS} blocks",
+    ),
 ]
 
 
@@ -159,7 +158,7 @@ class Thinking(msgspec.Struct, frozen=True):
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: AtLeastOne | None = None
+    budget_tokens: schemas.AtLeastOne | None = None
 
 
 class MessageForm(msgspec.Struct, frozen=True):
@@ -184,16 +183,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 class MessageMetadata(msgspec.Struct, frozen=True):
     """Changes no answer."""
 
-    user_id: (
-        Annotated[
-            str,
-            Meta(
-                max_length=MAX_USER_CHARS,
-                description=f"a string of at most {MAX_USER_CHARS} characters",
-            ),
-        ]
-        | None
-    ) = None
+    user_id: Annotated[str, of_chars(0, MAX_USER_CHARS)] | None = None
 
 
 class ContextEdit(msgspec.Struct, frozen=True):
@@ -229,22 +219,9 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    messages: Annotated[
-        list[Message],
-        Meta(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description=f"a list of 1 to {MAX_MESSAGES} messages",
-        ),
-    ]
-    system: str | Annotated[list[SystemBlock], Meta(max_length=MAX_PARTS)] | None = None
-    tools: (
-        Annotated[
-            list[MessageTool],
-            Meta(max_length=MAX_TOOLS, description=f"a list of at most {MAX_TOOLS} tools"),
-        ]
-        | None
-    ) = None
+    messages: Annotated[list[Message], of_items(1, schemas.MAX_MESSAGES, "messages")]
+    system: str | Annotated[list[SystemBlock], Meta(max_length=schemas.MAX_PARTS)] | None = None
+    tools: Annotated[list[MessageTool], of_items(0, MAX_TOOLS, "tools")] | None = None
     tool_choice: Annotated[
         AutoChoice | AnyChoice | ToolChoice | NoneChoice | None,
         Meta(description='an object whose type is "auto", "any", "tool" (with name) or "none"'),
@@ -277,8 +254,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         timings: the response says where the time went.
     """
 
-    max_tokens: AtLeastOne
-    stop_sequences: StopStrings | None = None
+    max_tokens: schemas.AtLeastOne
+    stop_sequences: schemas.StopStrings | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

@@ -11,14 +11,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
+from pagewire.services.router.dispatch.embeddings import EmbeddingSet
 from pagewire.services.router.dispatch.times import Watch
 from pagewire.services.router.http.api.openai.backlog import Backlog
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.timings import (
-    RequestTimes,
-    RequestTimings,
-    timings_field,
-)
+from pagewire.services.router.http.api.openai.timings import RequestTimings, timings_field
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.base.aio import end_task
 from pagewire.shared.base.errors import InvalidRequestError
@@ -44,6 +41,21 @@ class Usage:
     cached_tokens: int
     reasoning_tokens: int | None = None
     timings: RequestTimings | UnsetType = UNSET
+
+
+class EmbeddingAnswers:
+    """What a request's log line says of its embeddings, see `AnswerSet`."""
+
+    def __init__(self, embeddings: EmbeddingSet) -> None:
+        self._embeddings = embeddings
+        self.usage = Usage(embeddings.num_tokens, completion_tokens=0, cached_tokens=0)
+        self.finish_reasons: list[str] = []
+        self.first_token_at, self.timings = None, None
+
+    @property
+    def workers(self) -> list[str]:
+        """Ids of the workers that have computed some, each once."""
+        return self._embeddings.workers
 
 
 class AnswerSet:
@@ -125,18 +137,16 @@ class AnswerSet:
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self._asked.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self._answers),
             cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
-            timings=timings_field(self.times) if self._asked.timings else UNSET,
+            timings=self._timings_field() if self._asked.timings else UNSET,
         )
 
-    @property
-    def times(self) -> RequestTimes:
-        """Where the time went so far."""
+    def _timings_field(self) -> RequestTimings:
         first, ended = self.first_token_at, self._ended_at
-        return RequestTimes(
-            router_s=self._admitted_at - self._start,
-            first_token_s=None if first is None else first - self._start,
-            total_s=(time.monotonic() if ended is None else ended) - self._start,
-            answers=[source.times for source in self._sources],
+        return timings_field(
+            self._admitted_at - self._start,
+            None if first is None else first - self._start,
+            (time.monotonic() if ended is None else ended) - self._start,
+            [source.times for source in self._sources],
         )
 
     @property

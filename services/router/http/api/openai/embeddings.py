@@ -6,8 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
-from pagewire.services.router.http.api.openai.generation import GenerationInput, counted_input
+from pagewire.services.router.http.api.openai.generation import (
+    EmbeddingForm,
+    GenerationInput,
+    counted_input,
+)
 from pagewire.services.router.http.api.openai.prompts import prompt_ids, split_prompts
 from pagewire.services.router.http.api.openai.schemas import AtLeastOne, Label, Prompt
 from pagewire.services.router.http.api.openai.tokens import PlainBody, parse_plain
@@ -53,7 +56,7 @@ def read_embedding(
     Raises:
         InvalidRequestError: a field is wrong, which it names, or the model makes no embeddings.
     """
-    body, unknown_fields = parse_plain(EmbeddingBody, raw, model)
+    body, _, unknown_fields = parse_plain(EmbeddingBody, raw, model)
     form = _form_of(body, model)
     found = counted_input(body.model, [], unknown_fields, model)
     (empty,) = found.prompts

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from pagewire.services.router.http.api.openai import objects
 from pagewire.services.router.http.api.openai.answer_set import Usage
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.openai.logprobs import (
@@ -19,39 +20,11 @@ from pagewire.services.router.http.api.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from pagewire.services.router.http.api.openai.objects import (
-    AnswerCall,
-    AnswerFunction,
-    AnswerMessage,
-    CachedTokens,
-    CallDelta,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatFinish,
-    ChatLogprobs,
-    Completion,
-    CompletionChunk,
-    CompletionPart,
-    FunctionDelta,
-    MessageDelta,
-    Model,
-    PromptTokens,
-    ReasoningTokens,
-    TokenUsage,
-)
 from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
+from pagewire.shared.tool_calls import events as parsed
 from pagewire.shared.tool_calls.answer import AnswerMessage as ReadMessage
-from pagewire.shared.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegin,
-    ContentText,
-    ReasoningText,
-)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -93,7 +66,7 @@ class _OpenAIFormat(ABC):
         self,
         model: ServedModel,
         asked: GenerationInput,
-        chunk: type[CompletionChunk | ChatChunk],
+        chunk: type[objects.CompletionChunk | objects.ChatChunk],
         prefix: str,
         empty: bytes,
     ) -> None:
@@ -130,13 +103,13 @@ class _OpenAIFormat(ABC):
         """Return the tokens of the request."""
         return usage
 
-    def _event(self, choice: CompletionPart | ChatChunkChoice) -> bytes:
+    def _event(self, choice: objects.CompletionPart | objects.ChatChunkChoice) -> bytes:
         """Return the event of a chunk with one choice."""
         chunk: Any = self._chunk
         chunk.choices = [choice]
         if self._asked.running_usage:
             prompt_tokens = sum(len(prompt.token_ids) for prompt in self._asked.prompts)
-            chunk.usage = TokenUsage(
+            chunk.usage = objects.TokenUsage(
                 prompt_tokens, self._sent_tokens, prompt_tokens + self._sent_tokens
             )
         return sse(chunk)
@@ -151,13 +124,13 @@ class _OpenAIFormat(ABC):
         return around[0] + _encode(text) + around[1]
 
     @abstractmethod
-    def _text_choice(self, index: int) -> CompletionPart | ChatChunkChoice:
+    def _text_choice(self, index: int) -> objects.CompletionPart | objects.ChatChunkChoice:
         """Return what a chunk adds to a choice if that is nothing but an empty text."""
 
     def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
         return list(token_ids) if self._asked.return_token_ids else UNSET
 
-    def _prompt_logprobs(self, answer: TextDelta) -> PromptTokens | UnsetType:
+    def _prompt_logprobs(self, answer: TextDelta) -> objects.PromptTokens | UnsetType:
         if not self._asked.prompt_logprobs:
             return UNSET
         return prompt_logprobs(answer.prompt_logprobs, self._token_bytes)
@@ -167,7 +140,7 @@ class CompletionFormat(_OpenAIFormat):
     """Responses of `/v1/completions`."""
 
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        super().__init__(model, asked, CompletionChunk, "cmpl-", b'"text":""')
+        super().__init__(model, asked, objects.CompletionChunk, "cmpl-", b'"text":""')
         self._echoes = [prompt.echo or "" for prompt in self._prompts]
         self._logprobs = [
             CompletionLogprobs(
@@ -189,7 +162,9 @@ class CompletionFormat(_OpenAIFormat):
             choice.prompt_logprobs = self._prompt_logprobs(answer)
             choices.append(choice)
         total, timings = token_usage(usage), usage.timings
-        return _encode(Completion(**self._head, choices=choices, usage=total, timings=timings))
+        return _encode(
+            objects.Completion(**self._head, choices=choices, usage=total, timings=timings)
+        )
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the event of a delta; empty if there is nothing to send."""
@@ -206,20 +181,20 @@ class CompletionFormat(_OpenAIFormat):
             choice.prompt_token_ids = self._token_ids(self._prompts[index].token_ids)
         return self._event(choice)
 
-    def _text_choice(self, index: int) -> CompletionPart:
-        return CompletionPart(index, "")
+    def _text_choice(self, index: int) -> objects.CompletionPart:
+        return objects.CompletionPart(index, "")
 
-    def _choice(self, index: int, text: str, delta: TextDelta) -> CompletionPart:
+    def _choice(self, index: int, text: str, delta: TextDelta) -> objects.CompletionPart:
         logprobs = self._logprobs[index].of(delta) if self._logprobs else None
         token_ids = self._token_ids(delta.token_ids)
-        return CompletionPart(index, text, logprobs, delta.finish_reason, token_ids)
+        return objects.CompletionPart(index, text, logprobs, delta.finish_reason, token_ids)
 
 
 class ChatFormat(_OpenAIFormat):
     """Responses of `/v1/chat/completions`."""
 
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        super().__init__(model, asked, ChatChunk, "chatcmpl-", b'"content":""')
+        super().__init__(model, asked, objects.ChatChunk, "chatcmpl-", b'"content":""')
         self._answers = [ParsedAnswer(model, asked) for _ in range(asked.n)]
         self._has_parts = asked.reading is not None
         self._first_ids = self._token_ids(asked.prompts[0].token_ids)
@@ -227,17 +202,17 @@ class ChatFormat(_OpenAIFormat):
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
         choices = [
-            ChatChoice(
+            objects.ChatChoice(
                 index,
                 self._message(index, answer),
                 self._logprobs(answer),
-                cast(ChatFinish, self._finish_reason(index, answer)),
+                cast(objects.ChatFinish, self._finish_reason(index, answer)),
                 self._token_ids(answer.token_ids),
             )
             for index, answer in enumerate(answers)
         ]
         usage = self.usage(usage)
-        response = ChatCompletion(
+        response = objects.ChatCompletion(
             **self._head,
             choices=choices,
             usage=token_usage(usage),
@@ -264,7 +239,7 @@ class ChatFormat(_OpenAIFormat):
             added.role, is_empty = "assistant", False
             if added.content is UNSET:
                 added.content = None if self._has_parts else ""
-        choice = ChatChunkChoice(
+        choice = objects.ChatChunkChoice(
             index,
             added,
             self._logprobs(delta),
@@ -283,26 +258,26 @@ class ChatFormat(_OpenAIFormat):
         known = [count for count in counts if count is not None]
         return replace(usage, reasoning_tokens=sum(known) if known else None)
 
-    def _text_choice(self, index: int) -> ChatChunkChoice:
-        return ChatChunkChoice(index, MessageDelta(content=""))
+    def _text_choice(self, index: int) -> objects.ChatChunkChoice:
+        return objects.ChatChunkChoice(index, objects.MessageDelta(content=""))
 
-    def _added(self, index: int, delta: TextDelta) -> MessageDelta:
+    def _added(self, index: int, delta: TextDelta) -> objects.MessageDelta:
         if not self._has_parts:
-            return MessageDelta(content=delta.text or UNSET)
+            return objects.MessageDelta(content=delta.text or UNSET)
         return _added(self._answers[index].read(delta))
 
-    def _message(self, index: int, answer: TextDelta) -> AnswerMessage:
+    def _message(self, index: int, answer: TextDelta) -> objects.AnswerMessage:
         found = ReadMessage.of(self._answers[index].read(answer))
         calls = [
-            AnswerCall(call.id, AnswerFunction(call.name, call.arguments))
+            objects.AnswerCall(call.id, objects.AnswerFunction(call.name, call.arguments))
             for call in found.tool_calls
         ]
-        message = AnswerMessage(found.content, tool_calls=calls or UNSET)
+        message = objects.AnswerMessage(found.content, tool_calls=calls or UNSET)
         if found.reasoning is not None:
             message.reasoning = message.reasoning_content = found.reasoning
         return message
 
-    def _finish_reason(self, index: int, delta: TextDelta) -> ChatFinish | None:
+    def _finish_reason(self, index: int, delta: TextDelta) -> objects.ChatFinish | None:
         """Return why an answer ends: one that was not cut ends with its calls, if it has any.
 
         As OpenAI has it, the call of a function that the request names ends as a text does.
@@ -312,7 +287,7 @@ class ChatFormat(_OpenAIFormat):
             return delta.finish_reason
         return "tool_calls" if self._answers[index].has_calls else "stop"
 
-    def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: TextDelta) -> objects.ChatLogprobs | None:
         if not delta.logprobs:
             return None
         return chat_logprobs(delta.logprobs, self._token_bytes, self._asked.names_by_id)
@@ -330,43 +305,45 @@ def sse(data: object, kind: str | None = None) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(data))
 
 
-def model_record(model: ServedModel, name: str, max_model_len: int) -> Model:
+def model_record(model: ServedModel, name: str, max_model_len: int) -> objects.Model:
     """Return the model object, by one of the model's names."""
-    return Model(name, model.created, model.name, max_model_len)
+    return objects.Model(name, model.created, model.name, max_model_len)
 
 
-def token_usage(usage: Usage) -> TokenUsage:
+def token_usage(usage: Usage) -> objects.TokenUsage:
     """Return the `usage` of a response."""
     reasoning = usage.reasoning_tokens
-    return TokenUsage(
+    return objects.TokenUsage(
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
-        CachedTokens(usage.cached_tokens),
-        UNSET if reasoning is None else ReasoningTokens(reasoning),
+        objects.CachedTokens(usage.cached_tokens),
+        UNSET if reasoning is None else objects.ReasoningTokens(reasoning),
     )
 
 
-def _added(events: Sequence[AnswerEvent]) -> MessageDelta:
+def _added(events: Sequence[parsed.AnswerEvent]) -> objects.MessageDelta:
     """Return what events add to a message."""
     content, reasoning = "", ""
-    calls: dict[int, CallDelta] = {}
+    calls: dict[int, objects.CallDelta] = {}
     for event in events:
         match event:
-            case ContentText(text):
+            case parsed.ContentText(text):
                 content += text
-            case ReasoningText(text):
+            case parsed.ReasoningText(text):
                 reasoning += text
-            case CallBegin(index, call_id, name):
-                calls[index] = CallDelta(index, FunctionDelta(name=name), call_id, "function")
-            case CallArguments(index, text):
-                call = calls.setdefault(index, CallDelta(index, FunctionDelta()))
+            case parsed.CallBegin(index, call_id, name):
+                calls[index] = objects.CallDelta(
+                    index, objects.FunctionDelta(name=name), call_id, "function"
+                )
+            case parsed.CallArguments(index, text):
+                call = calls.setdefault(index, objects.CallDelta(index, objects.FunctionDelta()))
                 call.function.arguments += text
-    added = MessageDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
+    added = objects.MessageDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
     if reasoning:  # vLLM's name of today and the older one
         added.reasoning = added.reasoning_content = reasoning
     return added
 
 
-def _has_tokens(choice: CompletionPart | ChatChunkChoice) -> bool:
+def _has_tokens(choice: objects.CompletionPart | objects.ChatChunkChoice) -> bool:
     return choice.logprobs is not None or bool(choice.token_ids)

@@ -10,15 +10,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pagewire.services.router.http.api.openai import chats
 from pagewire.services.router.http.api.openai.answer_form import form_of
-from pagewire.services.router.http.api.openai.chats import (
-    conversation,
-    num_chars,
-    template_options,
-)
-from pagewire.services.router.http.api.openai.embedding_form import EmbeddingForm
 from pagewire.services.router.http.api.openai.prompts import check_chars, prompt_ids, split_prompts
-from pagewire.services.router.http.api.openai.response_turn import ResponseTurn
 from pagewire.services.router.http.api.openai.schemas import (
     ChatBody,
     CompletionBody,
@@ -29,6 +23,7 @@ from pagewire.services.router.http.api.openai.schemas import (
 from pagewire.services.router.http.errors import ContextLengthError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
@@ -36,6 +31,7 @@ from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.tokenizer import REPLACEMENT
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
+from pagewire.shared.tool_calls.definitions import check_tools
 from pagewire.shared.tool_calls.form_grammar import form_or_calls, reasoning_before
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
@@ -58,6 +54,39 @@ class PromptInput(msgspec.Struct, frozen=True):
     token_ids: list[int]
     spec: RequestSpec
     echo: str | None = None
+
+
+class EmbeddingForm(msgspec.Struct, frozen=True):
+    """How embeddings are computed and written: what only a request of `/v1/embeddings` has.
+
+    Attributes:
+        pooling: how a prompt's hidden states become one vector.
+        normalize: whether they have the length 1.
+        dimensions: how many of their first numbers to return; None: all.
+        as_base64: whether they are written as base64 of float32, not as lists of numbers.
+    """
+
+    pooling: PoolingMode
+    normalize: bool
+    dimensions: int | None
+    as_base64: bool
+
+
+class ResponseTurn(msgspec.Struct, frozen=True):
+    """One turn of a conversation: what only a request of `/v1/responses` has.
+
+    Attributes:
+        echo: a JSON object: the request's fields that the response repeats.
+        items: a JSON list: the conversation up to the answer, as items; empty if the response is
+            not to be stored, or cannot be.
+        store: the response is to be stored.
+        has_logprobs: texts have log probabilities.
+    """
+
+    echo: bytes
+    items: bytes
+    store: bool
+    has_logprobs: bool
 
 
 class GenerationInput(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +161,7 @@ def read_completion(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = parse_body(CompletionBody, raw)
+    body, _, unknown_fields = parse_body(CompletionBody, raw)
     model.check_name(body.model)
     prompts = []
     sampling = sampling_of(body, body.logprobs)
@@ -160,9 +189,9 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = parse_body(ChatBody, raw)
-    model.check_name(body.model)
-    return chat_input(body, template_options(body, raw), unknown_fields, model, max_model_len)
+    body, fields, unknown_fields = parse_body(ChatBody, raw)
+    options = chats.template_options(body, chats.written_tools(body, fields))
+    return chat_input(chats.Chat(body, options, unknown_fields), model, max_model_len)
 
 
 def chat_ids(
@@ -174,36 +203,47 @@ def chat_ids(
         InvalidRequestError: a message is wrong, or the template refuses it, or the model lacks a
             token of it; names the field.
     """
-    messages = conversation(body)
-    check_chars(num_chars(messages, options), max_model_len, "messages")
+    messages = chats.conversation(body)
+    check_chars(chats.num_chars(messages, options), max_model_len, "messages")
     ids = model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
     model.tokenizer.check_ids(ids, model.vocab_size, "messages")
     return ids
 
 
-def chat_input(
-    body: ChatBody,
-    options: ChatOptions,
-    unknown_fields: int,
-    model: ServedModel,
-    max_model_len: int,
-) -> GenerationInput:
-    """Render and tokenize a chat.
-
-    Args:
-        body: the checked body, or one made of another API's.
-        options: what the template is given besides the body's messages.
-        unknown_fields: how many the request had.
-        model: the model.
-        max_model_len: prompt and answer together, in tokens.
+def chat_input(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check, render and tokenize a chat of any API.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
+    with chat.in_fields_of_client():
+        found = _read_chat(chat, model, max_model_len)
+    field = found.form_field
+    return msgspec.structs.replace(found, form_field=field and chat.client_field(field))
+
+
+def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+    """Check, render and tokenize a chat of any API whose tokens are only counted.
+
+    Raises:
+        InvalidRequestError: the client's fault; names the field.
+    """
+    body = chat.body
+    model.check_name(body.model)
+    with chat.in_fields_of_client():
+        check_tools(body.tools, body.tool_choice)
+        ids = chat_ids(body, chat.options, model, max_model_len)
+    return counted_input(body.model, ids, chat.unknown_fields, model)
+
+
+def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+    body = chat.body
+    model.check_name(body.model)
+    check_tools(body.tools, body.tool_choice)
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ids = chat_ids(body, options, model, max_model_len)
+    ids = chat_ids(body, chat.options, model, max_model_len)
     ids = sampling.truncate(ids, max_model_len - (asked or DEFAULT_TOKENS))
     room = _room(ids, max_model_len, asked, "messages")
     max_tokens = asked or model.defaults.answer_length(room, room)
@@ -212,7 +252,7 @@ def chat_input(
     reading = answer_reading(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
-    found = _input(body, [prompt], unknown_fields, model)
+    found = _input(body, [prompt], chat.unknown_fields, model)
     begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
     if found.form_field is not None and not (wanted is not None and wanted.must_call):
         text = found.prompts[0].spec.grammar or ""
@@ -247,8 +287,7 @@ def _input(
 ) -> GenerationInput:
     options = body.stream_options
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    _check_prompt_token_ids(body, prompts)
-    _check_prompt_logprobs(body, prompts)
+    _check_size(body, prompts)
     form = form_of(body, model.tokenizer.markers)
     if form is not None:
         prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
@@ -276,31 +315,26 @@ def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
     return msgspec.structs.replace(prompt, spec=spec)
 
 
-def _check_prompt_token_ids(body: GenerationBody, prompts: list[PromptInput]) -> None:
-    """Bound the size of a response."""
-    count = (body.n or 1) * sum(len(prompt.token_ids) for prompt in prompts)
-    if body.return_token_ids and count > MAX_PROMPT_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"return_token_ids: {count} token ids of prompts are too many: at most "
-            f"{MAX_PROMPT_TOKEN_IDS} in one response",
-            "return_token_ids",
-        )
+def _check_size(body: GenerationBody, prompts: list[PromptInput]) -> None:
+    """Bound what a response has of its prompts' tokens.
 
-
-def _check_prompt_logprobs(body: GenerationBody, prompts: list[PromptInput]) -> None:
-    """Bound the size of a response."""
-    count = (body.n or 1) * sum(
+    Raises:
+        InvalidRequestError: it would have too many; names the field.
+    """
+    num_ids = sum(len(prompt.token_ids) for prompt in prompts) if body.return_token_ids else 0
+    num_logprobs = sum(
         len(prompt.token_ids) * (1 + prompt.spec.prompt_logprobs)
         for prompt in prompts
         if prompt.spec.prompt_logprobs is not None
     )
-    if count > MAX_PROMPT_LOGPROBS:
-        field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-        raise InvalidRequestError(
-            f"{field}: {count} log probabilities of prompt tokens are too many: at most "
-            f"{MAX_PROMPT_LOGPROBS} in one response",
-            field,
-        )
+    logprobs = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    for field, what, count, most in (
+        ("return_token_ids", "token ids of prompts", num_ids, MAX_PROMPT_TOKEN_IDS),
+        (logprobs, "log probabilities of prompt tokens", num_logprobs, MAX_PROMPT_LOGPROBS),
+    ):
+        if (body.n or 1) * count > most:
+            problem = f"{(body.n or 1) * count} {what} are too many: at most {most}"
+            raise InvalidRequestError(f"{field}: {problem} in one response", field)
 
 
 def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> RequestSpec:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from pagewire.services.router.http.api.openai.objects import (
-    ChatLogprobs,
-    ChatToken,
-    CompletionTokens,
-    PromptToken,
-    PromptTokens,
-    TopToken,
-)
+from pagewire.services.router.http.api.openai import objects
 from pagewire.shared.request.logprobs import Token
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.token_bytes import TokenBytes
@@ -33,7 +26,7 @@ def name_by_id(token_id: int) -> str:
 
 def chat_logprobs(
     tokens: Iterable[Token], token_bytes: TokenBytes, by_id: bool = False
-) -> ChatLogprobs:
+) -> objects.ChatLogprobs:
     """Return the `logprobs` of a chat choice, or of a part of it.
 
     Args:
@@ -47,29 +40,32 @@ def chat_logprobs(
         text = name_by_id(token_id) if by_id else raw.decode(errors="replace")
         return text, finite(logprob), list(raw)
 
-    return ChatLogprobs(
+    return objects.ChatLogprobs(
         [
-            ChatToken(
-                *entry(token.id, token.logprob), [TopToken(*entry(*each)) for each in token.top]
+            objects.ChatToken(
+                *entry(token.id, token.logprob),
+                [objects.TopToken(*entry(*each)) for each in token.top],
             )
             for token in tokens
         ]
     )
 
 
-def prompt_logprobs(tokens: Iterable[Token] | None, token_bytes: TokenBytes) -> PromptTokens:
+def prompt_logprobs(
+    tokens: Iterable[Token] | None, token_bytes: TokenBytes
+) -> objects.PromptTokens:
     """Return vLLM's `prompt_logprobs`: null for the first token, then by token id.
 
     Args:
         tokens: all but the prompt's first; None if it has no other.
         token_bytes: the vocabulary.
     """
-    found: PromptTokens = [None]
+    found: objects.PromptTokens = [None]
     for token in tokens or ():
-        position: dict[str, PromptToken] = {}
+        position: dict[str, objects.PromptToken] = {}
         ranked = [(*each, rank) for rank, each in enumerate(token.top, start=1)]
         for token_id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]:
-            entry = PromptToken(finite(logprob), rank, token_bytes.text(token_id))
+            entry = objects.PromptToken(finite(logprob), rank, token_bytes.text(token_id))
             position.setdefault(str(token_id), entry)
         found.append(position)
     return found
@@ -90,9 +86,9 @@ class CompletionLogprobs:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, delta: TextDelta) -> CompletionTokens | None:
+    def of(self, delta: TextDelta) -> objects.CompletionTokens | None:
         """Return the tokens of a part of the choice; None if there are none."""
-        columns = CompletionTokens()
+        columns = objects.CompletionTokens()
         first, self._echoed = self._echoed, None
         if first is not None:
             self._add(columns, first, None, None)
@@ -106,7 +102,7 @@ class CompletionLogprobs:
 
     def _add(
         self,
-        columns: CompletionTokens,
+        columns: objects.CompletionTokens,
         token_id: int,
         logprob: float | None,
         top: dict[str, float] | None,

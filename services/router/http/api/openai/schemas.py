@@ -7,26 +7,22 @@ fields are only counted, so that they cost little.
 
 from __future__ import annotations
 
-import logging
-import reprlib
-from functools import cache
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from pagewire.services.router.http.api.openai.answer_form import FormFields
-from pagewire.services.router.http.unsupported import refuse_unsupported, refused_fields
-from pagewire.services.router.http.wrong_fields import problems_named
+from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
+from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.field_rules import of_chars, of_items, of_numbers
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.request.sampling import SamplingFields, SamplingParams
 from pagewire.shared.request.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
 from pagewire.shared.text.chat_template import TemplateVariables
-from pagewire.shared.tool_calls.definitions import ToolChoice, Tools, check_tools, check_tools_size
-
-logger = logging.getLogger(__name__)
+from pagewire.shared.tool_calls.definitions import ToolChoice, Tools
 
 MAX_CHOICES = 1 + MAX_FORKS
 MAX_STOPS = 16
@@ -40,20 +36,9 @@ MAX_LABEL_CHARS = 512  # of a text that only names something
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 
-StopString = Annotated[
-    str,
-    Meta(
-        min_length=1,
-        max_length=MAX_STOP_CHARS,
-        description=f"a string of 1 to {MAX_STOP_CHARS} characters",
-    ),
-]
+StopString = Annotated[str, of_chars(1, MAX_STOP_CHARS)]
 StopStrings = Annotated[
-    list[StopString],
-    Meta(
-        max_length=MAX_STOPS,
-        description=f"a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARS} characters",
-    ),
+    list[StopString], of_items(0, MAX_STOPS, f"strings of 1 to {MAX_STOP_CHARS} characters")
 ]
 # Larger numbers than any context, and none that is too long to be printed.
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**63 - 1, description="a positive integer below 2**63")]
@@ -69,17 +54,10 @@ Metadata = Annotated[
         f"characters, with names of up to {MAX_METADATA_KEY}",
     ),
 ]
-Label = Annotated[
-    str,
-    Meta(
-        max_length=MAX_LABEL_CHARS, description=f"a string of at most {MAX_LABEL_CHARS} characters"
-    ),
-]
+Label = Annotated[str, of_chars(0, MAX_LABEL_CHARS)]
 Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
-NumChoices = Annotated[
-    int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")
-]
+NumChoices = Annotated[int, of_numbers(1, MAX_CHOICES)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 PROMPT_RULE = (
     "a string, a list of strings, a list of token ids, or a list of lists of token ids, none of "
@@ -100,32 +78,23 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(FormFields, frozen=True, kw_only=True):
-    """What completion and chat requests have in common; null means the default.
+class RequestFields(FormFields, frozen=True, kw_only=True):
+    """What completions, chats and responses have in common; null means the default.
 
     Attributes:
         model: one of the names that `/v1/models` lists.
-        max_tokens: how long an answer may be, in tokens.
-        n: how many answers to each prompt.
         stop: ends an answer before any of these.
         stream: send the answer as server-sent events while it is made.
         add_special_tokens: the tokenizer adds its special tokens to the prompt's text; true by
             default for completions, and false for chats, whose template has these tokens.
-        return_token_ids: the response has the token ids of prompts and answers.
-        return_tokens_as_token_ids: log probabilities name tokens by their ids.
         service_tier: changes nothing; if it is given, the response has "default".
         timings: the response says where the time went.
         user: changes nothing, nor do the fields after it.
     """
 
     model: str
-    max_tokens: AtLeastOne | None = None
-    n: NumChoices | None = None
     stop: StopString | StopStrings | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None
@@ -136,6 +105,23 @@ class GenerationBody(FormFields, frozen=True, kw_only=True):
     priority: Priority | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+
+
+class GenerationBody(RequestFields, frozen=True, kw_only=True):
+    """What completion and chat requests have in common.
+
+    Attributes:
+        max_tokens: how long an answer may be, in tokens.
+        n: how many answers to each prompt.
+        return_token_ids: the response has the token ids of prompts and answers.
+        return_tokens_as_token_ids: log probabilities name tokens by their ids.
+    """
+
+    max_tokens: AtLeastOne | None = None
+    n: NumChoices | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
@@ -175,14 +161,7 @@ class ChatMessage(SaidMessage, frozen=True, kw_only=True):
         return "".join(part.text for part in content) if isinstance(content, list) else content
 
 
-Messages = Annotated[
-    list[ChatMessage],
-    Meta(
-        min_length=1,
-        max_length=MAX_MESSAGES,
-        description=f"a list of 1 to {MAX_MESSAGES} messages",
-    ),
-]
+Messages = Annotated[list[ChatMessage], of_items(1, MAX_MESSAGES, "messages")]
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -219,29 +198,19 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     verbosity: Label | None = None
 
 
-def parse_body(kind: type[BodyT], raw: bytes | bytearray) -> tuple[BodyT, int]:
-    """Return the checked body of a request, and how many of its fields are unknown.
+def parse_body(
+    kind: type[BodyT], raw: bytes | bytearray
+) -> tuple[BodyT, dict[str, msgspec.Raw], int]:
+    """Return what `decode_body` does, with fields that go together checked.
 
     Raises:
-        InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
-            is not supported; names the field.
+        InvalidRequestError: see `decode_body`; or a field lacks or excludes another; names the
+            field.
     """
-    with problems_named(kind, raw):
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        refuse_unsupported(fields, refused_fields(chat=kind is ChatBody))
-        body = msgspec.json.decode(raw, type=kind)
+    refused = REFUSED_IN_CHATS if kind is ChatBody else REFUSED_IN_COMPLETIONS
+    body, fields, unknown_fields = decode_body(kind, raw, refused)
     _check_together(body)
-    if isinstance(body, ChatBody):
-        _check_chat(body, fields)
-    unknown = fields.keys() - _known(kind)
-    if unknown:
-        logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
-    return body, len(unknown)
-
-
-@cache
-def _known(kind: type[GenerationBody]) -> frozenset[str]:
-    return frozenset(kind.__struct_fields__) | refused_fields(chat=kind is ChatBody).keys()
+    return body, fields, unknown_fields
 
 
 def sampling_of(body: GenerationBody, logprobs: int | None) -> SamplingParams:
@@ -269,14 +238,3 @@ def _check_together(body: GenerationBody) -> None:
         problems["best_of"] = f"must not be less than n, which is {body.n}: leave it out"
     for field, problem in problems.items():
         raise InvalidRequestError(f"{field} {problem}", field)
-
-
-def _check_chat(body: ChatBody, fields: dict[str, msgspec.Raw]) -> None:
-    """Check the tools of a chat's body and their size.
-
-    Raises:
-        InvalidRequestError: names the field.
-    """
-    if body.tools is not None:
-        check_tools_size(memoryview(fields["tools"]).nbytes)
-    check_tools(body.tools, body.tool_choice)

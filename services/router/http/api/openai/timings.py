@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -102,24 +101,6 @@ class RequestTimings(msgspec.Struct):
     choices: list[ChoiceTimings]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """Where the time of a request went; in seconds.
-
-    Attributes:
-        router_s: from its arrival until its answers were admitted: the body is read, checked and
-            tokenized.
-        first_token_s: from its arrival to the first token of any answer; None before that.
-        total_s: from its arrival to the last token of all answers, or until now.
-        answers: in the order of prompts and then of choices.
-    """
-
-    router_s: float
-    first_token_s: float | None
-    total_s: float
-    answers: Sequence[AnswerTimes]
-
-
 def wants_timings(header: str | None) -> bool:
     """Return whether a request asks for timings by its header `HEADER`.
 
@@ -135,13 +116,23 @@ def wants_timings(header: str | None) -> bool:
         raise InvalidRequestError(f"the header {HEADER} must be 1 or 0", HEADER) from exc
 
 
-def timings_field(times: RequestTimes) -> RequestTimings:
-    """Return the field `timings` of a response."""
+def timings_field(
+    router_s: float, first_token_s: float | None, total_s: float, answers: Sequence[AnswerTimes]
+) -> RequestTimings:
+    """Return the field `timings` of a response.
+
+    Args:
+        router_s: from its arrival until its answers were admitted: the body is read, checked and
+            tokenized; in seconds, as all others.
+        first_token_s: from its arrival to the first token of any answer; None before that.
+        total_s: from its arrival to the last token of all answers, or until now.
+        answers: in the order of prompts and then of choices.
+    """
     return RequestTimings(
-        router_ms=_ms(times.router_s),
-        first_token_ms=None if times.first_token_s is None else _ms(times.first_token_s),
-        total_ms=_ms(times.total_s),
-        choices=[_choice(index, answer) for index, answer in enumerate(times.answers)],
+        router_ms=_ms(router_s),
+        first_token_ms=None if first_token_s is None else _ms(first_token_s),
+        total_ms=_ms(total_s),
+        choices=[_choice(index, answer) for index, answer in enumerate(answers)],
     )
 
 

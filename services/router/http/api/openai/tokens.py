@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Meta
 
-from pagewire.services.router.http.api.openai.chats import template_options
+from pagewire.services.router.http.api.openai import chats
 from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
     chat_ids,
     counted_input,
 )
 from pagewire.services.router.http.api.openai.prompts import prompt_ids
-from pagewire.services.router.http.api.openai.schemas import ChatBody, Messages
-from pagewire.services.router.http.wrong_fields import problems_named
+from pagewire.services.router.http.api.openai.schemas import Messages
+from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.field_rules import of_items
 from pagewire.shared.request.sampling_types import TokenId
 from pagewire.shared.text.chat_template import TemplateVariables
-from pagewire.shared.tool_calls.definitions import Tools, check_tools_size
+from pagewire.shared.tool_calls.definitions import Tools
 
 MAX_TOKENS = 1 << 20  # of a text that is put together
 
@@ -62,10 +62,7 @@ class TokenizeBody(PlainBody, frozen=True, kw_only=True):
 class DetokenizeBody(PlainBody, frozen=True, kw_only=True):
     """Body of `POST /detokenize`."""
 
-    tokens: Annotated[
-        list[TokenId],
-        Meta(max_length=MAX_TOKENS, description=f"a list of at most {MAX_TOKENS} token ids"),
-    ]
+    tokens: Annotated[list[TokenId], of_items(0, MAX_TOKENS, "token ids")]
 
 
 def read_tokenize(
@@ -76,14 +73,16 @@ def read_tokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = parse_plain(TokenizeBody, raw, model)
+    body, fields, unknown_fields = parse_plain(TokenizeBody, raw, model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("the body must have either prompt or messages", "prompt")
     if body.prompt is not None:
         adds_special = body.add_special_tokens is not False
         ids = prompt_ids(body.prompt, model, max_model_len, adds_special)
     else:
-        ids = _ids_of_chat(body, raw, model, max_model_len)
+        chat = chats.chat_body(body, model=model.name)
+        options = chats.template_options(chat, chats.written_tools(chat, fields))
+        ids = chat_ids(chat, options, model, max_model_len)
     found = counted_input(body.model or model.name, ids, unknown_fields, model)
     return msgspec.structs.replace(found, return_token_strs=bool(body.return_token_strs))
 
@@ -96,7 +95,7 @@ def read_detokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, unknown_fields = parse_plain(DetokenizeBody, raw, model)
+    body, _, unknown_fields = parse_plain(DetokenizeBody, raw, model)
     if max(body.tokens, default=0) >= model.vocab_size:
         problem = f"tokens must be token ids below {model.vocab_size}, not {max(body.tokens)}"
         raise InvalidRequestError(problem, "tokens")
@@ -106,32 +105,15 @@ def read_detokenize(
     return msgspec.structs.replace(found, prompts=(msgspec.structs.replace(prompt, echo=text),))
 
 
-def _ids_of_chat(
-    body: TokenizeBody, raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> list[int]:
-    chat = ChatBody(
-        model=model.name,
-        messages=body.messages or [],
-        tools=body.tools,
-        add_special_tokens=body.add_special_tokens,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    return chat_ids(chat, template_options(chat, raw), model, max_model_len)
-
-
-def parse_plain(kind: type[BodyT], raw: bytes | bytearray, model: ServedModel) -> tuple[BodyT, int]:
-    """Return the checked body of a request, and how many of its fields are unknown.
+def parse_plain(
+    kind: type[BodyT], raw: bytes | bytearray, model: ServedModel
+) -> tuple[BodyT, dict[str, msgspec.Raw], int]:
+    """Return what `decode_body` does, with the model's name checked.
 
     Raises:
-        InvalidRequestError: it is not JSON, a field is wrong, or the model is another.
+        InvalidRequestError: see `decode_body`, or the model is another.
     """
-    with problems_named(kind, raw):
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        body = msgspec.json.decode(raw, type=kind)
-    if "tools" in fields:
-        check_tools_size(memoryview(fields["tools"]).nbytes)
+    body, fields, unknown_fields = decode_body(kind, raw)
     if body.model is not None:
         model.check_name(body.model)
-    return body, len(fields.keys() - set(kind.__struct_fields__))
+    return body, fields, unknown_fields

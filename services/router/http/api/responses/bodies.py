@@ -1,7 +1,7 @@
 """The body of `POST /v1/responses`: OpenAI's fields, as strict as those of `schemas.py`.
 
-This file declares the fields that chats have in another form, or do not have. The fields in
-`AS_IN_CHATS` are passed to the chat that is made of the body (inputs.py), which checks them.
+This file declares the fields that chats have in another form, or do not have, and some of those
+that both have; the others are in `RequestFields`.
 """
 
 from __future__ import annotations
@@ -11,45 +11,26 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from pagewire.services.router.http.api.openai.answer_form import FormFields
-from pagewire.services.router.http.api.openai.schemas import (
-    MAX_MESSAGES,
-    MAX_PARTS,
-    AtLeastOne,
-    AtLeastZero,
-    Label,
-    Metadata,
-    Priority,
-    ReasoningEffort,
-    ServiceTier,
+from pagewire.services.router.http.api.openai import schemas
+from pagewire.services.router.http.api.openai.answer_form import (
+    JsonObjectFormat,
+    NamedSchema,
+    TextFormat,
 )
-from pagewire.services.router.http.unsupported import (
-    NAMES_IN_RESPONSES,
-    REFUSED_IN_RESPONSES,
-    refuse_unsupported,
-)
-from pagewire.services.router.http.wrong_fields import problems_named
+from pagewire.services.router.http.unsupported import NAMES_IN_RESPONSES, REFUSED_IN_RESPONSES
+from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.base.field_rules import of_items
 from pagewire.shared.request.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import Name
-from pagewire.shared.tool_calls.definitions import FunctionName
+from pagewire.shared.text.chat_template import TemplateVariables
+from pagewire.shared.tool_calls.definitions import MAX_TOOLS, FunctionName
 
 MAX_INCLUDED = 32
 MAX_ID_CHARS = 64
 
-AS_IN_CHATS = {*FormFields.__struct_fields__} - REFUSED_IN_RESPONSES.keys() | {
-    "add_special_tokens",
-    "chat_template_kwargs",
-    "include_reasoning",
-    "parallel_tool_calls",
-    "request_id",
-    "stop",
-    "timings",
-    "verbosity",
-}
-
 _PARTS_RULE = (
-    f'text, or a list of at most {MAX_PARTS} parts; only parts of type "input_text" and '
+    f'text, or a list of at most {schemas.MAX_PARTS} parts; only parts of type "input_text" and '
     '"output_text" are supported'
 )
 
@@ -63,7 +44,8 @@ class Part(msgspec.Struct, frozen=True):
 
 
 Texts = Annotated[
-    str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None, Meta(description=_PARTS_RULE)
+    str | Annotated[list[Part], Meta(max_length=schemas.MAX_PARTS)] | None,
+    Meta(description=_PARTS_RULE),
 ]
 
 
@@ -112,31 +94,18 @@ class AllowedFunctions(msgspec.Struct, frozen=True, tag_field="type", tag="allow
     """A choice among some of the functions; its bounds are those of chats."""
 
     mode: Literal["auto", "required"]
-    tools: list[ChosenFunction]
+    tools: Annotated[list[ChosenFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JsonObject(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class JsonSchema(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
     """JSON that a schema describes."""
-
-    schema: dict[str, Any] | bool
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, frozen=True):
     """The form of the answer's text; `verbosity` changes nothing."""
 
     format: Annotated[
-        PlainText | JsonObject | JsonSchema | None,
+        TextFormat | JsonObjectFormat | FlatSchemaFormat | None,
         Meta(
             description='an object whose type is "text", "json_object" or "json_schema" (with '
             "name and schema)"
@@ -148,7 +117,7 @@ class TextOptions(msgspec.Struct, frozen=True):
 class Reasoning(msgspec.Struct, frozen=True):
     """How the model reasons. There are no summaries: reasoning comes in full."""
 
-    effort: ReasoningEffort | None = None
+    effort: schemas.ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -159,17 +128,10 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 
-_Items = Annotated[
-    list[Item],
-    Meta(
-        min_length=1,
-        max_length=MAX_MESSAGES,
-        description=f"a list of 1 to {MAX_MESSAGES} items",
-    ),
-]
+_Items = Annotated[list[Item], of_items(1, schemas.MAX_MESSAGES, "items")]
 _Tools = Annotated[
     list[FunctionTool],
-    Meta(description='a list of functions: {"type": "function", "name": ..., "parameters": ...}'),
+    of_items(0, MAX_TOOLS, 'functions: {"type": "function", "name": ..., "parameters": ...}'),
 ]
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None,
@@ -178,10 +140,7 @@ ToolChoice = Annotated[
         '{"type": "allowed_tools", "mode": ..., "tools": [...]}'
     ),
 ]
-_Included = Annotated[
-    list[str],
-    Meta(max_length=MAX_INCLUDED, description=f"a list of at most {MAX_INCLUDED} strings"),
-]
+_Included = Annotated[list[str], of_items(0, MAX_INCLUDED, "strings")]
 ResponseId = Annotated[
     str, Meta(max_length=MAX_ID_CHARS, description="the id of a stored response")
 ]
@@ -195,27 +154,26 @@ _Truncation = Annotated[
 ]
 
 
-class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseBody(schemas.RequestFields, frozen=True, kw_only=True):
     """Body of `POST /v1/responses`; null means the default.
 
     Attributes:
-        model: one of the names that `/v1/models` lists.
         input: a message of the user, or the items of a conversation.
         instructions: a system message for this answer only.
         previous_response_id: a stored response whose conversation continues.
         max_output_tokens: how long the answer may be, in tokens.
-        stream: send the answer as server-sent events while it is made.
         tools: functions that the model may call.
         top_logprobs: report the log probabilities of this many most likely tokens.
         background: may only be false.
         include: with `message.output_text.logprobs`, the answer has log probabilities; other values
             change nothing.
         max_tool_calls: bounds calls of tools of the server, which has none.
+        parallel_tool_calls: an answer may have several calls; by default it may.
+        include_reasoning: answers have their reasoning; by default they do.
         store: keep the response for a while; by default it is.
-        user: changes no answer, nor do the fields after it.
+        verbosity: changes nothing.
     """
 
-    model: str
     input: str | _Items
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
@@ -223,24 +181,20 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: _NotKept = None
     prompt: _NoTemplates = None
     include: _Included | None = None
-    max_output_tokens: AtLeastOne | None = None
-    max_tool_calls: AtLeastZero | None = None
+    include_reasoning: bool | None = None
+    max_output_tokens: schemas.AtLeastOne | None = None
+    max_tool_calls: schemas.AtLeastZero | None = None
     reasoning: Reasoning | None = None
-    store: bool | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     tools: _Tools | None = None
     tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     top_logprobs: NumTop | None = None
     truncation: _Truncation = None
-    user: Label | None = None
-    metadata: Metadata | None = None
-    prompt_cache_key: Label | None = None
     prompt_cache_retention: str | None = None
-    safety_identifier: Label | None = None
-    service_tier: ServiceTier | None = None
-    priority: Priority | None = None
+    verbosity: schemas.Label | None = None
 
     @property
     def has_logprobs(self) -> bool:
@@ -273,10 +227,9 @@ def parse_response_body(
         InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what
             is not supported; names the field.
     """
-    with problems_named(ResponseBody, raw):
-        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        refuse_unsupported(fields, REFUSED_IN_RESPONSES, NAMES_IN_RESPONSES)
-        body = msgspec.json.decode(raw, type=ResponseBody)
+    body, fields, unknown_fields = decode_body(
+        ResponseBody, raw, REFUSED_IN_RESPONSES, NAMES_IN_RESPONSES
+    )
     if body.background:
         raise InvalidRequestError(
             "background must be false: responses are made while their clients wait", "background"
@@ -285,9 +238,7 @@ def parse_response_body(
         raise InvalidRequestError(
             "stream_options is only allowed when stream is true", "stream_options"
         )
-    known = {*ResponseBody.__struct_fields__, *AS_IN_CHATS, *REFUSED_IN_RESPONSES}
-    unknown = fields.keys() - known
-    return body, fields, len(unknown)
+    return body, fields, unknown_fields
 
 
 def parse_items(raw: bytes | bytearray) -> list[Item]:

@@ -14,20 +14,12 @@ from pagewire.services.router.http.api.openai.formats import sse
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.openai.objects import ReasoningTokens
 from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
-from pagewire.services.router.http.api.openai.response_turn import ResponseTurn
+from pagewire.services.router.http.api.responses import objects
 from pagewire.services.router.http.api.responses.items import OutputItems
 from pagewire.services.router.http.api.responses.logprobs import PendingLogprobs
-from pagewire.services.router.http.api.responses.objects import (
-    Incomplete,
-    InputTokens,
-    Response,
-    ResponseError,
-    ResponseEvent,
-    ResponseStatus,
-    ResponseUsage,
-)
 from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
 from pagewire.services.router.text.served_model import ServedModel
+from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.text.answer_text import TextDelta
 
 OVERLOADED = 429
@@ -47,19 +39,23 @@ class ResponseFormat:
     Args:
         model: the model.
         asked: the request.
-        turn: its own part of it.
+
+    Raises:
+        RequestFailedError: the body's reader has left out the request's turn.
     """
 
-    def __init__(self, model: ServedModel, asked: GenerationInput, turn: ResponseTurn) -> None:
+    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
+        if (turn := asked.turn) is None:
+            raise RequestFailedError("the body's reader has left out what responses need")
         self.id = ID_PREFIX + secrets.token_hex(16)
         self.turn, self.is_stored = turn, bool(turn.items)
         self._created_at = int(time.time())
         self._logprobs = PendingLogprobs(model.tokenizer.token_bytes) if turn.has_logprobs else None
         self._output = OutputItems(self._logprobs)
         self._answer = ParsedAnswer(model, asked)
-        self._status: ResponseStatus = "in_progress"
+        self._status: objects.ResponseStatus = "in_progress"
         self._num_events = 0
-        self._error: ResponseError | None = None
+        self._error: objects.ResponseError | None = None
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response object of a whole answer."""
@@ -68,12 +64,10 @@ class ResponseFormat:
         return self.finished(usage)
 
     def begin(self, usage: Usage) -> bytes:
-        """Return the events at the beginning of a stream, once."""
-        if self._num_events:
-            return b""
+        """Return the events at the beginning of a stream."""
         response = self._object("in_progress")
         kinds = ("response.created", "response.in_progress")
-        return self._events(ResponseEvent(type=kind, response=response) for kind in kinds)
+        return self._events(objects.ResponseEvent(type=kind, response=response) for kind in kinds)
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the events of a delta; empty if there is nothing to send."""
@@ -82,7 +76,9 @@ class ResponseFormat:
     def last(self, usage: Usage) -> bytes:
         """Return the event at the end of a stream."""
         response: Any = msgspec.Raw(self.finished(usage))
-        return self._events([ResponseEvent(type=f"response.{self._status}", response=response)])
+        return self._events(
+            [objects.ResponseEvent(type=f"response.{self._status}", response=response)]
+        )
 
     def fail(self, error: ApiError) -> None:
         """Note an error in the middle of a stream."""
@@ -90,7 +86,7 @@ class ResponseFormat:
         if error.status >= SERVER_ERROR:
             code = "server_error"
         self._output.close("incomplete")
-        self._status, self._error = "failed", ResponseError(code, error.message)
+        self._status, self._error = "failed", objects.ResponseError(code, error.message)
         self.is_stored = False
 
     def finished(self, usage: Usage) -> bytes:
@@ -101,7 +97,7 @@ class ResponseFormat:
         if self._status == "completed":
             fields["completed_at"] = int(time.time())
         if self._status == "incomplete":
-            fields["incomplete_details"] = Incomplete()
+            fields["incomplete_details"] = objects.Incomplete()
         return _encode(self._object(self._status, **fields))
 
     def conversation(self) -> bytes:
@@ -109,7 +105,7 @@ class ResponseFormat:
         before, output = self.turn.items[1:-1], _encode(self._output.items)[1:-1]
         return b"".join((b"[", before, b"," if before else b"", output, b"]"))
 
-    def _read(self, delta: TextDelta) -> list[ResponseEvent]:
+    def _read(self, delta: TextDelta) -> list[objects.ResponseEvent]:
         if self._logprobs is not None:
             self._logprobs.push(delta.logprobs)
         events = self._output.add(self._answer.read(delta))
@@ -119,7 +115,7 @@ class ResponseFormat:
             self._status = "incomplete" if is_cut else "completed"
         return events
 
-    def _events(self, events: Iterable[ResponseEvent]) -> bytes:
+    def _events(self, events: Iterable[objects.ResponseEvent]) -> bytes:
         chunks = []
         for event in events:
             event.sequence_number = self._num_events
@@ -127,10 +123,10 @@ class ResponseFormat:
             chunks.append(sse(event, event.type))
         return b"".join(chunks)
 
-    def _object(self, status: ResponseStatus, **fields: Any) -> Response:
+    def _object(self, status: objects.ResponseStatus, **fields: Any) -> objects.Response:
         """Return the response object; its fields that repeat the request's are encoded already."""
         repeated: dict[str, Any] = msgspec.json.decode(self.turn.echo, type=dict[str, msgspec.Raw])
-        return Response(
+        return objects.Response(
             **repeated,
             id=self.id,
             object="response",
@@ -140,10 +136,10 @@ class ResponseFormat:
             **{"output": [], **fields},
         )
 
-    def _usage_of(self, usage: Usage) -> ResponseUsage:
-        return ResponseUsage(
+    def _usage_of(self, usage: Usage) -> objects.ResponseUsage:
+        return objects.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokens(usage.cached_tokens),
+            input_tokens_details=objects.InputTokens(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
             output_tokens_details=ReasoningTokens(self._answer.reasoning_tokens or 0),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,

@@ -13,34 +13,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from pagewire.services.router.http.api.responses import objects
 from pagewire.services.router.http.api.responses.bodies import Item, Part
-from pagewire.services.router.http.api.responses.objects import (
-    CallItem,
-    CallOutputItem,
-    GivenItem,
-    GivenMessage,
-    GivenPart,
-    GivenReasoning,
-    InputItems,
-    InputText,
-    ItemStatus,
-    OutputText,
-    ReasoningText,
-    RefusalText,
-    SummaryText,
-)
 from pagewire.services.router.http.api.responses.store import StoredResponse
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError, RequestFailedError
+from pagewire.shared.base.field_rules import of_numbers
 
 MAX_PAGE = 100
 DEFAULT_PAGE = 20
 
-TextPart = InputText | OutputText | ReasoningText | SummaryText
+TextPart = objects.InputText | objects.OutputText | objects.ReasoningText | objects.SummaryText
 _KINDS: dict[str, type[TextPart]] = {
-    "input_text": InputText,
-    "output_text": OutputText,
-    "reasoning_text": ReasoningText,
-    "summary_text": SummaryText,
+    "input_text": objects.InputText,
+    "output_text": objects.OutputText,
+    "reasoning_text": objects.ReasoningText,
+    "summary_text": objects.SummaryText,
 }
 _PREFIXES = {
     "message": "msg",
@@ -60,9 +47,7 @@ class ItemsQuery(msgspec.Struct, frozen=True):
     """
 
     after: str | None = None
-    limit: Annotated[
-        int, Meta(ge=1, le=MAX_PAGE, description=f"an integer from 1 to {MAX_PAGE}")
-    ] = DEFAULT_PAGE
+    limit: Annotated[int, of_numbers(1, MAX_PAGE)] = DEFAULT_PAGE
     order: Annotated[Literal["asc", "desc"], Meta(description='"asc" or "desc"')] = "desc"
 
 
@@ -77,7 +62,7 @@ class _Output(msgspec.Struct, frozen=True):
     output: list[msgspec.Raw]
 
 
-def page_of_input(stored: StoredResponse, query: ItemsQuery) -> InputItems:
+def page_of_input(stored: StoredResponse, query: ItemsQuery) -> objects.InputItems:
     """Return a page of a response's input.
 
     Raises:
@@ -95,17 +80,17 @@ def page_of_input(stored: StoredResponse, query: ItemsQuery) -> InputItems:
         items = items[ids.index(query.after) + 1 :]
     page = items[: query.limit]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return InputItems(page, first, last, has_more=len(items) > len(page))
+    return objects.InputItems(page, first, last, has_more=len(items) > len(page))
 
 
-def _listed(stored: StoredResponse) -> list[GivenItem]:
+def _listed(stored: StoredResponse) -> list[objects.GivenItem]:
     """Return all items of the input, each with an id of its own."""
     try:
         items = msgspec.json.decode(stored.items, type=list[_KeptItem])
         num_output = len(msgspec.json.decode(stored.response, type=_Output).output)
     except UNDECODABLE as exc:
         raise RequestFailedError("a stored response cannot be read") from exc
-    listed: dict[str, GivenItem] = {}
+    listed: dict[str, objects.GivenItem] = {}
     for place, item in enumerate(items[: len(items) - num_output]):
         given = item.id if isinstance(item.id, str) and item.id else None
         name = _made_id(place, item) if given is None or given in listed else given
@@ -118,26 +103,28 @@ def _made_id(place: int, item: Item) -> str:
     return f"{_PREFIXES[item.type]}_{digest}"
 
 
-def _shown(item: Any, name: str) -> GivenItem:
-    status: ItemStatus = "completed"
+def _shown(item: Any, name: str) -> objects.GivenItem:
+    status: objects.ItemStatus = "completed"
     if item.status in ("in_progress", "incomplete"):
         status = item.status
     match item.type:
         case "message":
-            kind = OutputText if item.role == "assistant" else InputText
-            return GivenMessage(name, status, item.role, _parts(item.content, kind))
+            kind = objects.OutputText if item.role == "assistant" else objects.InputText
+            return objects.GivenMessage(name, status, item.role, _parts(item.content, kind))
         case "reasoning":
-            content = _parts(item.content, ReasoningText)
-            return GivenReasoning(name, status, _parts(item.summary, SummaryText), content)
+            content = _parts(item.content, objects.ReasoningText)
+            return objects.GivenReasoning(
+                name, status, _parts(item.summary, objects.SummaryText), content
+            )
         case "function_call":
-            return CallItem(name, item.call_id, item.name, item.arguments or "{}", status)
+            return objects.CallItem(name, item.call_id, item.name, item.arguments or "{}", status)
     output = item.output
     if isinstance(output, list):
-        output = _parts(output, InputText)
-    return CallOutputItem(name, status, item.call_id, output)
+        output = _parts(output, objects.InputText)
+    return objects.CallOutputItem(name, status, item.call_id, output)
 
 
-def _parts(texts: str | list[Part] | None, kind: type[TextPart]) -> list[GivenPart]:
+def _parts(texts: str | list[Part] | None, kind: type[TextPart]) -> list[objects.GivenPart]:
     """Return a text as parts.
 
     Args:
@@ -148,7 +135,7 @@ def _parts(texts: str | list[Part] | None, kind: type[TextPart]) -> list[GivenPa
     return [_part(part, kind) for part in given]
 
 
-def _part(part: Part, kind: type[TextPart]) -> GivenPart:
+def _part(part: Part, kind: type[TextPart]) -> objects.GivenPart:
     if part.type == "refusal":
-        return RefusalText(part.refusal or "")
+        return objects.RefusalText(part.refusal or "")
     return _KINDS.get(part.type, kind)(part.text or "")

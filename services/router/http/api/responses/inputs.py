@@ -1,4 +1,4 @@
-"""Reads the body of `POST /v1/responses`: it becomes a chat, which `read_chat` reads.
+"""Reads the body of `POST /v1/responses`: it becomes a chat, which `chat_input` reads.
 
 The conversation so far comes from the store (store.py), which only the router's event loop reads.
 It goes to the reader in one block of bytes with the body: see `with_history`.
@@ -6,40 +6,27 @@ It goes to the reader in one block of bytes with the body: see `with_history`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from pagewire.services.router.http.api.openai.chats import template_options
+from pagewire.services.router.http.api.openai import chats
+from pagewire.services.router.http.api.openai.answer_form import JsonSchemaFormat, NamedSchema
 from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
-    chat_ids,
-    counted_input,
-    read_chat,
+    ResponseTurn,
+    chat_input,
+    counted_chat,
 )
-from pagewire.services.router.http.api.openai.response_turn import ResponseTurn
-from pagewire.services.router.http.api.openai.schemas import ChatBody, parse_body
-from pagewire.services.router.http.api.responses.bodies import (
-    AS_IN_CHATS,
-    AllowedFunctions,
-    ChosenFunction,
-    JsonSchema,
-    ResponseBody,
-    ToolChoice,
-    parse_items,
-    parse_response_body,
-)
+from pagewire.services.router.http.api.openai.schemas import MAX_MESSAGES, ChatMessage
+from pagewire.services.router.http.api.responses import bodies
 from pagewire.services.router.http.api.responses.messages import Messages
 from pagewire.services.router.http.api.responses.objects import EchoedFields, EchoedReasoning
 from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.tool_calls.definitions import (
-    AllowedTools,
-    NamedFunction,
-    NamedTool,
-    ToolSubset,
-)
+from pagewire.shared.tool_calls import definitions
 
 MAX_STORED_BYTES = 256 << 10  # of one response with its conversation
 LENGTH_BYTES = 4
@@ -74,20 +61,10 @@ def read_response(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, fields, unknown_fields, history = _parse(framed)
-    messages = _messages(body, history)
-    chat = msgspec.json.encode(_chat(body, fields, messages))
-    try:
-        asked = read_chat(chat, model, max_model_len)
-    except InvalidRequestError as exc:
-        raise _in_fields_of_client(exc, messages.places) from exc
-    form_field = asked.form_field
-    return msgspec.structs.replace(
-        asked,
-        unknown_fields=unknown_fields,
-        form_field=_RENAMED.get(form_field, form_field) if form_field else None,
-        turn=_turn(body, fields, asked, bytes(history)),
-    )
+    history, raw = _parts(framed)
+    body, fields, unknown_fields = bodies.parse_response_body(raw)
+    asked = chat_input(_chat(body, fields, unknown_fields, history), model, max_model_len)
+    return msgspec.structs.replace(asked, turn=_turn(body, fields, asked, history))
 
 
 def read_response_count(
@@ -103,81 +80,87 @@ def read_response_count(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, fields, unknown_fields, history = _parse(framed)
-    messages = _messages(body, history)
-    raw = msgspec.json.encode(_chat(body, fields, messages))
-    try:
-        chat, _ = parse_body(ChatBody, raw)
-        model.check_name(chat.model)
-        ids = chat_ids(chat, template_options(chat, raw), model, max_model_len)
-    except InvalidRequestError as exc:
-        raise _in_fields_of_client(exc, messages.places) from exc
-    return counted_input(chat.model, ids, unknown_fields, model)
+    history, raw = _parts(framed)
+    chat = _chat(*bodies.parse_response_body(raw), history)
+    return counted_chat(chat, model, max_model_len)
 
 
-def _parse(
-    framed: bytes | bytearray,
-) -> tuple[ResponseBody, dict[str, msgspec.Raw], int, bytes | bytearray]:
-    """Return what `parse_response_body` does, and the conversation before the body."""
+def _parts(framed: bytes | bytearray) -> tuple[bytes, bytes | bytearray]:
+    """Return the conversation before a body, and the body."""
     end = LENGTH_BYTES + int.from_bytes(framed[:LENGTH_BYTES], "big")
-    return *parse_response_body(framed[end:]), framed[LENGTH_BYTES:end]
+    return bytes(framed[LENGTH_BYTES:end]), framed[end:]
 
 
-def _messages(body: ResponseBody, history: bytes | bytearray) -> Messages:
+def _messages(body: bodies.ResponseBody, history: bytes) -> Messages:
     messages = Messages()
     if body.instructions:
         messages.say("developer", body.instructions, "instructions")
     if history:
-        messages.add(parse_items(history), "previous_response_id")
+        messages.add(bodies.parse_items(history), "previous_response_id")
     if isinstance(body.input, str):
         messages.say("user", body.input, "input")
     else:
         messages.add(body.input, "input")
     if not messages.said:
         raise InvalidRequestError("input must have a message", "input")
+    if len(messages.said) > MAX_MESSAGES:
+        problem = f"input must not make more than {MAX_MESSAGES} messages, with those before it"
+        raise InvalidRequestError(problem, "input")
     return messages
 
 
-def _chat(body: ResponseBody, fields: dict[str, msgspec.Raw], messages: Messages) -> dict[str, Any]:
-    """Return the body of an equivalent chat."""
-    chat: dict[str, Any] = {name: fields[name] for name in fields.keys() & AS_IN_CHATS}
-    chat |= {"model": body.model, "messages": messages.said, "stream": body.stream}
-    if body.max_output_tokens is not None:
-        chat["max_completion_tokens"] = body.max_output_tokens
-    if body.has_logprobs:
-        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    if body.reasoning is not None:
-        chat["reasoning_effort"] = body.reasoning.effort
-    if body.tools:
-        tools, _ = read_in_full(fields["tools"], "tools")
-        chat["tools"] = [_chat_tool(tool) for tool in tools]
-    if body.tools or body.tool_choice not in (None, "none", "auto"):
-        chat["tool_choice"] = _chat_choice(body.tool_choice)
-    form = body.text.format if body.text is not None else None
-    if isinstance(form, JsonSchema):
-        given = {"schema": form.schema, "name": form.name, "strict": form.strict}
-        chat["response_format"] = {"type": "json_schema", "json_schema": given}
-    elif form is not None:
-        chat["response_format"] = form
-    return chat
+def _chat(
+    body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], unknown_fields: int, history: bytes
+) -> chats.Chat:
+    """Return the chat that a body asks for."""
+    messages, written = _messages(body, history), chats.written_tools(body, fields)
+    form: Any = None if body.text is None else body.text.format
+    if isinstance(form, bodies.FlatSchemaFormat):
+        form = JsonSchemaFormat(NamedSchema(form.schema, form.name, strict=form.strict))
+    tools = [
+        definitions.Tool(
+            "function",
+            definitions.Function(tool.name, tool.description, tool.parameters, tool.strict),
+        )
+        for tool in body.tools or ()
+    ]
+    has_choice = bool(tools) or body.tool_choice != "auto"
+    chat = chats.chat_body(
+        body,
+        messages=[ChatMessage(**message) for message in messages.said],
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.has_logprobs,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        stream_options=None,
+        tools=tools or None,
+        tool_choice=_chat_choice(body.tool_choice) if has_choice else None,
+        response_format=form,
+    )
+    options = chats.template_options(chat, written and [_written_tool(tool) for tool in written])
+    return chats.Chat(chat, options, unknown_fields, partial(_client_field, places=messages.places))
 
 
-def _chat_choice(choice: ToolChoice) -> Any:
+def _chat_choice(choice: bodies.ToolChoice) -> Any:
     match choice:
-        case ChosenFunction(name=name):
-            return NamedTool(NamedFunction(name))
-        case AllowedFunctions(mode=mode, tools=tools):
-            return AllowedTools(ToolSubset(mode, [_chat_choice(tool) for tool in tools]))
+        case bodies.ChosenFunction(name=name):
+            return definitions.NamedTool(definitions.NamedFunction(name))
+        case bodies.AllowedFunctions(mode=mode, tools=tools):
+            return definitions.AllowedTools(
+                definitions.ToolSubset(mode, [_chat_choice(tool) for tool in tools])
+            )
     return choice
 
 
-def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
+def _written_tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = {name: value for name, value in tool.items() if name != "type"}
     return {"type": tool["type"], "function": function}
 
 
 def _turn(
-    body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationInput, history: bytes
+    body: bodies.ResponseBody,
+    fields: dict[str, msgspec.Raw],
+    asked: GenerationInput,
+    history: bytes,
 ) -> ResponseTurn:
     store = body.store is not False
     items = _items(body, fields, history) if store else b""
@@ -192,7 +175,7 @@ def _turn(
     return ResponseTurn(_echo(body, fields, asked), items, store, body.has_logprobs)
 
 
-def _items(body: ResponseBody, fields: dict[str, msgspec.Raw], history: bytes) -> bytes:
+def _items(body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], history: bytes) -> bytes:
     """Return the conversation so far, a JSON list."""
     if isinstance(body.input, str):
         new = msgspec.json.encode([{"type": "message", "role": "user", "content": body.input}])
@@ -202,7 +185,9 @@ def _items(body: ResponseBody, fields: dict[str, msgspec.Raw], history: bytes) -
     return b"".join((b"[", before, b"," if before else b"", new[1:-1], b"]"))
 
 
-def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationInput) -> bytes:
+def _echo(
+    body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationInput
+) -> bytes:
     """Return the request's fields that the response repeats, a JSON object."""
     spec, reasoning = asked.prompts[0].spec, body.reasoning
     effort = None if reasoning is None else reasoning.effort
@@ -216,7 +201,7 @@ def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationI
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
         model=body.model,
-        parallel_tool_calls=fields.get("parallel_tool_calls") != msgspec.Raw(b"false"),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         reasoning=EchoedReasoning(effort),
@@ -232,16 +217,13 @@ def _echo(body: ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationI
     return msgspec.json.encode(echoed)
 
 
-def _in_fields_of_client(error: InvalidRequestError, places: list[str]) -> InvalidRequestError:
-    """Return an error of the chat as one of the body that it was made of."""
-    if error.param is None:
-        return error
-    name = _name_in_body(error.param, places)
-    message = error.message.replace(error.param, name).replace("response_format", "text.format")
-    return type(error)(message, name, error.code)
+def _client_field(field: str, places: list[str]) -> str:
+    """Return the name that a field of a chat has in the client's body.
 
-
-def _name_in_body(field: str, places: list[str]) -> str:
+    Args:
+        field: its path in the chat.
+        places: of each message the client's field.
+    """
     if field.startswith("messages["):
         index, _, rest = field.removeprefix("messages[").partition("]")
         place = places[int(index)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from pagewire.services.router.http.api.responses.bodies import Item, Part
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
 from pagewire.shared.text.tool_arguments import decode_arguments
 
 
@@ -16,7 +17,7 @@ class Messages:
     Reasoning, text and calls that follow each other are one message of the assistant's.
 
     Attributes:
-        said: as chats have them.
+        said: the fields of each.
         places: of each message the field of the body that its content is from.
     """
 
@@ -82,9 +83,11 @@ class Messages:
         message = self._open
         if message is None:
             message = self._begin(field)
-        function = {"name": name, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        message.setdefault("tool_calls", []).append(call)
+        calls = message.setdefault("tool_calls", [])
+        calls.append(CalledTool(CalledFunction(name, arguments), call_id))
+        if len(calls) > MAX_CALLS:
+            problem = f"{place} must not be the next of more than {MAX_CALLS} calls of one message"
+            raise InvalidRequestError(problem, place)
 
     def _add_output(self, item: Item, place: str) -> None:
         call_id = _needed(item.call_id, place, "call_id")
