@@ -9,7 +9,7 @@ from pagewire.services.router.http.api.anthropic import schemas
 from pagewire.services.router.http.api.anthropic.chat import messages_of
 from pagewire.services.router.http.api.anthropic.errors import THREAD_UNSUPPORTED
 from pagewire.services.router.http.api.openai.answer_form import JsonSchemaFormat, NamedSchema
-from pagewire.services.router.http.api.openai.chats import Chat, chat_body
+from pagewire.services.router.http.api.openai.chats import Chat, chat_body, template_options
 from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
     chat_input,
@@ -18,8 +18,7 @@ from pagewire.services.router.http.api.openai.generation import (
 from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.text.chat_template import ChatOptions
-from pagewire.shared.tool_calls import definitions
+from pagewire.shared.tool_calls.definitions import Function, NamedFunction, NamedTool, Tool
 
 # What templates call the switch of a model's reasoning: Qwen's and SmolLM's, then DeepSeek's and
 # Granite's.
@@ -56,14 +55,15 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         raise InvalidRequestError(problem, "thread", THREAD_UNSUPPORTED)
     _check_thinking(body)
     choice, (form_field, form) = body.tool_choice, _form(body)
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
     is_single = (
         isinstance(choice, schemas.AutoChoice | schemas.AnyChoice)
         and choice.disable_parallel_tool_use
     )
     tools = [
-        definitions.Tool(
+        Tool(
             "function",
-            definitions.Function(tool.name, tool.description, tool.input_schema, tool.strict),
+            Function(tool.name, tool.description, tool.input_schema, tool.strict),
         )
         for tool in body.tools or ()
     ]
@@ -74,11 +74,15 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         tools=tools or None,
         tool_choice=_choice(body),
         parallel_tool_calls=False if is_single else None,
-        include_reasoning=_thinks(body),
+        include_reasoning=thinks,
+        reasoning_effort=None if body.output_config is None else body.output_config.effort,
+        chat_template_kwargs=dict.fromkeys(_SWITCHES, thinks),
         response_format=None if form is None else JsonSchemaFormat(NamedSchema(form.schema)),
-        continue_final_message=_goes_on(body),
+        # The last message is then the beginning of the answer.
+        continue_final_message=body.messages[-1].role == "assistant",
     )
-    return Chat(chat, _options(body), unknown_fields, partial(_client_field, form_field=form_field))
+    options = template_options(chat, [_shown_tool(tool) for tool in body.tools or ()] or None)
+    return Chat(chat, options, unknown_fields, partial(_client_field, form_field=form_field))
 
 
 def _client_field(field: str, form_field: str) -> str:
@@ -122,34 +126,15 @@ def _choice(body: schemas.CountBody) -> Any:
         case schemas.AnyChoice():
             return "required"
         case schemas.ToolChoice(name=name):
-            return definitions.NamedTool(definitions.NamedFunction(name))
+            return NamedTool(NamedFunction(name))
         case schemas.NoneChoice():
             return "none"
     return None
 
 
-def _options(body: schemas.CountBody) -> ChatOptions:
-    variables: dict[str, Any] = dict.fromkeys(_SWITCHES, _thinks(body))
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in body.tools or ()
-    ]
-    return ChatOptions.of(tools or None, variables, None, _goes_on(body))
-
-
-def _thinks(body: schemas.CountBody) -> bool:
-    return body.thinking is not None and body.thinking.type != "disabled"
-
-
-def _goes_on(body: schemas.CountBody) -> bool:
-    """Whether the answer continues the last message, which is the beginning of an answer."""
-    return body.messages[-1].role == "assistant"
+def _shown_tool(tool: schemas.MessageTool) -> dict[str, Any]:
+    """Return a tool as chat templates show it."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": {**function, "parameters": tool.input_schema}}

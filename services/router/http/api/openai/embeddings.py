@@ -13,8 +13,9 @@ from pagewire.services.router.http.api.openai.generation import (
 )
 from pagewire.services.router.http.api.openai.prompts import prompt_ids, split_prompts
 from pagewire.services.router.http.api.openai.schemas import AtLeastOne, Label, Prompt
-from pagewire.services.router.http.api.openai.tokens import PlainBody, parse_plain
+from pagewire.services.router.http.api.openai.tokens import PlainBody
 from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling_types import PromptLength, last_tokens
@@ -56,9 +57,9 @@ def read_embedding(
     Raises:
         InvalidRequestError: a field is wrong, which it names, or the model makes no embeddings.
     """
-    body, _, unknown_fields = parse_plain(EmbeddingBody, raw, model)
-    form = _form_of(body, model)
+    body, _, unknown_fields = decode_body(EmbeddingBody, raw)
     found = counted_input(body.model, [], unknown_fields, model)
+    form = _form_of(body, model)
     (empty,) = found.prompts
     prompts = tuple(
         msgspec.structs.replace(empty, token_ids=ids) for ids in _inputs(body, model, max_model_len)

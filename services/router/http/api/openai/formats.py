@@ -84,6 +84,7 @@ class _OpenAIFormat(ABC):
         self._may_be_plain = not (asked.return_token_ids or asked.running_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._empty = empty
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in asked.prompts)
         self._sent_tokens = 0
 
     def begin(self, usage: Usage) -> bytes:
@@ -108,10 +109,8 @@ class _OpenAIFormat(ABC):
         chunk: Any = self._chunk
         chunk.choices = [choice]
         if self._asked.running_usage:
-            prompt_tokens = sum(len(prompt.token_ids) for prompt in self._asked.prompts)
-            chunk.usage = objects.TokenUsage(
-                prompt_tokens, self._sent_tokens, prompt_tokens + self._sent_tokens
-            )
+            total = self._prompt_tokens + self._sent_tokens
+            chunk.usage = objects.TokenUsage(self._prompt_tokens, self._sent_tokens, total)
         return sse(chunk)
 
     def _plain_event(self, index: int, text: str) -> bytes:
@@ -229,10 +228,10 @@ class ChatFormat(_OpenAIFormat):
         if is_plain and delta.text and not self._has_parts:
             return self._plain_event(index, delta.text)
         added = self._added(index, delta)
-        has_parts = bool(added.reasoning or added.tool_calls)
-        if is_plain and added.content and not has_parts:
+        has_more = bool(added.reasoning or added.tool_calls)
+        if is_plain and added.content and not has_more:
             return self._plain_event(index, added.content)
-        is_empty = not (added.content or has_parts)
+        is_empty = not (added.content or has_more)
         self._sent_tokens += len(delta.token_ids)
         if index in self._unbegun:
             self._unbegun.discard(index)

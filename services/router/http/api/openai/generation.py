@@ -229,7 +229,6 @@ def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Ge
         InvalidRequestError: the client's fault; names the field.
     """
     body = chat.body
-    model.check_name(body.model)
     with chat.in_fields_of_client():
         check_tools(body.tools, body.tool_choice)
         ids = chat_ids(body, chat.options, model, max_model_len)
@@ -277,7 +276,11 @@ def counted_input(
         ids: the prompt.
         unknown_fields: how many the request had.
         model: the model.
+
+    Raises:
+        ModelNotFoundError: it has no such name.
     """
+    model.check_name(name)
     prompt = PromptInput(ids, _spec(SamplingParams(), 1, model))
     return GenerationInput(name, (prompt,), generates=False, unknown_fields=unknown_fields)
 

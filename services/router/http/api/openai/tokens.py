@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
@@ -33,9 +33,6 @@ class PlainBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str | None = None
-
-
-BodyT = TypeVar("BodyT", bound=PlainBody)
 
 
 class TokenizeBody(PlainBody, frozen=True, kw_only=True):
@@ -73,7 +70,7 @@ def read_tokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, fields, unknown_fields = parse_plain(TokenizeBody, raw, model)
+    body, fields, unknown_fields = decode_body(TokenizeBody, raw)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("the body must have either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -95,7 +92,7 @@ def read_detokenize(
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    body, _, unknown_fields = parse_plain(DetokenizeBody, raw, model)
+    body, _, unknown_fields = decode_body(DetokenizeBody, raw)
     if max(body.tokens, default=0) >= model.vocab_size:
         problem = f"tokens must be token ids below {model.vocab_size}, not {max(body.tokens)}"
         raise InvalidRequestError(problem, "tokens")
@@ -103,17 +100,3 @@ def read_detokenize(
     found = counted_input(body.model or model.name, [], unknown_fields, model)
     (prompt,) = found.prompts
     return msgspec.structs.replace(found, prompts=(msgspec.structs.replace(prompt, echo=text),))
-
-
-def parse_plain(
-    kind: type[BodyT], raw: bytes | bytearray, model: ServedModel
-) -> tuple[BodyT, dict[str, msgspec.Raw], int]:
-    """Return what `decode_body` does, with the model's name checked.
-
-    Raises:
-        InvalidRequestError: see `decode_body`, or the model is another.
-    """
-    body, fields, unknown_fields = decode_body(kind, raw)
-    if body.model is not None:
-        model.check_name(body.model)
-    return body, fields, unknown_fields
