@@ -69,7 +69,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             assert health.json()["waiting_for"] == ["prefill-0"]
             assert (await router.chat()).status_code == 200  # it serves meanwhile
             async with fake_prefill_worker(redis_url, SECRET, "prefill-0"):
-                await eventually(lambda: router.service.health()["status"] == "ok")
+                await eventually(lambda: router.service.describe_cluster()["status"] == "ok")
             await eventually(lambda: len(router.service.members.directory.workers()) == 1)
             assert (await router.http.get("/ready")).status_code == 200  # it can serve
 
