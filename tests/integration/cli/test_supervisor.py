@@ -136,11 +136,11 @@ def test_router_that_cannot_start_is_not_tried_without_pause(start: StartCluster
     cluster.wait_ready()
     (cluster.state / "router-0.orders").write_text("exit 2")
     cluster.kill_router("router-0")
-    for delay in ("0.5", "1", "2", "4", "5"):
+    for delay in ("0.5", "1", "2"):
         cluster.wait_for(f"starting router-0 again in {delay} s")
     (cluster.state / "router-0.orders").unlink()
     cluster.wait_for("router-0 is ready again")
-    assert cluster.stdout.count("router-0 died") == 5
+    assert cluster.stdout.count("router-0 died") == 3
 
 
 def test_reader_that_goes_away_does_not_end_the_cluster(start: StartCluster) -> None:

@@ -19,6 +19,7 @@ from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.engine_threads import Outputs, started
 from pagewire.tests.support.fake_device import FakeDevice, FakePending
 from pagewire.tests.support.fake_engine import make_core, make_sequence
+from pagewire.tests.support.kv_layouts import kv_layout
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("each_executor")]
 
@@ -48,7 +49,7 @@ class StuckDevice(FakeDevice):
 
 def test_stalled_loop_does_not_iterate_and_does_not_stop_in_time() -> None:
     core, device = make_core()
-    stuck = core.executor = StuckDevice(device.limits, 16, 4)
+    stuck = core.executor = StuckDevice(device.limits, 16, kv_layout(block_size=4))
     engine = EngineThread(core, Outputs())
     engine.start()
     engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))

@@ -17,14 +17,13 @@ from pagewire.tests.support.json_schemas import SchemaMaker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-COUNT = 500
 
-
-def test_500_schemas() -> None:
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.exhaustive)])
+def test_schemas(count: int) -> None:
     llm = LLM("demo", device="cpu", max_num_seqs=128, max_model_len=600)
     maker = SchemaMaker(seed=19)
     prompts, params, schemas, refused = [], [], [], []
-    for index in range(COUNT):
+    for index in range(count):
         schema = maker.make()
         Draft202012Validator.check_schema(schema)
         asked = StructuredOutputs(json=schema)
@@ -43,7 +42,7 @@ def test_500_schemas() -> None:
                 structured_outputs=asked,
             )
         )
-    assert len(refused) <= 0.03 * COUNT, refused
+    assert len(refused) <= 0.03 * count, refused
     outputs = llm.generate(prompts, params)
     ended = 0
     for schema, output in zip(schemas, outputs, strict=True):
@@ -52,7 +51,7 @@ def test_500_schemas() -> None:
             Draft202012Validator(schema).validate(json.loads(output.text))
     tokens = sorted(len(output.token_ids) for output in outputs)
     print(
-        f"{COUNT} schemas: {len(refused)} refused, {ended} of {len(outputs)} ended by stop, median "
+        f"{count} schemas: {len(refused)} refused, {ended} of {len(outputs)} ended by stop, median "
         f"{tokens[len(tokens) // 2]} tokens, {llm.engine.core.stats}"
     )
     assert ended >= 0.95 * len(outputs)

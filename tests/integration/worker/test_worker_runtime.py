@@ -117,7 +117,7 @@ def test_the_default_slot_takes_no_more_than_its_share_of_the_memory() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 32])
-@pytest.mark.parametrize("block_bytes", [64, BLOCK, 1 << 20, 100 << 20])
+@pytest.mark.parametrize("block_bytes", [128, BLOCK, 1 << 20, 100 << 20])
 def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) -> None:
     layout = kv_layout([None] * num_layers, size=block_bytes // num_layers // 4)
     size = slot_size(None, layout)
