@@ -45,7 +45,9 @@ DECODE, PREFILL = TABLES["decode"], TABLES["prefill"]
 # heads of DeepSeek-V2-Lite and of V2; sizes of a latent vector and of a rotated key
 LATENT_HEADS, RANK, ROTATED = (16, 128), 512, 64
 # temperature, top-k, top-p, min-p
-SAMPLING: dict[str, tuple[float, int, float, float]] = TABLES["sampling"]
+SAMPLING: dict[str, tuple[float, int, float, float]] = {
+    name: tuple(row) for name, row in TABLES["sampling"].items()
+}
 SHAPING = {
     "nothing": ShapingRow(),
     "penalties": ShapingRow(1000, repetition=1.1, frequency=0.2, presence=0.3, output=range(500)),

@@ -91,6 +91,8 @@ def _check_field(field: FieldInfo, kind: inspect.Type, value: Any) -> None:
     if is_struct and isinstance(value, dict):
         return  # its own fields are checked where it is read
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if isinstance(value, float):
+        value = float(value)  # numpy's floats are floats, which msgspec does not know
     try:
         msgspec.convert(list(value) if is_list else value, field.type)
     except msgspec.ValidationError as exc:

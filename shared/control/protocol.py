@@ -284,6 +284,8 @@ class EngineLost(Message, frozen=True, kw_only=True):
 class KvHello(Message, frozen=True, kw_only=True):
     """A decode worker opens a KV link to a prefill worker.
 
+    It is refused if the model's identity or the layout of the blocks is not the prefill worker's.
+
     Attributes:
         link: the decode worker's number of the link.
         token: identifies the link on the decode worker's KV socket; 16 random bytes.

@@ -18,6 +18,7 @@ SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 MAX_LAYERS = 4096
 
 Activation = Literal["silu", "gelu"]  # "gelu" is the tanh approximation
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 # What the weight of a normalisation multiplies. "rounded": the normalised value, rounded to the
 # activations' dtype, as in Llama. "wide": the value in float32. "plus one": as "wide", with one
 # added to the checkpoint's weight, as in Gemma. "centred": layer normalisation without a bias in
@@ -184,7 +185,7 @@ def read_config(
         windows=(None,) * num_layers,
         ropes=(rope,) * num_layers,
         o_bias=bias,
-        activation="silu" if defaults.activation[1] == "silu" else "gelu",
+        activation=_ACTIVATIONS[defaults.activation[1]],
         norm_style=defaults.norm_style,
         **{"score_scale": head_dim**-0.5, "qkv_bias": bias, "mlp_bias": mlp_bias, **own},
     )

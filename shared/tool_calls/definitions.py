@@ -130,7 +130,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
             )
         if tool.function.name in names:
             raise InvalidRequestError(
-                f"{field}.name must be unique: there is another function {tool.function.name!r}",
+                f"{field}.name must be unique: there is another tool {tool.function.name!r}",
                 f"{field}.name",
             )
         names.add(tool.function.name)

@@ -197,9 +197,8 @@ class _Grammar:
         self._rules["TEXT"] = _text("", excluded)
         form = self._reasoning
         tags = (form.answer_open, form.answer_close) if form is not None else ()
-        if not any(
-            tag in self._markers.ids for tag in tags
-        ):  # else `TEXT` matches the tags as well
+        # A tag that is not a token of its own is matched by `TEXT` as well.
+        if not any(tag in self._markers.ids for tag in tags):
             return "TEXT"
         before, after = ((f"{self._literal(tag)}?") for tag in tags)
         return f"{before} TEXT {after}"

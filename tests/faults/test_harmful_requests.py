@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -179,8 +180,9 @@ def test_a_step_that_hangs_ends_one_worker_and_its_request(
     assert "exit code 1" in died
     log = trapped.log_of_dead(died)
     [line] = [line for line in log.splitlines() if "counts as hanging" in line]
-    # On a busy machine, the step may have had the most of the prompt only.
-    for part in (" prompt tokens", "PAGEWIRE_STEP_TIMEOUT_S=2", error["request_id"]):
+    # On a busy machine, an earlier step may have had the first tokens of the prompt.
+    assert re.search(r"[1-9]\d* prompt tokens", line)
+    for part in ("PAGEWIRE_STEP_TIMEOUT_S=2", error["request_id"]):
         assert part in line
     assert "in spring" in log  # the stack of the engine's thread
     trapped.wait_idle()

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer as PagewireTokenizer
 from pagewire.tools.demo_model.batches import NO_TARGET, SequenceSampler
-from pagewire.tools.demo_model.corpus import load_corpus, train_tokenizer
+from pagewire.tools.demo_model.corpus import BOS, END, EOS, load_corpus, train_tokenizer
 from pagewire.tools.demo_model.margins import describe, greedy, greedy_margins
 from pagewire.tools.demo_model.prompts import standard_prompts
 
@@ -139,7 +139,13 @@ def main() -> None:
     corpus = load_corpus()
     tokenizer = train_tokenizer(corpus, VOCAB_SIZE)
     sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
-    config = LlamaConfig.from_pretrained(demo_model_path())
+    ids = {text: tokenizer.token_to_id(text) for text in (BOS, EOS, END)}
+    config = LlamaConfig.from_pretrained(
+        demo_model_path(),
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=ids[BOS],
+        eos_token_id=[ids[EOS], ids[END]],
+    )
     model = train(sampler, config, arguments.steps, arguments.seed)
     save(model, tokenizer, arguments.out)
     torch.set_num_threads(1)  # as in own_batch

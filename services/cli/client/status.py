@@ -153,6 +153,9 @@ def render(url: str, before: Snapshot, found: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [*map(Text, _headlines(url, before, found))]
     if not found.ok:
         parts.insert(1, Text(f"not ready: {found.problem}", style="red"))
+    if found.silent:
+        missing = f"without the numbers of {', '.join(found.silent)}"
+        parts.append(Text(missing, style="red"))
     parts += [
         Text(f"context of {line}", style="yellow") for line in shrunk_contexts(found.services)
     ]
@@ -206,6 +209,7 @@ def status_json(url: str, found: Snapshot) -> dict[str, Any]:
         "ok": found.ok,
         "problem": found.problem or None,
         "redis_up": found.redis == "up",
+        "silent_routers": found.silent,
         "requests": {name: found.total(name) for name in ("running", "waiting")},
         "tokens": {
             "prompt": found.total("prompt_tokens"),

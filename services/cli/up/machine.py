@@ -110,7 +110,9 @@ def require_free_port(host: str, port: int) -> int:
         if code == errno.EACCES:
             problem = f"port {port} on {host} is not allowed for this user: choose one from 1024 up"
             raise ConfigError(problem) from exc
-        raise
+        reason = cause.strerror if isinstance(cause, OSError) else cause
+        problem = f"cannot listen on {host} port {port}: {reason}; choose another --host"
+        raise ConfigError(problem) from exc
 
 
 def local_url(host: str, port: int) -> str:

@@ -12,7 +12,8 @@
     server/          the application around the routes: connections, API keys, log lines
 
 Each package may import those above it. The modules of this directory are small and come first:
-errors, and texts about wrong fields.
+errors, the decoder of all bodies with its texts about wrong fields, and what the document says of a
+route.
 
 Entry point: `create_app` (server/app.py).
 Read first: `routes/generation.py`, `api/openai/generation.py`, `api/openai/answer_set.py`.

@@ -26,13 +26,14 @@ _EXTRA = "operation"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route with one method.
+    """What a route of the document takes and answers, besides its path.
 
     Attributes:
         answer: the body of a response with status 200; None if the route never has one.
         body: of the request.
         chunk: an event of the stream, if the body may ask for one.
-        errors: its error statuses, without those that all routes of its kind may have.
+        errors: its error statuses, without 500 and those of all routes with a body, a query or a
+            part of the path that varies.
         query: fields of the URL's query.
         refused: unsupported fields of the body, each with the values that change nothing.
         example: a body.

@@ -59,7 +59,7 @@ def decode_body(
     except UnicodeDecodeError as exc:
         at = _first_not_utf8(raw)
         raise InvalidRequestError(f"the body is not valid JSON: not UTF-8 (byte {at})") from exc
-    if "tools" in fields:
+    if "tools" in fields and "tools" in kind.__struct_fields__:
         check_tools_size(memoryview(fields["tools"]).nbytes)
     unknown = fields.keys() - {*kind.__struct_fields__, *(refused or ())}
     if unknown:

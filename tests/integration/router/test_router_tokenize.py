@@ -91,6 +91,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens[0] must be an integer from 0"),
     ("/detokenize", {"tokens": [10**6]}, "tokens must be token ids below"),
     ("/detokenize", {"tokens": [1], "model": "other"}, "does not exist"),
+    ("/detokenize", {"tokens": [10**6], "model": "other"}, "does not exist"),
+    ("/tokenize", {"prompt": "x", "model": ""}, "does not exist"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x" * 10**6}], "model": "m"}, "`m`"),
 ]
 
 

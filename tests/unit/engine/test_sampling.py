@@ -6,6 +6,7 @@ import math
 import reprlib
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +24,7 @@ GOOD = [
     {},
     {"temperature": 0.0},
     {"temperature": 100.0},
+    {"temperature": np.float64(0.8)},
     {"top_p": 1e-6},
     {"top_k": 1},
     {"seed": -(2**63)},

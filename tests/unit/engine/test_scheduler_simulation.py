@@ -392,6 +392,7 @@ def test_every_sequence_ends_with_its_own_tokens(world: World) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @settings(max_examples=2000)
 @given(world=worlds())
 def test_every_sequence_of_many_worlds_ends_with_its_own_tokens(world: World) -> None:

@@ -145,8 +145,16 @@ def test_token_ids_of_a_chats_prompt_are_in_the_response_or_the_first_chunk():
     chunks = [event for part in parts for event in events(form.stream_chunk(*part))]
     assert [each.get("prompt_token_ids") for each in chunks] == [prompt, None]
     assert [each["choices"][0]["token_ids"] for each in chunks] == [[1], [2]]
+    assert all("prompt_token_ids" not in each for each in events(chunk_after_one(asked)))
     plain = json.loads(chats(chat(n=2)).full_response(deltas, USAGE))
     assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+def chunk_after_one(asked: GenerationInput) -> bytes:
+    """The end of a stream that has had a single chunk."""
+    form = chats(msgspec.structs.replace(asked, include_usage=True))
+    form.stream_chunk(0, TextDelta("a", "stop", (1,)))
+    return form.last(USAGE)
 
 
 def test_each_chunk_has_token_ids_where_they_are_asked_for():

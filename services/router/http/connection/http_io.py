@@ -170,7 +170,9 @@ class EventStream(Response):
         try:
             await cancel_on_disconnect(receive, self._send_all(scope, send))
         except errors.ClientGoneError:
-            record_of(scope).outcome = "cancelled"
+            record = record_of(scope)
+            if record.error is None:  # else it left before it had that error
+                record.outcome = "cancelled"
         finally:
             self._answers.close()
 

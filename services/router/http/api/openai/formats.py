@@ -249,7 +249,9 @@ class ChatFormat(_OpenAIFormat):
             return b""
         chunk: Any = self._chunk
         chunk.prompt_token_ids, self._first_ids = self._first_ids, UNSET
-        return self._event(choice)
+        event = self._event(choice)
+        chunk.prompt_token_ids = UNSET  # no further chunk has them
+        return event
 
     def usage(self, usage: Usage) -> Usage:
         """Return the tokens of the request, those of reasoning included."""

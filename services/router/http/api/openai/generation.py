@@ -230,6 +230,7 @@ def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Ge
     """
     body = chat.body
     with chat.in_fields_of_client():
+        model.check_name(body.model)
         check_tools(body.tools, body.tool_choice)
         ids = chat_ids(body, chat.options, model, max_model_len)
     return counted_input(body.model, ids, chat.unknown_fields, model)
@@ -272,15 +273,11 @@ def counted_input(
     """Return a request whose prompt is tokenized and not answered.
 
     Args:
-        name: of the model, as it was asked for.
+        name: of the model, as it was asked for; checked.
         ids: the prompt.
         unknown_fields: how many the request had.
         model: the model.
-
-    Raises:
-        ModelNotFoundError: it has no such name.
     """
-    model.check_name(name)
     prompt = PromptInput(ids, _spec(SamplingParams(), 1, model))
     return GenerationInput(name, (prompt,), generates=False, unknown_fields=unknown_fields)
 

@@ -1,7 +1,8 @@
 """The responses of OpenAI's and vLLM's routes, and their errors, as types.
 
-Responses are encoded from these types, and the OpenAPI document (openapi/document.py) is made from
-them. `formats.py` fills them in. The default of a field that may be missing is `UNSET`.
+Responses are encoded from these types, errors by shared/http/refusals.py. The OpenAPI document
+(openapi/document.py) is made from them all. `formats.py` fills them in. The default of a field that
+may be missing is `UNSET`.
 """
 
 from __future__ import annotations

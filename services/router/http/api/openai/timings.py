@@ -144,27 +144,29 @@ def _choice(index: int, times: AnswerTimes) -> ChoiceTimings:
         migrations=times.migrations,
         workers=list(times.workers),
     )
-    if (said := times.reported) is not None:
-        is_local = said.prefill_worker is None
-        worker = said.prefill_worker or times.decode_worker or ""
-        held = said.cached_tokens if is_local else said.held_tokens
-        choice.decode.queued_ms = 0.0 if is_local else _ms(said.wait_s)
-        choice.cached = CachedPart(said.cached_tokens, worker, is_local, held)
-        choice.prefill = PrefillPart(worker, _ms(said.queue_s), _ms(said.prefill_s), said.chunks)
-        choice.transfer = _transfer(said)
+    if (reported := times.reported) is not None:
+        is_local = reported.prefill_worker is None
+        worker = reported.prefill_worker or times.decode_worker or ""
+        held = reported.cached_tokens if is_local else reported.held_tokens
+        choice.decode.queued_ms = 0.0 if is_local else _ms(reported.wait_s)
+        choice.cached = CachedPart(reported.cached_tokens, worker, is_local, held)
+        choice.prefill = PrefillPart(
+            worker, _ms(reported.queue_s), _ms(reported.prefill_s), reported.chunks
+        )
+        choice.transfer = _transfer(reported)
     return choice
 
 
-def _transfer(said: Timings) -> TransferPart | None:
+def _transfer(reported: Timings) -> TransferPart | None:
     """Return what is known of the KV transfer; None if no other worker sent KV blocks."""
-    if not said.segments:
+    if not reported.segments:
         return None
     return TransferPart(
-        ms=_ms(said.arriving_s),
-        after_first_token_ms=_ms(said.transfer_s),
-        bytes=said.kv_bytes,
-        segments=said.segments,
-        carrier=said.carrier,
+        ms=_ms(reported.arriving_s),
+        after_first_token_ms=_ms(reported.transfer_s),
+        bytes=reported.kv_bytes,
+        segments=reported.segments,
+        carrier=reported.carrier,
     )
 
 

@@ -71,6 +71,7 @@ def read_tokenize(
         InvalidRequestError: the client's fault; names the field.
     """
     body, fields, unknown_fields = decode_body(TokenizeBody, raw)
+    name = _checked_name(body, model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("the body must have either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -80,7 +81,7 @@ def read_tokenize(
         chat = chats.chat_body(body, model=model.name)
         options = chats.template_options(chat, chats.written_tools(chat, fields))
         ids = chat_ids(chat, options, model, max_model_len)
-    found = counted_input(body.model or model.name, ids, unknown_fields, model)
+    found = counted_input(name, ids, unknown_fields, model)
     return msgspec.structs.replace(found, return_token_strs=bool(body.return_token_strs))
 
 
@@ -93,10 +94,18 @@ def read_detokenize(
         InvalidRequestError: the client's fault; names the field.
     """
     body, _, unknown_fields = decode_body(DetokenizeBody, raw)
+    name = _checked_name(body, model)
     if max(body.tokens, default=0) >= model.vocab_size:
         problem = f"tokens must be token ids below {model.vocab_size}, not {max(body.tokens)}"
         raise InvalidRequestError(problem, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    found = counted_input(body.model or model.name, [], unknown_fields, model)
+    found = counted_input(name, [], unknown_fields, model)
     (prompt,) = found.prompts
     return msgspec.structs.replace(found, prompts=(msgspec.structs.replace(prompt, echo=text),))
+
+
+def _checked_name(body: PlainBody, model: ServedModel) -> str:
+    """Return the model's name that a body asks for; raises `ModelNotFoundError` if it has none."""
+    name = model.name if body.model is None else body.model
+    model.check_name(name)
+    return name
