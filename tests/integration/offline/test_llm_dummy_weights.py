@@ -51,7 +51,8 @@ def test_a_prompt_is_spread_over_all_experts(
     routings.clear()
     prompt = torch.randint(2048, (TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1))
-    *whole, last = routings
+    # On a busy machine, the prompt is computed in several steps.
+    *whole, last = (torch.cat(routings[layer::LAYERS]) for layer in range(LAYERS))
     assert [each.shape for each in whole] == [(TOKENS, TOP_K)] * (LAYERS - 1)
     assert last.shape == (1, TOP_K)  # the token that samples
     for chosen in whole:
