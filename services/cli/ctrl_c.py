@@ -39,7 +39,10 @@ class CtrlC:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        # Python prints a traceback for a signal that comes while its handler is replaced.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         signal.signal(signal.SIGINT, signal.SIG_DFL if self.pressed else self._before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self.pressed:

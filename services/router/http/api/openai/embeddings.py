@@ -58,6 +58,7 @@ def read_embedding(
         InvalidRequestError: a field is wrong, which it names, or the model makes no embeddings.
     """
     body, _, unknown_fields = decode_body(EmbeddingBody, raw)
+    model.check_name(body.model)
     found = counted_input(body.model, [], unknown_fields, model)
     form = _form_of(body, model)
     (empty,) = found.prompts
