@@ -106,16 +106,7 @@ def build_engine(
         prepare(runner, config, settings, max_model_len, progress)
     identity = _identity(loaded)
     pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener)
-    is_timed = device.type == "cpu" and loaded.ops.backend == "torch"  # not Triton's interpreter
-    limits = SchedulerLimits(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        max_waiting=settings.max_waiting,
-        watermark_blocks=num_blocks // 100,
-        local_prefill_tokens=local_prefill_tokens,
-        step_s=CPU_STEP_S if is_timed else math.inf,
-    )
+    limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
@@ -133,6 +124,23 @@ def build_engine(
         device=device,
         max_model_len=max_model_len,
         full_model_len=loaded.full_model_len,
+    )
+
+
+def _limits(
+    loaded: _Loaded, num_blocks: int, max_model_len: int, local_prefill_tokens: int
+) -> SchedulerLimits:
+    settings = loaded.settings
+    # Triton's interpreter is too slow for steps of a certain time.
+    is_timed = loaded.device.type == "cpu" and loaded.ops.backend == "torch"
+    return SchedulerLimits(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_waiting=settings.max_waiting,
+        watermark_blocks=num_blocks // 100,
+        local_prefill_tokens=local_prefill_tokens,
+        step_s=CPU_STEP_S if is_timed else math.inf,
     )
 
 

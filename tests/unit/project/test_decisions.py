@@ -74,7 +74,7 @@ def missing(file: str, names: list[str]) -> list[str]:
 
 
 def wrong_places(answers: list[str]) -> dict[str, list[str] | str]:
-    """Return the parts of answers that are no places, or that name what does not exist."""
+    """Return the parts of answers that name no place in the code, or one that does not exist."""
     wrong: dict[str, list[str] | str] = {}
     for place in (place for answer in answers for place in answer.split("; ")):
         if not PLACE.fullmatch(place):
