@@ -40,7 +40,7 @@ test: test-parts test-clusters ## Run all tests that this machine can run
 endif
 
 test-parts: $(STAMP) redis prometheus ## Run those of them that start no whole cluster
-	$(BIN)/pytest -n 2 --dist loadfile tests/unit tests/kernels tests/integration
+	$(BIN)/pytest -n 3 --dist loadfile tests/unit tests/kernels tests/integration
 
 test-clusters: $(STAMP) redis prometheus ## Run the others
 	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
