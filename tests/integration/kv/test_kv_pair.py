@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -376,7 +376,6 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 # Everything at once
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
     slots=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 3)),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import OverloadedError
 from pagewire.shared.base.fair_queue import FairQueue
+from pagewire.tests.support.examples import MANY_EXAMPLES
 
 
 def make(max_items: int = 100, max_each: int = 100) -> FairQueue[str, int]:
@@ -92,6 +93,7 @@ EVENTS = st.lists(
 )
 
 
+@MANY_EXAMPLES
 @given(EVENTS, st.integers(1, 3), st.data())
 def test_whatever_happens_nobody_is_overtaken_twice(
     events: list[tuple[str, str]], slots: int, data: st.DataObject

@@ -27,6 +27,7 @@ from pagewire.shared.control.protocol import (
 )
 from pagewire.shared.request.logprobs import MAX_POSITIONS, MAX_TOP, Logprobs, PromptLogprobs
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 from pagewire.tests.support.message_values import values_of
 
@@ -64,6 +65,7 @@ def test_every_message_survives_the_wire(message: ControlMessage) -> None:
     assert decode(memoryview(encode(message))) == message
 
 
+@MANY_EXAMPLES
 @given(data=st.binary(max_size=200))
 def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
     for frame in (data, VERSION + data):
@@ -73,6 +75,7 @@ def test_random_bytes_raise_protocol_errors_only(data: bytes) -> None:
             assert len(str(exc)) < 1000
 
 
+@MANY_EXAMPLES
 @given(frame=mutated(MESSAGES.map(encode)))
 def test_mutated_frames_raise_protocol_errors_or_are_messages(frame: bytes) -> None:
     try:

@@ -30,6 +30,7 @@ from pagewire.shared.transfer.messages import (
     decode_for_sender,
     encode,
 )
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.hostile_bytes import hostile_bytes
 from pagewire.tests.support.message_values import values_of
 
@@ -163,6 +164,7 @@ def test_a_wrong_message_to_a_sender_is_an_error(message: dict[str, object]) -> 
         decode_for_sender(PACK(message))
 
 
+@MANY_EXAMPLES
 @given(data=st.binary(max_size=200))
 def test_garbage_is_a_protocol_error(data: bytes) -> None:
     for decode in DECODERS:
@@ -170,6 +172,7 @@ def test_garbage_is_a_protocol_error(data: bytes) -> None:
             decode(data)
 
 
+@MANY_EXAMPLES
 @given(message=st.one_of(to_receiver, to_sender), data=st.data())
 def test_a_corrupt_message_is_a_message_or_an_error(
     message: ToReceiver | ToSender, data: st.DataObject

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.segments import Coverage, Cut, ExportQueue
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.kv_layouts import kv_layout
 
 Unit = tuple[int, int]  # position, layer group
@@ -88,6 +89,7 @@ def queues(draw: st.DrawFn) -> ExportQueue:
     return ExportQueue(layout, slot_bytes, planned=draw(st.integers(0, 12)))
 
 
+@MANY_EXAMPLES
 @given(queue=queues(), num_blocks=st.integers(0, 30), data=st.data())
 def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
     queue: ExportQueue, num_blocks: int, data: st.DataObject
@@ -178,6 +180,7 @@ def segments(draw: st.DrawFn) -> tuple[range, range]:
     return range(first, first + count), range(first_group, first_group + num_groups)
 
 
+@MANY_EXAMPLES
 @given(
     first=st.integers(0, 6),
     count=st.integers(0, 6),

@@ -25,6 +25,7 @@ from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling_types import MAX_STOP_TOKEN_IDS
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,
@@ -213,6 +214,7 @@ JSON = st.recursive(
 FIELDS = sorted({*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__, *REFUSED_IN_CHATS})
 
 
+@MANY_EXAMPLES
 @given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4))
 def test_any_value_of_any_field_is_read_or_refused_with_its_name(fields):
     base = {"model": "m", "prompt": "Hi", "messages": [MESSAGE]}
@@ -226,6 +228,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_its_name(fields):
             assert 1 <= len(asked.prompts) * asked.n <= 64 * 16
 
 
+@MANY_EXAMPLES
 @given(st.data())
 def test_any_bytes_are_read_or_refused(data):
     whole = encoded({"model": "m", "prompt": "Hi", "messages": [MESSAGE], "stop": ["a", "b"]})

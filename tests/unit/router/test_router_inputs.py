@@ -11,6 +11,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults, SamplingFields
 from pagewire.shared.settings.config import RouterSettings
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.request_bodies import (
     CONTEXT,
     MODEL,
@@ -297,6 +298,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
+@MANY_EXAMPLES
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4))
 def test_no_body_breaks_the_reader(fields):
     base = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}

@@ -23,6 +23,7 @@ from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.harmony import MAX_HEADER
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import parsed, splits
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary
@@ -120,6 +121,7 @@ def test_parts_of_an_answer(
         assert [(each.name, each.arguments) for each in found.tool_calls] == calls
 
 
+@MANY_EXAMPLES
 @given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
 def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: list[str]) -> None:
     text = "".join(fragments)

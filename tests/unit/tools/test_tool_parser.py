@@ -13,6 +13,7 @@ from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd,
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.parser import new_call_id
 from pagewire.shared.tool_calls.scanner import ValueScanner
+from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import (
     NAMES,
@@ -129,6 +130,7 @@ def test_each_cut_in_two_gives_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@MANY_EXAMPLES
 @given(data=st.data(), fragments=st.lists(FRAGMENTS, max_size=14))
 def test_any_cut_gives_the_same_as_the_whole(
     name: str, data: st.DataObject, fragments: list[str]
