@@ -4,6 +4,7 @@ whatever happens meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import shutil
@@ -35,13 +36,13 @@ pytestmark = pytest.mark.timeout(240)
 ANSWER, TIMEOUT_S = 60, 100.0
 WORKERS = 3
 # Device and carrier.
-CARRIERS = [
-    pytest.param(("cpu", "zmq"), id="zmq"),
-    pytest.param(("cpu", "ucx"), id="ucx"),
-    pytest.param(("cuda", "ipc"), id="cuda-ipc", marks=pytest.mark.gpu),
-    pytest.param(("cuda", "ucx"), id="cuda-ucx", marks=pytest.mark.gpu),
-    pytest.param(("cuda", "zmq"), id="cuda-zmq", marks=pytest.mark.gpu),
-]
+CARRIERS = {
+    "zmq": ("cpu", "zmq"),
+    "ucx": ("cpu", "ucx"),
+    "cuda-ipc": ("cuda", "ipc"),
+    "cuda-ucx": ("cuda", "ucx"),
+    "cuda-zmq": ("cuda", "zmq"),
+}
 # Some are shorter than the window, and some than what a decode worker computes by itself.
 PROMPTS = [[(n * 37 + index) % 900 + 10 for n in range(5 + 12 * index)] for index in range(12)]
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
@@ -58,6 +59,23 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "all windows": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}, 14),
     "latents": ("deepseekv2", "lite-yarn", {}, 20),
 }
+
+
+# A carrier moves bytes, whatever they are: on a CPU, UCX moves those of one group and of several.
+EXHAUSTIVE = {("no windows", "ucx"), ("all windows", "ucx")}
+
+
+def cases() -> Iterator[Any]:
+    """Make a case of each shape over each carrier."""
+    for shape, carrier in itertools.product(SHAPES, CARRIERS):
+        marks = [pytest.mark.gpu] if CARRIERS[carrier][0] == "cuda" else []
+        marks += [pytest.mark.exhaustive] if (shape, carrier) in EXHAUSTIVE else []
+        yield pytest.param(shape, carrier, id=f"{shape}-{carrier}", marks=marks)
+
+
+EACH_CASE = pytest.mark.parametrize(
+    ("tried", "carrier"), list(cases()), indirect=True, scope="module"
+)
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ class Tried:
         assert answers == self.answers
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tried:
     family, shape, changes, few_blocks = SHAPES[request.param]
     path, demo = tmp_path_factory.mktemp("models") / "tiny", demo_model_path()
@@ -95,10 +113,9 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Tried(path, few_blocks, theirs)
 
 
-@pytest.fixture(scope="module", params=CARRIERS)
+@pytest.fixture(scope="module")
 def carrier(request: pytest.FixtureRequest) -> tuple[str, str]:
-    found: tuple[str, str] = request.param
-    return found
+    return CARRIERS[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +164,7 @@ def is_continued_from_cache(cluster: LocalCluster, answer: list[int], salt: str)
     return cached > len(prompt)
 
 
+@EACH_CASE
 def test_chunked_preempted_cached_and_continued(
     tried: Tried, cluster: LocalCluster, carrier: tuple[str, str]
 ) -> None:
@@ -203,6 +221,7 @@ async def stream_all_and_kill(cluster: LocalCluster) -> list[list[int]]:
     return [task.result() for task in tasks]
 
 
+@EACH_CASE
 def test_answers_migrate_when_their_decode_worker_is_killed(
     tried: Tried, cluster: LocalCluster
 ) -> None:

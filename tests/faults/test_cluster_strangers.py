@@ -17,7 +17,7 @@ from pagewire.tests.support.greedy_prompts import greedy_prompts
 from pagewire.tests.support.local_cluster import LocalCluster
 from pagewire.tests.support.tcp_relay import Recorder
 
-SECONDS = float(os.environ.get("PAGEWIRE_TEST_STRANGERS_S", "20"))
+SECONDS = float(os.environ.get("PAGEWIRE_TEST_STRANGERS_S", "10"))
 pytestmark = pytest.mark.timeout(SECONDS + 180)
 
 MAX_TOKENS = 24
