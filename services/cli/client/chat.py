@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pagewire.services.cli.client import client_options as options
+from pagewire.services.cli.client.anatomy import anatomy
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
 from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
@@ -52,6 +53,9 @@ class Conversation:
 
 
 def chat(
+    question: Annotated[
+        str | None, typer.Argument(help="A single question.  [default: a conversation]")
+    ] = None,
     url: options.Url = None,
     model: options.ClientModel = None,
     system: Annotated[
@@ -63,25 +67,30 @@ def chat(
     seed: options.Seed = None,
     timeout: options.Timeout = 300.0,
 ) -> None:
-    """Talk with a model of any OpenAI-compatible endpoint.
+    """Talk with a model of any OpenAI-compatible endpoint, or ask it one question.
 
     Each answer streams, and a line below it says how fast it came.
+    Pagewire's own endpoint also names the workers that computed it.
     Piped input is a conversation, too: one question a line.
 
     Example: pagewire chat --system "Answer in one sentence."
     """
     fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     with one_line_errors(), asyncio.Runner() as runner:
-        client = OpenAIClient(*options.endpoint(url, api_key), timeout_s=timeout)
+        endpoint = options.endpoint(url, api_key)
+        client = OpenAIClient(*endpoint, timeout_s=timeout, asks_timings=True)
         try:
             name = runner.run(client.choose_model(model))
             talk = Conversation(system, {"model": name, **fields})
-            failures = _converse(runner, client, talk)
+            if question is None:
+                failures = _converse(runner, client, talk)
+            else:
+                failures = not _ask(runner, client, talk, question)
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
         finally:
             runner.run(client.aclose())
-    if failures and not sys.stdin.isatty():
+    if failures and not (question is None and sys.stdin.isatty()):
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -129,6 +138,8 @@ def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, quest
         note(problem, "yellow" if problem == "stopped" else "red")
     else:
         note(describe(reply))
+        if parts := anatomy(reply.timings):
+            note(parts)
         if cut := cut_note(reply, talk.fields["max_tokens"]):
             note(cut)
     return reply is not None

@@ -21,7 +21,7 @@ from pagewire.services.cli.client.endpoint_errors import (
     unreachable,
 )
 from pagewire.services.cli.client.endpoint_url import base_url, http_client, key_header, read_start
-from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Usage
+from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Timings, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.shared.base.errors import UNDECODABLE
 
@@ -31,6 +31,7 @@ BODY_END_TIMEOUT_S = 1.0  # after the answer has ended
 MAX_ERROR_BYTES = 64 << 10
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 
+_TIMINGS = {"x-pagewire-timings": "1"}  # other servers pay no heed to it
 _DONE = b"[DONE]"
 _chunk = msgspec.json.Decoder(Chunk)
 
@@ -44,6 +45,7 @@ class Reply:
         counts: number of tokens in each chunk; 1 if the server sends no token ids.
         token_ids: ids of the tokens, if the server sends them.
         has_token_ids: the counts come from the server's token ids.
+        timings: which workers computed it, if the server says so.
         seconds: time at which the answer ended.
     """
 
@@ -54,6 +56,7 @@ class Reply:
     counts: array[int] = field(default_factory=lambda: array("l"))
     token_ids: list[int] = field(default_factory=list)
     has_token_ids: bool = False
+    timings: Timings | None = None
     seconds: float = 0.0
 
     @property
@@ -97,6 +100,7 @@ class Reply:
     def take(self, chunk: Chunk, now: float, *, keep_text: bool) -> str:
         """Add a chunk; return its text."""
         self.usage = chunk.usage or self.usage
+        self.timings = chunk.timings or self.timings
         text, count, has_ids = "", 0, False
         for choice in chunk.choices or ():
             text += choice.content
@@ -180,14 +184,23 @@ class OpenAIClient:
         api_key: sent with each request; None sends no key.
         timeout_s: a request fails if the server sends no byte for this time.
         keep_text: whether replies keep their text, in addition to `on_text`.
+        asks_timings: whether replies have `timings`, from a server that has them.
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, *, timeout_s: float, keep_text: bool = True
+        self,
+        url: str,
+        api_key: str | None = None,
+        *,
+        timeout_s: float,
+        keep_text: bool = True,
+        asks_timings: bool = False,
     ) -> None:
         self.url = base_url(url)
         self._http = http_client(self.url, headers=key_header(api_key), timeout_s=timeout_s)
         self._keep_text = keep_text
+        asked = _TIMINGS if asks_timings else {}
+        self._headers = {"Content-Type": "application/json", **asked}
         self._dialect: Dialect | None = None
 
     async def aclose(self) -> None:
@@ -262,11 +275,10 @@ class OpenAIClient:
     ) -> Reply:
         reply = Reply()
         content = msgspec.json.encode(body)
-        headers = {"Content-Type": "application/json"}
         start = time.perf_counter()
         try:
             async with self._http.stream(
-                "POST", self.url + path, content=content, headers=headers
+                "POST", self.url + path, content=content, headers=self._headers
             ) as response:
                 if not response.is_success:
                     raise refusal(response.status_code, await read_start(response, MAX_ERROR_BYTES))

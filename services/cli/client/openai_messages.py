@@ -56,11 +56,47 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: Problem | str
 
 
+class Prefill(msgspec.Struct, frozen=True):
+    """Who computed a prompt, and how long that took."""
+
+    worker: str = ""
+    ms: float = 0.0
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """The KV blocks that crossed."""
+
+    bytes: int = 0
+    carrier: str | None = None
+
+
+class Decode(msgspec.Struct, frozen=True):
+    """Who wrote the answer, and how long a token took."""
+
+    worker: str | None = None
+    mean_step_ms: float | None = None
+
+
+class ChoiceTimings(msgspec.Struct, frozen=True):
+    """Where the time of one answer went."""
+
+    decode: Decode = Decode()
+    prefill: Prefill | None = None
+    transfer: Transfer | None = None
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """What Pagewire's routers say if they are asked; other servers have no such `choices`."""
+
+    choices: list[ChoiceTimings] = []
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """One event of a stream."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
+    timings: Timings | None = None
     error: Problem | None = None
 
 

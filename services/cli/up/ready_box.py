@@ -17,7 +17,13 @@ from rich.text import Text
 from pagewire.services.cli.cluster_view import ClusterView, Service, shrunk_contexts
 from pagewire.services.cli.program import own_command
 
-QUESTION = "What is a lambda?"  # the demo model has learned the answer
+# The demo model has learned the answer. A prompt of this length crosses: a prefill worker computes
+# it (a decode worker computes at most `--local-prefill-tokens` itself).
+QUESTION = (
+    "How does `with` work in Python? For example: `with open(path) as file: print(file.read())`"
+)
+# Slower links are not worth a figure: those of CPUs, whose models take longer to compute.
+MIN_GB_PER_S = 1.0
 # Where the context is shorter, the question, the model's template and the answer may not fit.
 CHAT_CONTEXT = 128
 SHORT_PROMPT = "Lambda expressions"
@@ -48,15 +54,21 @@ def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> No
     for label, value in _rows(view, facts):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
-    console.print("Try, in another shell:", style="dim")
+    console.print(_invitation(view), style="dim")
     for command in (chat_command(facts.url), curl_command(facts.url, view, facts.needs_key)):
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print("Ctrl-C stops everything.", style="dim")
 
 
+def _invitation(view: ClusterView) -> str:
+    if not any(service.role == "prefill" for service in view.services):
+        return "Try, in another shell:"
+    return "Try, in another shell: one worker computes the prompt, another one writes the answer."
+
+
 def chat_command(url: str) -> str:
-    """Return a shell command that starts a conversation."""
-    return f"{own_command()} chat --url {url}"
+    """Return a shell command that asks a question and shows who computed the answer."""
+    return f"{own_command()} chat --url {url} {shlex.quote(QUESTION)}"
 
 
 def curl_command(url: str, view: ClusterView, needs_key: bool = False) -> str:
@@ -69,7 +81,8 @@ def curl_command(url: str, view: ClusterView, needs_key: bool = False) -> str:
         # Without `max_tokens` the answer takes what is left of the context, at most.
         short = {"model": view.model, "prompt": SHORT_PROMPT}
         return _curl(f"{address}/v1/completions", short, needs_key)
-    body = {"model": view.model, "messages": [{"role": "user", "content": QUESTION}]}
+    messages = [{"role": "user", "content": QUESTION}]
+    body = {"model": view.model, "messages": messages, "timings": True}
     return _curl(f"{address}/v1/chat/completions", body, needs_key)
 
 
@@ -84,7 +97,8 @@ def link_lines(services: list[Service]) -> list[str]:
     lines = []
     for service in services:
         for link in service.links:
-            speed = f", {link.gb_per_s:.2f} GB/s" if link.gb_per_s is not None else ""
+            is_fast = link.gb_per_s is not None and link.gb_per_s >= MIN_GB_PER_S
+            speed = f", {link.gb_per_s:.2f} GB/s" if is_fast else ""
             lines.append(f"{link.peer} -> {service.id}: {link.transport}{speed}")
     return lines
 

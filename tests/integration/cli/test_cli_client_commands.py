@@ -197,11 +197,19 @@ def test_piped_chat_is_one_conversation(cluster: Cluster) -> None:
     done = pagewire("chat", "--url", cluster.url, "--system", "Be brief.", stdin=lines)
     assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n" * 3)
     notes = done.stderr.splitlines()
-    assert len(notes) == 4
+    assert len(notes) == 3 * 2 + 1
     assert "TTFT" in notes[0] and "tokens/s" in notes[0] and "3 of " in notes[0]
+    assert "decode-0 computed the prompt" in notes[1]
     first, second, third = cluster.worker.generated[before:]
     assert len(second.prompt_token_ids) > len(first.prompt_token_ids)
     assert third.prompt_token_ids == first.prompt_token_ids
+
+
+def test_a_single_question_is_an_argument(cluster: Cluster, old: OpenAIServer) -> None:
+    done = pagewire("chat", "What is it?", "--url", cluster.url, stdin="And this?\n")
+    assert (done.exit_code, done.stdout) == (0, f"{TEXT}\n")
+    old.mode = "fails"
+    assert pagewire("chat", "What is it?", "--url", old.url).exit_code == 1
 
 
 def test_failed_question_ends_nothing_but_the_exit_code(old: OpenAIServer) -> None:

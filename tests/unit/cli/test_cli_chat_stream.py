@@ -2,6 +2,7 @@
 
 import itertools
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.cli.client import sse
+from pagewire.services.cli.client.anatomy import anatomy
 from pagewire.services.cli.client.chat import Conversation
 from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy, root_url
 from pagewire.services.cli.client.openai_client import (
@@ -188,3 +190,36 @@ def test_an_answer_that_was_cut_says_so(
     line = cut_note(replied((0.1, text_chunk("a", [1, 2], end))), max_tokens)
     assert bool(line) == (end == "length")
     assert all(part in line for part in parts)
+
+
+LOCAL = {
+    "prefill": {"worker": "decode-1", "ms": 3.0},
+    "transfer": None,
+    "decode": {"worker": "decode-1", "mean_step_ms": None},
+}
+CROSSED = {
+    "prefill": {"worker": "prefill-0", "ms": 8.04},
+    "transfer": {"bytes": 98_304, "carrier": "zmq"},
+    "decode": {"worker": "decode-0", "mean_step_ms": 2.06},
+}
+
+
+@pytest.mark.parametrize(
+    ("timings", "line"),
+    [
+        (None, ""),
+        ({"prompt_ms": 7.5, "predicted_n": 3}, ""),  # llama.cpp's
+        ({"choices": [{"decode": {"worker": None}}]}, ""),
+        ({"choices": [LOCAL]}, "decode-1 computed the prompt in 3.0 ms and wrote the answer"),
+        (
+            {"choices": [CROSSED]},
+            "prefill-0 computed the prompt in 8.0 ms · 98.3 kB of KV crossed by zmq · "
+            "decode-0 wrote the answer, 2.1 ms a token",
+        ),
+    ],
+    ids=["none", "another-servers", "not-known", "local", "crossed"],
+)
+def test_a_line_says_which_workers_computed_an_answer(
+    timings: dict[str, Any] | None, line: str
+) -> None:
+    assert anatomy(replied((1.0, chunk(timings=timings))).timings) == line

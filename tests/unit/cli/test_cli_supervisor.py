@@ -228,7 +228,7 @@ def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> N
     [curl] = [line for line in lines if line.startswith("curl ")]
     words = shlex.split(curl)
     assert words[1] == "127.0.0.1:8000/v1/chat/completions"
-    assert len(curl) < 2 * 80
+    assert len(curl) < 4 * 80
     assert json.loads(words[-1])["model"] == "demo"
 
 
@@ -267,11 +267,18 @@ def test_ready_box_cuts_nothing_on_a_narrow_terminal(tmp_path: Path) -> None:
     assert str(logs) in "".join(values)
 
 
-def test_ready_box_names_each_link_and_its_speed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("gb_per_s", "shown"), [(371.26, "ucx, 371.26 GB/s "), (0.07, "ucx "), (None, "ucx ")]
+)
+def test_ready_box_names_each_link_and_the_speed_of_a_fast_one(
+    tmp_path: Path, gb_per_s: float | None, shown: str
+) -> None:
     out = io.StringIO()
     console = Console(file=out, width=100)
-    show_ready_box(console, READY_VIEW, ReadyFacts(*URLS, "redis-server", tmp_path))
-    assert "prefill-0 -> decode-0: ucx, 371.26 GB/s" in out.getvalue()
+    decode = Service("decode-0", "decode", 2, links=[Link("prefill-0", "ucx", gb_per_s)])
+    view = ClusterView("demo", "ok", services=[Service("prefill-0", "prefill", 1), decode])
+    show_ready_box(console, view, ReadyFacts(*URLS, "redis-server", tmp_path))
+    assert f"prefill-0 -> decode-0: {shown}" in out.getvalue()
 
 
 @pytest.mark.parametrize(
