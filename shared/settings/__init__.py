@@ -3,7 +3,7 @@
     config.py       the settings of each service, and how they are read
     base.py         what all services have; common.py: fields that several have
     names.py        refuses unknown and misspelt names
-    texts.py        a setting's description, for help, `.env.example` and README
+    texts.py        a setting's description, for help, `.env.example` and docs
     types.py        types of values
 
 Entry point: `load_settings` (config.py).

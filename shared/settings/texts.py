@@ -16,7 +16,7 @@ def described(
 ) -> Any:
     """Make a field with its one description.
 
-    The command line's help, `.env.example` and README's table of settings have this text and
+    The command line's help, `.env.example` and docs/configuration.md have this text and
     default.
 
     Args:

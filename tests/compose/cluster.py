@@ -1,7 +1,7 @@
-"""The cluster of docker-compose.yml, built and started as the README says.
+"""The cluster of docker-compose.yml, built and started as docs/compose.md says.
 
 It runs under a project name and a port of its own, from a copy of the tree, whose `.env` is the
-one that the README's commands make.
+one that the page's commands make.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ComposeCluster:
         return run(*command, timeout=timeout, env=self._env, cwd=self._tree)
 
     def start(self) -> None:
-        """Build and start by the README's own commands."""
+        """Build and start by the page's own commands."""
         (block,) = [block for block in blocks() if block.run == "docker"]
         code = block.code.replace("docker-compose ", f"{' '.join(compose_command())} ")
         command = ("bash", "-euo", "pipefail", "-c", code)

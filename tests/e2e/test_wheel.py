@@ -1,4 +1,4 @@
-"""The wheel in a clean environment, with locked versions, as the README says."""
+"""The wheel in a clean environment, with locked versions, as docs/usage.md says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagewire.tests.support.local_cluster import free_port
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+USAGE = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
 OFFLINE = (
     "from pagewire import LLM; print(LLM(model='demo').generate('Lambda expressions')[0].text)"
 )
@@ -68,9 +68,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     shutil.rmtree(folder)
 
 
-def test_the_readme_has_this_wheel_and_this_command(wheel: Path) -> None:
-    assert f'pip install "dist/{wheel.name}[worker,ucx]"\npagewire up\n' in README
-    assert f'python -c "{OFFLINE}"' in README
+def test_the_documents_have_this_wheel_and_this_command(wheel: Path) -> None:
+    assert f'pip install "dist/{wheel.name}[worker,ucx]"\npagewire up\n' in USAGE
+    assert f'python -c "{OFFLINE}"' in USAGE
 
 
 def test_the_offline_engine_answers(installed: Path, tmp_path: Path) -> None:

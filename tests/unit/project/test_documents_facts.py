@@ -19,7 +19,7 @@ from pagewire.tests.support.documents import DOCUMENTS, ROOT
 from pagewire.tests.support.tiny_models import ARCHITECTURE_OF
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+CONTAINERS = (ROOT / "docs" / "compose.md").read_text(encoding="utf-8")
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 HAPROXY = (ROOT / "services" / "gateway" / "haproxy.cfg").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
@@ -29,8 +29,8 @@ PLACEHOLDER = re.compile(r"[A-Z]{4}")
 
 
 def table(heading: str) -> list[list[str]]:
-    """Return the cells of the first table of README or API that has this heading in its head."""
-    pages = f"{README}\n{API}"
+    """Return the cells of the first table of the documents that has this heading in its head."""
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTS)
     found = re.search(rf"^\| {heading} \|.*\n\| ---.*\n((?:\|.*\n)+)", pages, re.MULTILINE)
     assert found is not None, heading
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in found[1].splitlines()]
@@ -57,7 +57,7 @@ def test_the_table_of_families_has_all_and_what_was_tried() -> None:
     assert rows == {name: f"-k {family}-" for family, name in ARCHITECTURE_OF.items()}
 
 
-def test_restarts_last_as_long_as_the_readme_says() -> None:
+def test_restarts_last_as_long_as_the_documents_say() -> None:
     noticed = {row[0].split(",")[0]: row[1] for row in table("restarted")}
     drain = setting(r"PAGEWIRE_DRAIN_TIMEOUT_S:-(\d+)", COMPOSE)
     hard_stop = setting(r"hard-stop-after (\d+)s", HAPROXY)
@@ -65,9 +65,8 @@ def test_restarts_last_as_long_as_the_readme_says() -> None:
     assert f"at most {WORKER_WAIT_S:g} s, then they are answered 503" in noticed["decode worker"]
     assert f"not complete after {drain} s ends with an error" in noticed["router"]
     assert f"not complete after {hard_stop} s breaks off" in noticed["gateway"]
-    assert f"requests have {DRAIN_TIMEOUT_S:g} s to finish (`--drain-timeout-s`)" in README.replace(
-        "\n", " "
-    )
+    drained = f"requests have {DRAIN_TIMEOUT_S:g} s to finish (`--drain-timeout-s`)"
+    assert drained in CONTAINERS.replace("\n", " ")
 
 
 def test_who_waits_for_others_waits_longer() -> None:

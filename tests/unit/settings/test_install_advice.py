@@ -63,7 +63,7 @@ def written_advice() -> list[tuple[str, str]]:
 def test_written_advice_names_what_exists() -> None:
     known = requirements_of().keys() - {"pagewire"} | BUILD_TOOLS
     advice = written_advice()
-    assert ("README.md", " openai") in advice
+    assert ("docs/usage.md", " openai") in advice
     wrong = []
     for where, arguments in advice:
         words = [word for word in re.split(r"[\s\"'(]+", arguments) if "/" not in word]  # no files

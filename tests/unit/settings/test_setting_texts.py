@@ -26,7 +26,7 @@ from pagewire.shared.settings.texts import default_text, description
 from pagewire.tests.support.documents import ROOT
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 EXAMPLE = (ROOT / ".env.example").read_text(encoding="utf-8")
 COMPOSE = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 # docker-compose.yml's own: its network is internal.
@@ -82,8 +82,8 @@ def test_options_are_settings_with_their_choices_and_texts(command: Callable[...
             assert text.startswith(description(kind, name)), name
 
 
-def test_the_readmes_table() -> None:
-    found = re.search(r"^\| setting \| default \|.*\n\| ---.*\n((?:\|.*\n)+)", README, re.MULTILINE)
+def test_the_table_of_settings() -> None:
+    found = re.search(r"^\| setting \| default \|.*\n\| ---.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
     assert found is not None
     for row in found[1].splitlines():
         name = row.split("`")[1]
