@@ -1,8 +1,13 @@
-"""`pagewire up`."""
+"""`pagewire up`: its options, and what can be checked of them alone.
+
+This module imports few packages: `make up` checks its options (`check.py`) before it installs the
+others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +15,8 @@ import typer
 from pydantic_settings import BaseSettings
 
 from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import OWN_REDIS, with_settings
-from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
-from pagewire.services.cli.up.cluster_plan import ClusterOptions
-from pagewire.services.cli.up.machine import inspect_machine
-from pagewire.services.cli.up.progress import ServerConsole
-from pagewire.services.cli.up.ready_file import ReadyFile
-from pagewire.services.cli.up.router_port import operator_port, router_port
-from pagewire.services.cli.up.run_dir import make_log_dir
-from pagewire.shared.base.open_files import raise_open_file_limit
-from pagewire.shared.http.api_keys import load_keys
-from pagewire.shared.model.config import load_config
-from pagewire.shared.model.generation import load_sampling_defaults
-from pagewire.shared.model.source import resolve_model
-from pagewire.shared.model.transformers_model.config import require_transformers
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
 OF_ONE_SERVICE = (
@@ -84,21 +77,32 @@ def up(
     Example: pagewire up --prefill 1 --decode 2 --model demo --port 8000
     """
     with one_line_errors():
-        context = prepare(ctx.params)
+        settings = check_options(ctx.params)
+        with without_garbage_searches():
+            from pagewire.services.cli.up.cluster import run_cluster
+            from pagewire.services.cli.up.prepare import prepare
+            from pagewire.shared.base.open_files import raise_open_file_limit
+
+        context = prepare(ctx.params, settings)
         raise_open_file_limit()
         asyncio.run(run_cluster(context))
 
 
-def options_of(kind: type[BaseSettings], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are settings of a class."""
-    return {name: value for name, value in given.items() if name in kind.model_fields}
+@dataclass(frozen=True)
+class UpSettings:
+    """The settings of the services, and which of them are options of their command lines."""
+
+    router: RouterSettings
+    worker: WorkerSettings
+    router_options: dict[str, Any]
+    worker_options: dict[str, Any]
 
 
-def prepare(params: dict[str, Any]) -> ClusterContext:
-    """Check everything that can be checked before the first process starts.
+def check_options(params: dict[str, Any]) -> UpSettings:
+    """Check the options and the environment.
 
     Raises:
-        ConfigError: a setting is out of range, the port is taken, or the model is unusable.
+        ConfigError: a setting is out of range.
     """
     given = {name: value for name, value in params.items() if name not in NOT_SETTINGS}
     router_options = options_of(RouterSettings, given)
@@ -106,39 +110,9 @@ def prepare(params: dict[str, Any]) -> ClusterContext:
     others = {name: params[name] for name in OWN}
     router = load_settings(RouterSettings, {**router_options, **others})
     worker = load_settings(WorkerSettings, worker_options)
-    drain_timeout_s = DRAIN_TIMEOUT_S
-    if "drain_timeout_s" in router.model_fields_set:
-        drain_timeout_s = router.drain_timeout_s
-    router_options["drain_timeout_s"] = worker_options["drain_timeout_s"] = drain_timeout_s
-    if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
-        worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
-    port = asyncio.run(router_port(router.host, router.port))
-    model_path = resolve_model(worker.model, revision=worker.revision)
-    load_config(model_path, worker.model_impl)
-    if worker.model_impl == "transformers":
-        require_transformers()
-    load_sampling_defaults(model_path, router.generation_config)
-    ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None
-    return ClusterContext(
-        options=ClusterOptions(
-            prefill=params["prefill"],
-            decode=params["decode"],
-            routers=params["routers"],
-            host=router.host,
-            port=port,
-            operator_port=operator_port(router.operator_port, port),
-            device=worker.device,
-            worker_options=worker_options,
-            router_options=router_options,
-        ),
-        machine=inspect_machine(),
-        secret=router.cluster_secret.get_secret_value(),
-        redis_url=router.redis_url if "redis_url" in router.model_fields_set else None,
-        drain_timeout_s=drain_timeout_s,
-        log_dir=make_log_dir(Path(params["log_dir"]) if params["log_dir"] else None),
-        console=ServerConsole(),
-        echo=params["verbose"],
-        log_format=router.log_format,
-        needs_key=load_keys(router) is not None,
-        ready_file=ready_file,
-    )
+    return UpSettings(router, worker, router_options, worker_options)
+
+
+def options_of(kind: type[BaseSettings], given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are settings of a class."""
+    return {name: value for name, value in given.items() if name in kind.model_fields}

@@ -29,6 +29,7 @@ from pagewire.services.cli.up.machine import (
     require_free_port,
     visible_gpus,
 )
+from pagewire.services.cli.up.prepare import prepare
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings
@@ -160,7 +161,8 @@ def test_a_share_in_the_environment_is_an_explicit_one(
     monkeypatch.setenv("PAGEWIRE_GPU_MEMORY_UTILIZATION", "0.3")
     commands = cast(click.Group, typer.main.get_command(app)).commands
     params = {param.name or "": param.default for param in commands["up"].params}
-    context = up.prepare(params | {"port": 0, "log_dir": tmp_path})
+    params |= {"port": 0, "log_dir": tmp_path}
+    context = prepare(params, up.check_options(params))
     assert gpu_share(context.options, Machine(cores=8, gpus=("0",))) == 0.3
 
 
