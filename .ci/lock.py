@@ -25,9 +25,9 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 TIMEOUT_S = 20
 EXTRAS = {
     "router.txt": ("otel",),
-    "worker.txt": ("worker", "ucx", "transformers", "otel"),
-    "dev.txt": ("worker", "ucx", "transformers", "otel", "dev"),
-    "clients.txt": ("worker", "ucx", "transformers", "otel", "dev", "clients"),
+    "worker.txt": ("worker", "gpu", "ucx", "transformers", "otel"),
+    "dev.txt": ("worker", "gpu", "ucx", "transformers", "otel", "dev"),
+    "clients.txt": ("worker", "gpu", "ucx", "transformers", "otel", "dev", "clients"),
 }
 # What only torch's build for CUDA requires.
 OF_CUDA = re.compile(r"nvidia-(?!ml-py)|cuda-toolkit|triton")

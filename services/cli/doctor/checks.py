@@ -97,12 +97,14 @@ def judge_triton(probe: Mapping[str, Any]) -> Finding:
         return Finding("ok", "Triton", f"{version or 'not installed'}; not used without a GPU")
     if error is None:
         return Finding("ok", "Triton", f"{version}, and a kernel ran")
-    advice = "install gcc and Python's headers (python3-dev), which Triton compiles with; or run "
+    advice = "install gcc and Python's headers (python3-dev), which Triton compiles with"
+    if version is None:
+        advice = install_command("gpu", only="triton")
     return Finding(
         "warn",
         "Triton",
         f"kernels do not run: {error}",
-        f"{advice}{own_command()} up --kernels torch",
+        f"{advice}; or run {own_command()} up --kernels torch",
     )
 
 
@@ -133,7 +135,7 @@ def judge_ipc(probe: Mapping[str, Any], unused: str | None) -> Finding:
     if error is None:
         detail = "between all workers of this host; containers must share IPC and PID namespaces"
         return Finding("ok", "CUDA IPC", detail)
-    advice = install_command("worker") if "cuda-bindings" in error else "see nvidia-smi topo -p2p r"
+    advice = install_command("gpu") if "cuda-bindings" in error else "see nvidia-smi topo -p2p r"
     return Finding("warn", "CUDA IPC", error, advice)
 
 

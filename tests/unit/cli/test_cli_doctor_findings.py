@@ -79,6 +79,8 @@ def test_cuda(probe: dict[str, Any], installed: int, level: str, part: str) -> N
 def test_triton() -> None:
     assert_finding(judge_triton(torch_probe(triton=None)), "ok", "not installed")
     assert_finding(judge_triton(torch_probe(gpus=[GPU])), "ok", "a kernel ran")
+    bare = torch_probe(gpus=[GPU], triton=None, kernel_error="No module named 'triton'")
+    assert_finding(judge_triton(bare), "warn", "No module", "pip install", "--kernels torch")
     broken = torch_probe(gpus=[GPU], kernel_error="RuntimeError: no C compiler")
     assert_finding(judge_triton(broken), "warn", "no C compiler", "gcc", "--kernels torch")
 

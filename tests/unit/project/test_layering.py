@@ -320,6 +320,7 @@ def test_what_serves_imports_declared_packages_alone() -> None:
         for line in [
             *project["dependencies"],
             *extras["worker"],
+            *extras["gpu"],
             *extras["ucx"],
             *extras["transformers"],
             *extras["otel"],

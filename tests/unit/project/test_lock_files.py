@@ -16,9 +16,9 @@ BLOCK = re.compile(r"^(\S.*?)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$", re.MULT
 # File by file: the extras that it serves, together with torch's files where they have torch.
 EXTRAS = {
     "router.txt": ["otel"],
-    "worker.txt": ["worker", "ucx", "transformers", "otel"],
-    "dev.txt": ["worker", "ucx", "transformers", "otel", "dev"],
-    "clients.txt": ["worker", "ucx", "transformers", "otel", "dev", "clients"],
+    "worker.txt": ["worker", "gpu", "ucx", "transformers", "otel"],
+    "dev.txt": ["worker", "gpu", "ucx", "transformers", "otel", "dev"],
+    "clients.txt": ["worker", "gpu", "ucx", "transformers", "otel", "dev", "clients"],
 }
 FOR_TESTS = ("dev.txt", "clients.txt")
 TORCHS = ("torch-cpu.txt", "torch-cuda.txt")

@@ -86,9 +86,7 @@ def test_wheel_does_not_require_transformers(wheel: zipfile.ZipFile) -> None:
 
 def test_doctor_asks_for_what_workers_require() -> None:
     worker = project_table()["project"]["optional-dependencies"]["worker"]
-    # Neither is needed on the CPU. Doctor judges Triton by itself; torch for CUDA brings the other.
-    not_on_cpu = {"triton", "cuda-bindings"}
-    assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker} - not_on_cpu
+    assert set(WORKER_PACKAGES) == {requirement_name(each) for each in worker}
 
 
 def test_wheel_has_the_files_of_pages(wheel: zipfile.ZipFile) -> None:

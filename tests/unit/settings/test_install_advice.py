@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from pagewire.services.cli.doctor.checks import (
     Finding,
     judge_cuda,
+    judge_ipc,
     judge_packages,
     judge_torch,
     judge_ucx,
@@ -91,7 +92,7 @@ def packages(arguments: list[str]) -> dict[str, Requirement]:
     return {each.name: each for each in names}
 
 
-@pytest.mark.parametrize("extra", ["worker", "ucx"])
+@pytest.mark.parametrize("extra", ["worker", "gpu", "ucx"])
 def test_command_installs_what_the_extra_requires(extra: str) -> None:
     asked = packages(pip_arguments(install_command(extra)))
     expected = requirements_of(extra)
@@ -100,7 +101,7 @@ def test_command_installs_what_the_extra_requires(extra: str) -> None:
     }
 
 
-@pytest.mark.parametrize("extra", ["worker", "ucx"])
+@pytest.mark.parametrize("extra", ["worker", "gpu", "ucx"])
 def test_pip_takes_the_command(extra: str) -> None:
     """Where all is there already, it needs no index, and changes nothing."""
     arguments = pip_arguments(install_command(extra))
@@ -133,7 +134,8 @@ def advice(finding: Finding) -> Callable[[pytest.MonkeyPatch], str]:
     return lambda _: finding.advice
 
 
-WORKER = {"cuda-bindings", "numpy", "safetensors", "torch", "triton"}
+WORKER = {"numpy", "safetensors", "torch"}
+GPU_BARE = {"ipc_error": "cuda-bindings does not load"}
 GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
 
 
@@ -150,8 +152,17 @@ GPU_UNUSED = {"torch": "2.13.0", "cuda_build": None}
             {"--force-reinstall", "--index-url"},
         ),
         (advice(judge_ucx({"error": "no ucxx"}, None)), {"ucxx-cu13"}, set()),
+        (advice(judge_ipc(GPU_BARE, None)), {"cuda-bindings", "triton"}, set()),
     ],
-    ids=["transport", "worker-command", "packages", "broken-torch", "cpu-build", "doctor-ucx"],
+    ids=[
+        "transport",
+        "worker-command",
+        "packages",
+        "broken-torch",
+        "cpu-build",
+        "doctor-ucx",
+        "doctor-ipc",
+    ],
 )
 def test_each_advice(
     say: Callable[[pytest.MonkeyPatch], str],
