@@ -1,23 +1,39 @@
-# `make` lists the targets. Each sets up what it needs; the second time that is quick.
+# `make` lists the targets. Each installs what it needs; the second time that is quick.
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 CLIENTS := .venv-clients
 # For pip, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cu126; empty chooses by the machine.
 TORCH_INDEX ?=
 # Not empty: the environment has exactly what requirements/ has, and pip checks hashes.
 LOCKED ?=
+# What a target needs of the environment, as files that say that it is there.
+ifeq ($(LOCKED),)
+OPTIONS := $(VENV)/.has-options
+SERVING := $(VENV)/.has-serving
+LOADTEST := $(VENV)/.has-loadtest
+DEV := $(VENV)/.has-dev
+else
+OPTIONS := $(VENV)/.has-locked
+SERVING := $(OPTIONS)
+LOADTEST := $(OPTIONS)
+DEV := $(OPTIONS)
+endif
+# Checks the options of `make up` before anything large is installed.
+CHECK := PYTHONPATH=.typing $(BIN)/python -P -m pagewire.services.cli.up.check
 # For the command: make up ARGS="--decode 2", make test ARGS="-k scheduler"
 ARGS ?=
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 python3.14,\
 	$(shell command -v $(name) >/dev/null 2>&1 \
 	&& $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 
-# An environment whose Python has gone or changed its version is made again.
-ifneq ($(wildcard $(STAMP)),)
-ifneq ($(shell $(BIN)/python -c 'import pip, pagewire' 2>/dev/null && echo fine),fine)
-$(shell rm -f $(STAMP))
+# An environment whose Python has gone or changed its version, or that lies elsewhere, is made again.
+HAS := $(wildcard $(VENV)/.has-*)
+comma := ,
+ifneq ($(HAS),)
+ifneq ($(shell $(BIN)/python -c 'import pip$(if $(filter-out %/.has-options,$(HAS)),$(comma) pagewire)' \
+	2>/dev/null && echo fine),fine)
+$(shell rm -f $(HAS))
 endif
 endif
 
@@ -27,28 +43,34 @@ endif
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Make the environment; every other target does it by itself
+setup: $(DEV) ## Make the whole environment; every other target adds what it needs by itself
 
-up: $(STAMP) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
+ifneq ($(filter -h --help,$(ARGS)),)
+up: $(OPTIONS) .typing/pagewire
+	@$(CHECK) $(ARGS)
+else
+up: CHECK_FIRST = $(CHECK) $(ARGS)
+up: $(SERVING) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
 	@$(BIN)/pagewire up $(ARGS)
+endif
 
 ifneq ($(ARGS),)
-test: $(STAMP) redis prometheus
+test: $(DEV) redis prometheus
 	$(BIN)/pytest $(ARGS)
 else
 test: test-parts test-clusters ## Run all tests that this machine can run
 endif
 
-test-parts: $(STAMP) redis prometheus ## Run those of them that start no whole cluster
+test-parts: $(DEV) redis prometheus ## Run those of them that start no whole cluster
 	$(BIN)/pytest -n 3 --dist loadfile tests/unit tests/kernels tests/integration
 
-test-clusters: $(STAMP) redis prometheus ## Run the others
+test-clusters: $(DEV) redis prometheus ## Run the others
 	$(BIN)/pytest -n 2 --dist loadfile tests/e2e tests/faults tests/gpu tests/clients
 
-test-exhaustive: $(STAMP) redis ## Run all cases of what `make test` checks in part (20 minutes)
+test-exhaustive: $(DEV) redis ## Run all cases of what `make test` checks in part (20 minutes)
 	$(BIN)/pytest -m "exhaustive or hypothesis" --hypothesis-profile many -n 2 --dist worksteal $(ARGS)
 
-test-gpu: $(STAMP) redis ## Run the tests that need a CUDA device (10 minutes)
+test-gpu: $(DEV) redis ## Run the tests that need a CUDA device (10 minutes)
 ifneq ($(ARGS),)
 	$(BIN)/pytest -m gpu $(ARGS)
 else
@@ -60,34 +82,34 @@ test-clients: $(CLIENTS)/.installed ## Run the tests with client libraries, in a
 	@$(PYTHON) .ci/bootstrap.py redis
 	$(CLIENTS)/bin/pytest -p no:dash $(or $(ARGS),tests/clients tests/client_libraries)
 
-loadtest: $(STAMP) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
+loadtest: $(LOADTEST) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
 
-bench-router: $(STAMP) redis ## Count what a router carries on this machine, next to nginx if installed (4 minutes)
+bench-router: $(LOADTEST) redis ## Count what a router carries on this machine, next to nginx if installed (4 minutes)
 	@$(BIN)/python -P -m pagewire.loadtest.bench.router $(ARGS)
 
-bench-gpu: $(STAMP) ## Time kernels and engine on a GPU, next to vLLM where it is installed
+bench-gpu: $(LOADTEST) ## Time kernels and engine on a GPU, next to vLLM where it is installed
 	@$(BIN)/python -P -m pagewire.loadtest.bench.one_gpu $(ARGS)
 
-bench-gpu-2: $(STAMP) ## Time the KV wire and serving on two GPUs, likewise
+bench-gpu-2: $(LOADTEST) ## Time the KV wire and serving on two GPUs, likewise
 	@$(BIN)/python -P -m pagewire.loadtest.bench.two_gpus $(ARGS)
 
-bench-warm: $(STAMP) ## Time the first requests after "ready" on one GPU (5 minutes); fails if they wait
+bench-warm: $(LOADTEST) ## Time the first requests after "ready" on one GPU (5 minutes); fails if they wait
 	@$(BIN)/python -P -m pagewire.loadtest.bench.warm $(ARGS)
 
-test-compose: $(STAMP) ## Build, start, torment and upgrade the containers; needs a Docker engine (12 minutes)
+test-compose: $(DEV) ## Build, start, torment and upgrade the containers; needs a Docker engine (12 minutes)
 	@tests/compose/base_image.sh
 	$(BIN)/pytest -m "compose or release" tests/compose $(ARGS)
 
-test-wheel: $(STAMP) ## Install the wheel in a clean environment, and try it there (2 minutes)
+test-wheel: $(DEV) ## Install the wheel in a clean environment, and try it there (2 minutes)
 	$(BIN)/pytest -m release tests/e2e/test_wheel.py $(ARGS)
 
-lint: $(STAMP) .typing/pagewire ## Check style and types
+lint: $(DEV) .typing/pagewire ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy --explicit-package-bases -p pagewire
 
-fmt: $(STAMP) ## Format the code and fix what can be fixed
+fmt: $(DEV) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -101,23 +123,38 @@ clean: ## Remove the environment, caches and build outputs
 	rm -rf $(VENV) $(CLIENTS) .venv-lock .typing build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-redis: $(STAMP)
-	@$(BIN)/python .ci/bootstrap.py redis
+redis:
+	@$(PYTHON) .ci/bootstrap.py redis
 
-prometheus: $(STAMP)
-	@$(BIN)/python .ci/bootstrap.py prometheus
+prometheus:
+	@$(PYTHON) .ci/bootstrap.py prometheus
 
-$(STAMP): pyproject.toml .ci/bootstrap.py $(if $(LOCKED),$(wildcard requirements/*.txt))
+$(OPTIONS): pyproject.toml .ci/bootstrap.py $(if $(LOCKED),$(wildcard requirements/*.txt))
 	@if [ -z "$(PYTHON)" ]; then \
 		echo "Pagewire needs Python 3.11 or newer; python3 here is:" \
 			"$$(python3 --version 2>&1 || true). Install one, or name it: make PYTHON=/path" >&2; \
 		exit 1; \
 	fi
-	@$(PYTHON) .ci/bootstrap.py $(if $(LOCKED),locked-venv $(VENV),venv $(VENV) $(TORCH_INDEX))
+	@$(PYTHON) .ci/bootstrap.py $(if $(LOCKED),locked,options) $(VENV)
 	@touch $@
 
+ifeq ($(LOCKED),)
+$(SERVING): $(OPTIONS) | .typing/pagewire
+	@$(CHECK_FIRST)
+	@$(PYTHON) .ci/bootstrap.py serving $(VENV) $(TORCH_INDEX)
+	@touch $@
+
+$(LOADTEST): $(OPTIONS)
+	@$(PYTHON) .ci/bootstrap.py loadtest $(VENV) $(TORCH_INDEX)
+	@touch $(SERVING) $@
+
+$(DEV): $(OPTIONS)
+	@$(PYTHON) .ci/bootstrap.py dev $(VENV) $(TORCH_INDEX)
+	@touch $(SERVING) $(LOADTEST) $@
+endif
+
 $(CLIENTS)/.installed: pyproject.toml .ci/bootstrap.py requirements/clients.txt
-	@$(PYTHON) .ci/bootstrap.py locked-venv $(CLIENTS) clients.txt
+	@$(PYTHON) .ci/bootstrap.py locked $(CLIENTS) clients.txt
 	@touch $@
 
 # Type checkers don't follow an editable install; this is how they find the package.

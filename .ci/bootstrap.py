@@ -1,8 +1,10 @@
 """Sets up what the Makefile needs, with the standard library alone.
 
 Usage:
-    bootstrap.py venv DIRECTORY [TORCH_INDEX]: a virtual environment with Pagewire in it.
-    bootstrap.py locked-venv DIRECTORY [FILE]: likewise, with exactly what requirements/ has, by
+    bootstrap.py options DIRECTORY: a virtual environment that can read the options of commands.
+    bootstrap.py serving|loadtest|dev DIRECTORY [TORCH_INDEX]: the same environment, with Pagewire
+        and what these need.
+    bootstrap.py locked DIRECTORY [FILE]: an environment with exactly what requirements/ has, by
         hashes; FILE is dev.txt or clients.txt.
     bootstrap.py redis: a real Redis server, for the tests.
     bootstrap.py prometheus: a real Prometheus with promtool, likewise.
@@ -10,27 +12,47 @@ Usage:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+import tomllib
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 # The release that the CPU indexes are asked for; pyproject.toml allows a range around it.
 TORCH = "torch==2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_S = 3
-# Bytes to download into an empty cache, as measured on x86-64 Linux with the releases of November
-# 2026: torch with what it needs, then all the rest, which has Triton where torch did not bring it.
-SIZES = {"CPU build": ("0.2 GB", "0.5 GB"), "CUDA build": ("2.7 GB", "0.2 GB")}
-# "  Downloading torch-2.13.0-cp311-...whl (191.8 MB)"; metadata of packages is not worth a line.
-DOWNLOAD = re.compile(r"\s*Downloading (\S+?)(?<!\.metadata) (\(.+\))$")
-UNPACK = re.compile(r"Installing collected packages: (.+)$")
+# Of Pagewire's dependencies, those that services/cli/up/check.py needs.
+READ_OPTIONS = ("msgspec", "packaging", "pydantic", "pydantic-settings", "typer")
+EXTRAS = {
+    "serving": ("worker",),
+    "loadtest": ("worker", "loadtest"),
+    "dev": ("worker", "gpu", "ucx", "dev"),  # tests on a CPU interpret the kernels
+}
+ON_GPU = ("gpu", "ucx")
+# With what is to download into an empty cache, as measured on x86-64 Linux with the releases of
+# November 2026.
+TORCH_SIZES = {"CPU build": "0.2 GB", "CUDA build": "2.7 GB"}
+TEXTS = {
+    "serving": "what serving needs (up to 0.1 GB to download)",
+    "loadtest": "what load tests need (up to 0.2 GB to download)",
+    "dev": "what development needs (up to 0.5 GB to download)",
+}
+# Everything that serving imports.
+ENTRY_POINTS = ("cli.up.cluster", "cli.up.prepare", "router.main", "prefill.main", "decode.main")
+# "  Downloading torch-2.13.0-cp311-...whl (191.8 MB)"
+DOWNLOAD = re.compile(r"\s*Downloading \S+ \(([\d.]+) (bytes|kB|MB|GB)\)$")
+UNITS = {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 REDIS_SERVERS = ("redis-server", "valkey-server")
 REDIS_INSTALLERS = {
     "apt-get": ["apt-get", "install", "-qq", "-y", "--no-install-recommends", "redis-server"],
@@ -49,11 +71,13 @@ PROMETHEUS_INSTALLERS = {
 def main(arguments: list[str]) -> None:
     """Do what the first argument says."""
     match arguments:
-        case ["venv", directory, *index]:
-            make_venv(Path(directory).resolve(), "".join(index))
-        case ["locked-venv", directory]:
+        case ["options", directory]:
+            install_option_readers(Path(directory).resolve())
+        case ["serving" | "loadtest" | "dev" as group, directory, *index]:
+            install_group(Path(directory).resolve(), group, "".join(index))
+        case ["locked", directory]:
             make_locked_venv(Path(directory).resolve(), "dev.txt")
-        case ["locked-venv", directory, "dev.txt" | "clients.txt" as file]:
+        case ["locked", directory, "dev.txt" | "clients.txt" as file]:
             make_locked_venv(Path(directory).resolve(), file)
         case ["redis"]:
             install("redis-server or valkey-server", REDIS_SERVERS, REDIS_INSTALLERS)
@@ -64,25 +88,62 @@ def main(arguments: list[str]) -> None:
             sys.exit(__doc__)
 
 
-def make_venv(directory: Path, torch_index: str) -> None:
-    """Make or update the environment, with a CPU build of torch where that is all it needs."""
+def install_option_readers(directory: Path) -> None:
+    """Make the environment, with what reads options and what builds Pagewire."""
     python = make_bare_venv(directory)
-    index = index_arguments(torch_index)
-    build = "CPU build" if index and index[-1].rstrip("/").endswith("cpu") else "CUDA build"
-    source = f", also from {index[1]}" if index else ""
-    torch_size, other_size = SIZES[build]
-    say(
-        f"installing {TORCH}{source}: the first time, up to {torch_size} to download for a "
-        f"{build}, in some minutes"
-    )
-    # In a step of its own: a CPU build of this very release ("+cpu") outranks the plain one.
-    if not pip_install(python, *index, TORCH):
-        say("these packages cannot be installed here: taking what pyproject.toml allows")
-    say(f"installing Pagewire and its other dependencies: up to {other_size} to download")
-    if not pip_install(python, *index, "--editable", ".[worker,ucx,dev]"):
-        say("that failed; trying without UCX (KV blocks then cross over ZeroMQ)")
-        if not pip_install(python, *index, "--editable", ".[worker,dev]"):
-            sys.exit("installing failed; pip says why above")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wanted = [
+        requirement
+        for requirement in project["project"]["dependencies"]
+        if re.match(r"[\w-]+", requirement)[0] in READ_OPTIONS
+    ]
+    wanted += project["build-system"]["requires"]
+    if not pip_install(python, "what reads options (10 MB to download)", *wanted):
+        sys.exit("installing failed; pip says why above")
+
+
+def install_group(directory: Path, group: str, torch_index: str) -> None:
+    """Install or update a group, with a CPU build of torch where that is all it needs."""
+    python = str(directory / "bin" / "python")
+    index = []
+    if not has_torch(python):
+        index = index_arguments(torch_index)
+        build = "CPU build" if index and index[-1].rstrip("/").endswith("cpu") else "CUDA build"
+        what = f"{TORCH.replace('==', ' ')}, {build} (up to {TORCH_SIZES[build]} to download)"
+        # In a step of its own: a CPU build of this very release ("+cpu") outranks the plain one.
+        if not pip_install(python, what, *index, TORCH):
+            say("it cannot be installed here: taking what pyproject.toml allows")
+    extras = {*EXTRAS[group], *(ON_GPU if shutil.which("nvidia-smi") else ())}
+    is_done = pip_install(python, TEXTS[group], *index, *editable(extras))
+    if not is_done and "ucx" in extras:
+        say("trying without UCX: KV blocks then cross over ZeroMQ")
+        is_done = pip_install(python, TEXTS[group], *index, *editable(extras - {"ucx"}))
+    if not is_done:
+        sys.exit("installing failed; pip says why above")
+    compile_modules(python)
+
+
+def editable(extras: set[str]) -> tuple[str, ...]:
+    """Return pip's arguments that install Pagewire from here, built by what is installed."""
+    return ("--no-build-isolation", "--editable", f".[{','.join(sorted(extras))}]")
+
+
+def has_torch(python: str) -> bool:
+    """Whether the environment has the release of torch already, in whatever build."""
+    code = "from importlib.metadata import version; print('torch==' + version('torch'))"
+    done = subprocess.run((python, "-c", code), capture_output=True, text=True, check=False)
+    return done.stdout.strip().partition("+")[0] == TORCH
+
+
+def compile_modules(python: str) -> None:
+    """Compile what serving imports, once; several services would do so at the same time.
+
+    pip would compile all modules, four times as many.
+    """
+    imports = ", ".join(f"pagewire.services.{name}" for name in ENTRY_POINTS)
+    code = f"import sys; sys.dont_write_bytecode = False; import {imports}"
+    with stage("compiling what serving imports"):
+        succeeds(python, "-P", "-c", code)
 
 
 def make_locked_venv(directory: Path, file: str) -> None:
@@ -93,15 +154,18 @@ def make_locked_venv(directory: Path, file: str) -> None:
     python = make_bare_venv(directory)
     hashed = ("--no-deps", "--require-hashes", "--requirement")
     on_cpu = not shutil.which("nvidia-smi")
-    say("installing what requirements/ has, by hashes")
-    index = ("--extra-index-url", CPU_INDEX)
-    if not (on_cpu and pip_install(python, *index, *hashed, "requirements/torch-cpu.txt")):
+    cpu = ("--extra-index-url", CPU_INDEX, *hashed, "requirements/torch-cpu.txt")
+    if not (on_cpu and pip_install(python, "torch, the locked CPU build", *cpu)):
         if on_cpu:
             say("torch's CPU build cannot be installed here: taking the one for CUDA")
-        if not pip_install(python, *hashed, "requirements/torch-cuda.txt"):
+        cuda = (*hashed, "requirements/torch-cuda.txt")
+        if not pip_install(python, "torch, the locked CUDA build", *cuda):
             sys.exit("installing torch failed; pip says why above")
     here = ("--no-deps", "--no-build-isolation", "--editable", ".")
-    if not (pip_install(python, *hashed, f"requirements/{file}") and pip_install(python, *here)):
+    if not (
+        pip_install(python, f"what requirements/{file} has", *hashed, f"requirements/{file}")
+        and pip_install(python, "Pagewire", *here)
+    ):
         sys.exit("installing failed; pip says why above")
 
 
@@ -109,34 +173,74 @@ def make_bare_venv(directory: Path) -> str:
     """Make the environment if there is none, and return its Python."""
     python = str(directory / "bin" / "python")
     if not succeeds(python, "-c", "import pip"):
-        say(f"making {directory.name} with Python {platform.python_version()}")
-        if not succeeds(sys.executable, "-m", "venv", "--clear", str(directory), quiet=False):
+        with stage(f"making {directory.name} with Python {platform.python_version()}"):
+            made = succeeds(sys.executable, "-m", "venv", "--clear", str(directory), quiet=False)
+        if not made:
             sys.exit("making it failed; on Debian and Ubuntu: apt-get install python3-venv")
     return python
 
 
-def pip_install(python: str, *arguments: str) -> bool:
-    """Run pip; False if it fails.
+class Progress:
+    """A line that says what is being done, since when, and how much was downloaded."""
 
-    A terminal gets pip's own progress bars, a log a line for each download and its size.
-    """
-    pip = (python, "-m", "pip", "install", "--disable-pip-version-check")
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.began = time.monotonic()
+        self.bytes = 0.0
+
+    def __str__(self) -> str:
+        size = f", {self.bytes / 1e6:.0f} MB downloaded" if self.bytes >= 5e5 else ""
+        return f"==> {self.what}: {time.monotonic() - self.began:.0f} s{size}"
+
+
+@contextlib.contextmanager
+def stage(what: str) -> Iterator[Progress]:
+    """Show a line while the block runs: on a terminal each second, in a log at the end."""
+    progress, is_done = Progress(what), threading.Event()
+
+    def show() -> None:
+        while not is_done.wait(1):
+            print(f"\r{progress}", end="", flush=True)
+
+    shown = threading.Thread(target=show)
     if sys.stdout.isatty():
-        return succeeds(*pip, *arguments, quiet=False)
-    with subprocess.Popen(
-        (*pip, "--progress-bar", "off", *arguments),
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        for line in process.stdout:
-            if found := DOWNLOAD.match(line):
-                file = unquote(found[1].rpartition("/")[2])
-                print(f"    downloading {file} {found[2]}", flush=True)
-            elif found := UNPACK.match(line):
-                count = len(found[1].split(", "))
-                print(f"    unpacking {count} package{'s' * (count > 1)}", flush=True)
+        print(f"==> {what} ", end="", flush=True)
+        shown.start()
+    try:
+        yield progress
+    finally:
+        is_done.set()
+        if shown.is_alive():
+            shown.join()
+            print("\r", end="")
+        print(progress, flush=True)
+
+
+def pip_install(python: str, what: str, *arguments: str) -> bool:
+    """Run pip behind one line; what it says is shown only if it fails, and the result is False.
+
+    It compiles nothing: most of what it would compile is never imported.
+    """
+    pip = (python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile")
+    with tempfile.TemporaryFile("w+") as errors:
+        with (
+            stage(f"installing {what}") as progress,
+            subprocess.Popen(
+                (*pip, "--progress-bar", "off", *arguments),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
+            for line in process.stdout:
+                if found := DOWNLOAD.match(line):
+                    progress.bytes += float(found[1]) * UNITS[found[2]]
+        if process.returncode != 0:
+            errors.seek(0)
+            sys.stderr.writelines(line for line in errors if not line.startswith("WARNING: "))
+        sys.stderr.flush()
     return process.returncode == 0
 
 
