@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import platform
 import shlex
 import signal
 import subprocess
@@ -18,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -29,6 +26,7 @@ from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
 from pagewire.loadtest.results import CPU_FILE, Manifest, RunPlan, RunResult, load_results
 from pagewire.loadtest.shapes import SHAPES, schedule
+from pagewire.loadtest.versions import versions
 from pagewire.services.cli.bench.stats import Slo
 from pagewire.services.cli.client.endpoint_url import usual_operator_url
 
@@ -161,19 +159,6 @@ def _endpoint(plan: RunPlan, directory: Path, given: Urls | None) -> Iterator[Ur
             yield Urls(cluster.url, cluster.operator_url)
 
 
-def versions() -> dict[str, str]:
-    """Return what a reader must know to judge the figures."""
-    return {
-        "pagewire": metadata.version("pagewire"),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "locust": metadata.version("locust"),
-        "cpu": _cpu_name(),
-        "cores": str(os.cpu_count()),
-    }
-
-
 def table(result: RunResult) -> list[str]:
     """Return the lines of a run's table for the terminal."""
     lines = [
@@ -202,36 +187,6 @@ def table(result: RunResult) -> list[str]:
 def say(text: str) -> None:
     """Report what happens next."""
     print(f"==> {text}", flush=True)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(HERE), "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return done.stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
