@@ -16,12 +16,17 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in lines}
 
 
+def labels_of(sample: str) -> dict[str, str]:
+    """Return the labels in the name of a sample."""
+    return dict(_LABEL.findall(sample))
+
+
 def blocks_of(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return how many KV blocks each worker has in each state."""
     blocks: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         if name.startswith(BLOCKS):
-            labels = dict(_LABEL.findall(name))
+            labels = labels_of(name)
             blocks.setdefault(labels.get("worker", ""), {})[labels.get("state", "")] = value
     return blocks
 

@@ -72,6 +72,7 @@ RUN_TOGETHER = {
         "cluster_killed",
         "cluster_logprobs",
         "cluster_routers",
+        "fault_benchmark_cluster",
         "loadtest_stopped",
         "transfer_faults",
     ),

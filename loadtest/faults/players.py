@@ -1,0 +1,124 @@
+"""Sends the requests of a run, each by a client of its own that notes when tokens arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pagewire.loadtest.faults.results import Sent
+from pagewire.loadtest.faults.scenarios import PlannedRequest, prompt_of
+from pagewire.services.cli.bench.load import TokenRatio
+from pagewire.services.cli.bench.runner import Target
+from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
+
+RETRY_AFTER_S = 0.5
+REQUEST_TIMEOUTS = 4  # a request fails after this many times the timeout, whatever arrives
+MAX_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A planned request and the body that is sent."""
+
+    request: PlannedRequest
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Player:
+    """Sends planned requests to one endpoint.
+
+    Attributes:
+        client: client of the endpoint.
+        model: model to request.
+        vocab: token ids in prompts are below this; 0: prompts are text.
+        ratio: how the endpoint counts the tokens of a text.
+        seed: seed of prompts and of sampling.
+        temperature: sampling temperature.
+        timeout_s: the client's timeout, after which a silent server fails a request.
+        retries: how often a failed request is sent again.
+    """
+
+    client: OpenAIClient
+    model: str
+    vocab: int
+    ratio: TokenRatio
+    seed: int
+    temperature: float
+    timeout_s: float
+    retries: int = 0
+
+    def prepare(self, requests: Sequence[PlannedRequest]) -> list[Prepared]:
+        """Return requests with their bodies: long prompts take milliseconds to make."""
+        return [Prepared(request, self._body(request)) for request in requests]
+
+    async def play(self, requests: Sequence[Prepared], began: float) -> list[Sent]:
+        """Send requests at their times and return what became of them, in their order.
+
+        Args:
+            requests: what to send.
+            began: start of the run, by `time.monotonic`.
+        """
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._send(request, began)) for request in requests]
+        return [task.result() for task in tasks]
+
+    def _body(self, request: PlannedRequest) -> dict[str, Any]:
+        prompt = prompt_of(request, self.vocab, self.ratio, self.seed)
+        body = {
+            "model": self.model,
+            "prompt": msgspec.Raw(msgspec.json.encode(prompt)),
+            "max_tokens": request.output_tokens,
+            "temperature": self.temperature,
+        }
+        return body | ({"seed": request.index} if self.temperature else {})
+
+    async def _send(self, prepared: Prepared, began: float) -> Sent:
+        await asyncio.sleep(began + prepared.request.at - time.monotonic())
+        sent = await self._attempt(prepared)
+        for retry in range(self.retries):
+            if sent.status != "failed":
+                break
+            await asyncio.sleep(RETRY_AFTER_S)
+            sent = await self._attempt(prepared)
+            sent.retries = retry + 1
+        return sent
+
+    async def _attempt(self, prepared: Prepared) -> Sent:
+        request = prepared.request
+        sent, start = Sent(request), time.monotonic()
+        limit = self.timeout_s * REQUEST_TIMEOUTS if request.stay_s is None else request.stay_s
+
+        def note_arrival(_text: str) -> None:
+            sent.times.append(time.monotonic() - start)
+
+        try:
+            async with asyncio.timeout(limit):
+                reply = await self.client.stream(
+                    COMPLETIONS, prepared.body, {"ignore_eos": True}, note_arrival
+                )
+        except TimeoutError:
+            sent.status = "failed" if request.stay_s is None else "left"
+            sent.kind = sent.error = f"no end after {limit:g} s"
+        except EndpointError as exc:
+            sent.kind, sent.error = exc.kind, str(exc)[:MAX_ERROR_CHARS]
+        else:
+            sent.status, sent.text = "ok", reply.text
+            sent.token_ids, sent.times = reply.token_ids, reply.token_times()
+        sent.end = time.monotonic() - start
+        return sent
+
+
+async def measured_ratio(client: OpenAIClient, model: str, seed: int) -> TokenRatio:
+    """Warm an endpoint up; return how it counts the tokens of a text.
+
+    Raises:
+        EndpointError: the endpoint does not answer.
+    """
+    return await Target(client, COMPLETIONS, {"model": model, "temperature": 0}).measure_ratio(seed)

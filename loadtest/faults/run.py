@@ -1,0 +1,183 @@
+"""Runs the fault benchmark against a system that a TOML file describes, and writes the results.
+
+python -P -m pagewire.loadtest.faults.run pagewire-1p1d
+python -P -m pagewire.loadtest.faults.run my-system.toml --scenario "kill decode" --seconds 60
+
+Exit code 0 if the benchmark ran, whatever it found; with --require, 1 if requests failed, answers
+differ, KV was not freed, or the system was not whole again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.faults.benchmark import Benchmark, Report, Settings, first_error
+from pagewire.loadtest.faults.results import row, summary_row
+from pagewire.loadtest.faults.scenarios import SCENARIOS, Load, choose
+from pagewire.loadtest.faults.system import System, parse_settings, read_system
+from pagewire.loadtest.versions import versions
+from pagewire.services.cli.bench.load import Lengths
+from pagewire.services.cli.client.client_options import endpoint
+from pagewire.shared.base.errors import ConfigError, PagewireError
+
+EXIT_WRONG, EXIT_CONFIG = 1, 2
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = ", ".join(scenario.name for scenario in SCENARIOS)
+    parser.add_argument("system", type=Path, help="its TOML file, or the name of one of ours")
+    parser.add_argument("--scenario", action="append", default=[], help=f"only this one: {names}")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the system"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="in which streams start")
+    parser.add_argument("--rate", type=float, default=4.0, help="streams that start in a second")
+    parser.add_argument("--prompt-tokens", default="64:512", help="of a stream: N, or LOW:HIGH")
+    parser.add_argument("--output-tokens", default="64:256", help="of a stream: N, or LOW:HIGH")
+    parser.add_argument("--long-prompt-tokens", default="2048", help="of a long prompt")
+    parser.add_argument("--long-rate", type=float, default=2.0, help="long prompts in a second")
+    parser.add_argument("--storm-clients", type=int, default=64, help="that leave")
+    parser.add_argument("--storm-stay-s", type=float, default=2.0, help="longest time they stay")
+    parser.add_argument("--freeze-s", type=float, default=8.0, help="length of freezes and cuts")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, each has a seed")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, help="for a silent server, in seconds"
+    )
+    parser.add_argument("--retry", type=int, default=0, help="how often clients send again")
+    parser.add_argument("--probe-clients", type=int, default=16, help="that measure the capacity")
+    parser.add_argument("--recovery-s", type=float, default=120.0, help="longest, after a run")
+    parser.add_argument("--seed", type=int, default=1, help="of requests and their times")
+    parser.add_argument("--out", type=Path, help="a folder for results and logs")
+    parser.add_argument("--require", action="store_true", help="fail if anything went wrong")
+    return parser.parse_args(arguments)
+
+
+def load_of(options: argparse.Namespace) -> Load:
+    """Return the load that the command line describes.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    for name in ("seconds", "rate", "long_rate", "storm_stay_s", "freeze_s", "timeout"):
+        if getattr(options, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
+    return Load(
+        seconds=options.seconds,
+        rate=options.rate,
+        prompt_tokens=Lengths.parse(options.prompt_tokens),
+        output_tokens=Lengths.parse(options.output_tokens),
+        long_prompt_tokens=Lengths.parse(options.long_prompt_tokens),
+        long_rate=options.long_rate,
+        storm_clients=options.storm_clients,
+        storm_stay_s=options.storm_stay_s,
+        freeze_s=options.freeze_s,
+        temperature=options.temperature,
+    )
+
+
+def table(report: Report, unit: str) -> str:
+    """Return the results as a Markdown table, the calm run first."""
+    calm = summary_row("calm", report.calm) | {"different": len(report.unstable)}
+    return markdown([calm, *(row(result, unit) for result in report.results)])
+
+
+def record(
+    system: System, report: Report, load: Load, settings: Settings, words: Sequence[str]
+) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    kept = msgspec.to_builtins(settings)
+    del kept["api_key"]
+    return {
+        "system": system.name,
+        "command": shlex.join(["python", "-P", "-m", "pagewire.loadtest.faults.run", *words]),
+        "date": time.strftime("%Y-%m-%d %H:%M %z"),
+        "versions": {"system": report.version, **versions()},
+        "load": msgspec.to_builtins(load),
+        "settings": kept,
+        "kv_unit": system.kv.unit if system.kv else None,
+        "report": msgspec.to_builtins(report),
+        "problems": {each.scenario: each.problems for each in report.results},
+    }
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the benchmark; returns the exit code.
+
+    Raises:
+        BenchError: the system could not be measured.
+        PagewireError: the command line, the description or the endpoint is wrong.
+    """
+    options = parse(words)
+    load, scenarios = load_of(options), choose(options.scenario)
+    system = read_system(options.system, parse_settings(options.set))
+    settings = Settings(
+        seed=options.seed,
+        timeout_s=options.timeout,
+        retries=options.retry,
+        probe_clients=options.probe_clients,
+        recovery_s=options.recovery_s,
+        api_key=endpoint(None)[1],
+    )
+    folder = options.out or Path(tempfile.mkdtemp(prefix="pagewire-faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    report = asyncio.run(Benchmark(system, load, settings, folder.resolve()).run(scenarios))
+    content = record(system, report, load, settings, words)
+    file = folder / "faults.json"
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    print(f"\n{system.name}, {content['date']}\n")
+    print(table(report, system.kv.unit if system.kv else "by capacity"))
+    say_errors(report)
+    print(f"\nresults and logs: {folder}")
+    return EXIT_WRONG if options.require and any(r.problems for r in report.results) else 0
+
+
+def say_errors(report: Report) -> None:
+    """Print the first error of each scenario whose requests failed."""
+    for result in report.results:
+        if result.summary is not None and result.summary.failed:
+            print(f"{result.scenario}: {result.summary.errors} {result.summary.first_errors[0]}")
+
+
+def main() -> int:
+    """Run the benchmark as a program; errors are one line."""
+    # A job in the background ignores SIGINT, and so would the processes that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except ExceptionGroup as group:
+        expected, others = group.split((BenchError, PagewireError))
+        if others is not None:
+            raise
+        return fail(first_error(expected or group))
+    except (BenchError, PagewireError) as exc:
+        return fail(exc)
+
+
+def fail(error: BaseException) -> int:
+    """Print an error; returns the exit code."""
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_WRONG
+
+
+if __name__ == "__main__":
+    sys.exit(main())
