@@ -9,6 +9,7 @@ msgspec checks what arrives as JSON, `check_fields` what is made in Python.
 
 from __future__ import annotations
 
+import difflib
 import re
 import reprlib
 from collections.abc import Sequence
@@ -33,6 +34,27 @@ _PLAIN_RULES: dict[type[inspect.Type], str] = {
 }
 # Where msgspec says that an item of a list is wrong.
 _WRONG_ITEM = re.compile(r"at `\$\[(\d+)\]")
+
+
+class CheckedStruct(type(msgspec.Struct)):  # type: ignore[misc]  # msgspec does not name its type
+    """The metaclass of a struct whose constructor checks names and values of its fields."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        """Make a struct.
+
+        Raises:
+            InvalidRequestError: it has no field of a name, and the error has the nearest one, or
+                all; or a value is wrong, see `check_fields`.
+        """
+        known = cls.__struct_fields__
+        for name in fields:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {nearest[0]}?" if nearest else f"it has {', '.join(known)}"
+                raise InvalidRequestError(f"{cls.__name__} has no field {name}; {hint}", name)
+        made = super().__call__(*args, **fields)
+        check_fields(made)
+        return made
 
 
 def of_chars(low: int, high: int) -> Meta:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.base.field_rules import check_fields
+from pagewire.shared.base.field_rules import CheckedStruct, check_fields
 from pagewire.shared.request.sampling_types import (
     ALLOWED_TOKEN_IDS,
     BAD_STRINGS,
@@ -309,8 +309,12 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 _OF_TEXT = {"include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"}
 
 
-class SamplingParams(SamplingFields, frozen=True, kw_only=True):
+class SamplingParams(
+    SamplingFields, frozen=True, kw_only=True, repr_omit_defaults=True, metaclass=CheckedStruct
+):
     """What a caller asks for. Where something is unset, the model's defaults apply.
+
+    The constructor checks names and values, and raises an `InvalidRequestError`.
 
     Attributes:
         max_tokens: upper bound on generated tokens.

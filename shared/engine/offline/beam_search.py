@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.base.field_rules import check_fields
+from pagewire.shared.base.field_rules import CheckedStruct, check_fields
 from pagewire.shared.request.logprobs import MAX_TOP
 from pagewire.shared.request.sampling_types import MaxTokens
 
@@ -25,7 +25,7 @@ LENGTH_PENALTY = Meta(ge=-8, le=8, description="a number between -8 and 8")
 Continue = Callable[[list[list[int]], int], list[dict[int, float]]]
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
+class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=CheckedStruct):
     """The parameters of a beam search.
 
     Attributes:

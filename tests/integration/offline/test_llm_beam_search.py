@@ -149,8 +149,8 @@ def test_a_full_context_ends_it_and_texts_are_decoded() -> None:
 def test_wrong_parameters_are_named(wrong: dict[str, Any] | None, param: str, part: str) -> None:
     llm = LLM("demo", device="cpu", dtype="float32")
     fields = {"beam_width": 2, "max_tokens": 4}
-    params: Any = fields if wrong is None else BeamSearchParams(**{**fields, **wrong})
     with pytest.raises(InvalidRequestError, match=part) as caught:
+        params: Any = fields if wrong is None else BeamSearchParams(**{**fields, **wrong})
         llm.beam_search("x", params)
     assert caught.value.param == param
 

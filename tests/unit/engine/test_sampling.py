@@ -127,6 +127,8 @@ ASKED_BADLY: list[tuple[str, Any]] = [
     ("n", 0),
     ("n", 1.0),
     ("n", MAX_CHOICES + 1),
+    ("bad_words", "text"),
+    ("logit_bias", {1: 1000.0}),
 ]
 
 
@@ -135,7 +137,7 @@ ASKED_BADLY: list[tuple[str, Any]] = [
 )
 def test_what_is_asked_for_wrongly_is_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequestError, match=field) as caught:
-        SamplingParams(**{field: value}).resolve(SamplingDefaults(), 16)
+        SamplingParams(**{field: value})
     assert caught.value.param == field
     assert "\n" not in caught.value.message
 
@@ -143,7 +145,7 @@ def test_what_is_asked_for_wrongly_is_named(field: str, value: Any) -> None:
 @pytest.mark.parametrize("token", ["a", None, True, 1.0, -1, 2**31, 10**400, [1]], ids=reprlib.repr)
 def test_a_stop_token_that_is_wrong_is_named_among_those_that_are_right(token: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        SamplingParams(stop_token_ids=[*range(20), token]).resolve(SamplingDefaults(), 16)
+        SamplingParams(stop_token_ids=[*range(20), token])
     expected = f"stop_token_ids[20] must be an integer from 0 to 2**31 - 1, not {token!r:.15}"
     assert caught.value.message.startswith(expected)
     assert caught.value.param == "stop_token_ids"
@@ -153,7 +155,7 @@ def test_a_stop_token_that_is_wrong_is_named_among_those_that_are_right(token: A
 @pytest.mark.parametrize("field", ["temperature", "top_p"])
 def test_a_number_in_quotes_is_refused_as_no_number(field: str) -> None:
     with pytest.raises(InvalidRequestError, match=f"{field} must be a number .* not '1'"):
-        SamplingParams(**{field: "1"}).resolve(SamplingDefaults(), 16)
+        SamplingParams(**{field: "1"})
 
 
 def test_stop_strings_come_one_or_several() -> None:
@@ -166,9 +168,25 @@ def test_stop_strings_come_one_or_several() -> None:
 def test_a_range_of_tokens_may_come_with_a_form(form: Any) -> None:
     asked = SamplingParams(allowed_token_ids=range(5), structured_outputs=form)
     assert asked.resolve(SamplingDefaults(), 16).allowed_token_ids == (0, 1, 2, 3, 4)
-    wrong = SamplingParams(structured_outputs=5)
     with pytest.raises(InvalidRequestError, match="structured_outputs must be an object, not 5"):
-        wrong.resolve(SamplingDefaults(), 16)
+        SamplingParams(structured_outputs=5)
+
+
+def test_a_misspelt_parameter_is_refused_with_the_nearest_one() -> None:
+    misspelt: dict[str, Any] = {"temprature": 0.5}
+    unknown: dict[str, Any] = {"use_beam_search": True}
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**misspelt)
+    expected = "SamplingParams has no field temprature; did you mean temperature?"
+    assert caught.value.message == expected
+    with pytest.raises(InvalidRequestError, match="no field use_beam_search; it has temperature, "):
+        SamplingParams(**unknown)
+
+
+def test_parameters_are_shown_where_they_differ_from_the_defaults() -> None:
+    assert repr(SamplingParams()) == "SamplingParams()"
+    asked = SamplingParams(temperature=0, stop=["a"])
+    assert repr(asked) == "SamplingParams(temperature=0, stop=['a'])"
 
 
 def test_choices_have_seeds_of_their_own_that_follow_from_the_first() -> None:
