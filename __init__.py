@@ -6,34 +6,35 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagewire.shared.engine.offline.async_llm import AsyncLLM
     from pagewire.shared.engine.offline.beam_search import BeamSearchParams
     from pagewire.shared.engine.offline.llm import LLM
     from pagewire.shared.request.sampling import SamplingParams
     from pagewire.shared.request.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "LLM": "pagewire.shared.engine.offline.llm",
+    "AsyncLLM": "pagewire.shared.engine.offline.async_llm",
+    "BeamSearchParams": "pagewire.shared.engine.offline.beam_search",
+    "SamplingParams": "pagewire.shared.request.sampling",
+    "StructuredOutputs": "pagewire.shared.request.structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use (PEP 562)."""
-    if name == "LLM":
-        from pagewire.shared.engine.offline.llm import LLM
+    if name not in _MODULES:
+        raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
 
-        return LLM
-    if name == "BeamSearchParams":
-        from pagewire.shared.engine.offline.beam_search import BeamSearchParams
 
-        return BeamSearchParams
-    if name == "SamplingParams":
-        from pagewire.shared.request.sampling import SamplingParams
-
-        return SamplingParams
-    if name == "StructuredOutputs":
-        from pagewire.shared.request.structured_outputs import StructuredOutputs
-
-        return StructuredOutputs
-    raise AttributeError(f"module 'pagewire' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Return the public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -39,6 +39,7 @@ from pagewire.shared.request.sampling_types import (
     MinTokens,
     NumChoices,
     NumTop,
+    OutputKind,
     Penalty,
     PromptLength,
     RepetitionPenalty,
@@ -322,6 +323,8 @@ class SamplingParams(
         stop: strings that end an answer and are not part of its text.
         n: answers to each prompt, each sampled on its own.
         structured_outputs: the form that an answer must have.
+        output_kind: what a stream yields each time: "cumulative": all of the answers so far;
+            "delta": only what is new; "final": nothing before their end.
     """
 
     max_tokens: MaxTokens | None = None
@@ -335,6 +338,7 @@ class SamplingParams(
     ) = None
     n: NumChoices = 1
     structured_outputs: StructuredOutputs | None = None
+    output_kind: OutputKind = "cumulative"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -60,6 +60,7 @@ CacheSalt = Annotated[
     ),
 ]
 LogprobsMode = Literal["raw", "processed"]
+OutputKind = Literal["cumulative", "delta", "final"]
 StopString = Annotated[str, Meta(min_length=1)]
 MinP = Annotated[float, Meta(ge=0, le=1, description="a number between 0 and 1")]
 Penalty = Annotated[float, Meta(ge=-2, le=2, description="a number between -2 and 2")]

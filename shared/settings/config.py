@@ -57,6 +57,7 @@ from pagewire.shared.settings.types import (
     ReasoningParserName,
     Revision,
     Seconds,
+    Seed,
     ServiceId,
     ServiceIds,
     SpecialTokens,
@@ -142,6 +143,12 @@ class EngineSettings(Settings):
 class LLMSettings(EngineSettings):
     """The offline `LLM`."""
 
+    seed: Seed | None = described(
+        None,
+        "Makes a program's answers reproducible: from it and their number follow the seeds of "
+        "requests that have none.",
+        unset="each has a random seed",
+    )
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
     tool_parser: ToolParserName = TOOL_PARSER

@@ -22,6 +22,7 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
 
 
 Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 ServiceId = Annotated[
     str, _matching(r"[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, '.', '_', ':' or '-'")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.embedding_sequence import finished_embedding, pooled_sequence
 from pagewire.shared.engine.offline.prompts import TokenizedPrompt
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.model.pooling import PoolingRules
 
 
@@ -28,14 +29,18 @@ class EmbeddingOutput:
 
 
 def compute_embeddings(
-    core: EngineCore, prompts: Mapping[str, TokenizedPrompt], rules: PoolingRules
+    core: EngineCore,
+    step: Callable[[], StepOutputs],
+    prompts: Mapping[str, TokenizedPrompt],
+    rules: PoolingRules,
 ) -> list[EmbeddingOutput]:
-    """Return the embeddings of prompts, computed by an engine that has no other requests.
+    """Return the embeddings of prompts.
 
     All requests are aborted at the end, also after an error.
 
     Args:
         core: the engine's core.
+        step: runs a step, and returns the outputs of all requests.
         prompts: the prompts by request id.
         rules: how hidden states become embeddings.
 
@@ -49,15 +54,14 @@ def compute_embeddings(
         for name, prompt in prompts.items():
             core.add(pooled_sequence(name, prompt.token_ids, rules.mode))
         while unfinished:
-            outputs, _worked = core.step()
-            for output in outputs.others:
+            for output in step().others:
                 if output.embedding is not None and output.request_id in unfinished:
                     pooled[output.request_id] = output.embedding
                 if output.finish_reason in ("error", "abort"):
                     raise RequestFailedError(output.error or "the engine failed")
                 if output.finish_reason is not None:
                     unfinished.discard(output.request_id)
-        core.step()  # finishes the overlapped step, if there is one
+        step()  # finishes the overlapped step, if there is one
     finally:
         for name in prompts:
             core.abort(name)

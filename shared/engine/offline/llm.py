@@ -5,16 +5,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from typing import Any, Unpack
 
-import msgspec
-
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.base.field_rules import check_fields
-from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.offline.beam_search import (
     BeamSearch,
     BeamSearchOutput,
@@ -22,33 +18,29 @@ from pagewire.shared.engine.offline.beam_search import (
     check_beam_search,
     run_searches,
 )
-from pagewire.shared.engine.offline.chats import ChatArguments, ChatPrompt, read_chats
+from pagewire.shared.engine.offline.chats import ChatArguments
 from pagewire.shared.engine.offline.embeddings import EmbeddingOutput, compute_embeddings
-from pagewire.shared.engine.offline.llm_answer import LLMAnswer
 from pagewire.shared.engine.offline.llm_progress import GenerationProgress
+from pagewire.shared.engine.offline.model import (
+    DEFAULT_TOKENS,
+    Answers,
+    OfflineModel,
+    queue,
+    readers_of,
+)
 from pagewire.shared.engine.offline.outputs import RequestOutput
-from pagewire.shared.engine.offline.prompts import Prompt, TokenizedPrompt, read_prompts
-from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.offline.prompts import Prompt, TokenizedPrompt
 from pagewire.shared.engine.step_output import StepOutputs
-from pagewire.shared.grammar.structures import grammar_text, read_structured_outputs
 from pagewire.shared.kv.block_pool import BlockCounts
-from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import load_pooling
-from pagewire.shared.request.sampling import RequestSpec, SamplingParams
-from pagewire.shared.request.structured_outputs import StructuredOutputs
-from pagewire.shared.settings.config import LLMSettings, load_settings
-from pagewire.shared.text.markers import NO_MARKERS
-from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.shown import fit_for
-from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.shared.request.sampling import SamplingParams
 
 UNBOUNDED = 2**31  # the caller's list of prompts bounds the queue
-DEFAULT_TOKENS = 16  # length of an answer to a prompt; in a chat, as many tokens as fit
 
 Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(OfflineModel):
     """A model, ready to generate. Calls from several threads run one after another.
 
     Example:
@@ -69,30 +61,10 @@ class LLM:
         Raises:
             ConfigError: a setting is wrong, or this machine or model does not support it.
         """
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        self.settings = load_settings(
-            LLMSettings, {"model": name, "max_waiting": UNBOUNDED, **settings}
-        )
-        self.engine = build_engine(self.settings)
-        self.tokenizer: Tokenizer | None = None
-        if (self.engine.model_path / "tokenizer.json").exists():
-            self.tokenizer = Tokenizer.from_dir(
-                self.engine.model_path, self.settings.special_tokens_in_messages
-            )
-        self._syntax = ChatSyntax()
-        if self.tokenizer is not None:
-            self._syntax = ChatSyntax.choose(
-                self.tokenizer.template_source,
-                self.settings.tool_parser,
-                self.settings.reasoning_parser,
-                self.tokenizer.marker_token_id,
-            )
-            self.tokenizer.fit_chats(partial(fit_for, form=self._syntax.tools))
-        self._defaults = load_sampling_defaults(
-            self.engine.model_path, self.settings.generation_config
-        )
-        self._ids = itertools.count()
-        self._running = threading.Lock()  # a step's outputs may be another call's
+        super().__init__(model, **{"max_waiting": UNBOUNDED, **settings})
+        self._running = threading.Lock()  # held while steps run
+        self._live: Answers = {}  # what the engine computes, of all calls
+        self._left: deque[str] = deque()  # requests of streams that were left
 
     def generate(
         self,
@@ -115,9 +87,33 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
-        vocab_size = self.engine.config.vocab_size
-        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
+        tokenized = self._tokenized(prompts, add_special_tokens)
         return self._answer(tokenized, sampling_params, DEFAULT_TOKENS, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        add_special_tokens: bool = True,
+    ) -> Generator[RequestOutput, None, None]:
+        """Continue prompts, and yield their outputs as tokens come.
+
+        An output has all of its answers so far, or what `SamplingParams.output_kind` says. Its
+        `index` says which prompt it belongs to. Closing the generator ends the requests. Other
+        calls may come before its end; it goes on while they run.
+
+        Args:
+            prompts: see `generate`.
+            sampling_params: see `generate`.
+            add_special_tokens: add the special tokens that the model expects around a text.
+
+        Raises:
+            InvalidRequestError: a prompt or a parameter is out of range.
+            RequestFailedError: the engine failed in the middle of a request.
+        """
+        tokenized = self._tokenized(prompts, add_special_tokens)
+        _, answers = self._prepare(tokenized, sampling_params, DEFAULT_TOKENS, True)
+        return self._follow(answers)
 
     def chat(
         self,
@@ -144,14 +140,11 @@ class LLM:
                 out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
-        if self.tokenizer is None:
-            raise InvalidRequestError("the model has no tokenizer.json, and so no chat template")
         several = isinstance(messages, list | tuple) and all(
             isinstance(conversation, list | tuple) for conversation in messages
         )
         conversations = messages if several else [messages]
-        vocab_size = self.engine.config.vocab_size
-        prompts = read_chats(conversations, self.tokenizer, vocab_size, self._syntax, arguments)
+        prompts = self._rendered(conversations, arguments)
         return self._answer(prompts, sampling_params, self.engine.max_model_len, use_tqdm)
 
     def embed(
@@ -173,11 +166,13 @@ class LLM:
             RequestFailedError: the engine failed in the middle of a request.
         """
         rules = load_pooling(self.engine.model_path)
-        vocab_size = self.engine.config.vocab_size
-        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
+        tokenized = self._tokenized(prompts, add_special_tokens)
         named = {f"llm-{next(self._ids)}": prompt for prompt in tokenized}
-        with self._running:
-            return compute_embeddings(self.engine.core, named, rules)
+        try:
+            with self._running:
+                return compute_embeddings(self.engine.core, self._step, named, rules)
+        finally:
+            self._end_left()
 
     def beam_search(
         self,
@@ -198,9 +193,9 @@ class LLM:
             InvalidRequestError: a prompt or a parameter is out of range.
             RequestFailedError: the engine failed in the middle of a request.
         """
-        eos, vocab_size = self.engine.config.eos_token_ids, self.engine.config.vocab_size
+        eos = self.engine.config.eos_token_ids
         check_beam_search(params, eos)
-        tokenized = read_prompts(prompts, self.tokenizer, vocab_size, add_special_tokens)
+        tokenized = self._tokenized(prompts, add_special_tokens)
         searches = [
             BeamSearch(ids, params, eos, self.engine.max_model_len - len(ids))
             for ids in (prompt.token_ids for prompt in tokenized)
@@ -229,120 +224,90 @@ class LLM:
         default_tokens: int,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _params(sampling_params, len(prompts))
-        answers: dict[str, LLMAnswer] = {}
-        outputs = []
-        for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-            spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
-            if isinstance(prompt, ChatPrompt):
-                spec = self._with_grammar(spec, prompt.grammars_with(spec.grammar))
-            output = RequestOutput(prompt.text, token_ids, [])
-            outputs.append(output)
-            for choice in range(asked.n):
-                answer = LLMAnswer(
-                    index, choice, output, spec.for_choice(choice), asked, self.tokenizer, prompt
-                )
-                answers[f"llm-{next(self._ids)}"] = answer
-        with self._running:
-            self._run(answers, use_tqdm)
+        outputs, answers = self._prepare(prompts, sampling_params, default_tokens)
+        try:
+            with self._running:
+                self._run(answers, use_tqdm)
+        finally:
+            self._end_left()
         return outputs
 
-    def _resolve(
-        self, prompt_ids: list[int], asked: SamplingParams, default_tokens: int
-    ) -> tuple[RequestSpec, list[int]]:
-        """Return a request's settings, and its prompt's tokens, truncated as it asks."""
-        check_fields(asked)
-        longest = self.engine.max_model_len - (asked.max_tokens or DEFAULT_TOKENS)
-        prompt_ids = asked.truncate(prompt_ids, longest)
-        room = max(1, self.engine.max_model_len - len(prompt_ids))
-        length = self._defaults.answer_length(room, default_tokens)
-        encode = None if self.tokenizer is None else self.tokenizer.encode_word
-        spec = asked.resolve(self._defaults, length, encode)
-        config = self.engine.config
-        spec.check_vocabulary(config.vocab_size, config.eos_token_ids)
-        if asked.structured_outputs is not None:
-            spec = self._constrained(spec, asked.structured_outputs)
-        return spec, prompt_ids
-
-    def _constrained(self, spec: RequestSpec, asked: StructuredOutputs) -> RequestSpec:
-        name = "structured_outputs"
-        markers = NO_MARKERS if self.tokenizer is None else self.tokenizer.markers
-        text = grammar_text(read_structured_outputs(asked, name), name, markers)
-        if text is not None:
-            self.engine.core.constraints.check_text(text, name)
-        return msgspec.structs.replace(spec, grammar=text)
-
-    def _with_grammar(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
-        """Return the settings with the first grammar that compiles."""
-        for index, text in enumerate(grammars):
-            try:
-                if text is not None:
-                    self.engine.core.constraints.check_text(text, "tools")
-            except InvalidRequestError:
-                if index == len(grammars) - 1:
-                    raise
-            else:
-                return msgspec.structs.replace(spec, grammar=text)
-        return spec
-
-    def _run(self, answers: dict[str, LLMAnswer], use_tqdm: bool) -> None:
+    def _run(self, answers: Answers, use_tqdm: bool) -> None:
         """Compute all answers. All requests are aborted at the end, also after an error."""
-        core = self.engine.core
         try:
-            for _, names in itertools.groupby(answers, lambda name: answers[name].prompt_index):
-                self._add({name: answers[name] for name in names})
-            unfinished = dict(answers)
+            self._add(answers)
             with GenerationProgress(len(answers), use_tqdm) as progress:
-                while unfinished:
-                    outputs, _worked = core.step()
-                    for request_id in _take(outputs, unfinished, progress):
-                        del unfinished[request_id]
-                        core.abort(request_id)  # the engine does not know stop strings
-            core.step()  # finishes the overlapped step, if there is one
+                for answer in answers.values():
+                    answer.progress = progress
+                while not self._live.keys().isdisjoint(answers):
+                    if self._step().others:
+                        _raise_error(answers)
+            self._step()  # finishes the overlapped step, if there is one
         finally:
-            for request_id in answers:
-                core.abort(request_id)
+            self._abort(answers)
 
-    def _add(self, answers: dict[str, LLMAnswer]) -> None:
-        """Queue the answers to one prompt, which is computed once."""
-        eos = self.engine.config.eos_token_ids
-        sequences = [
-            new_sequence(request_id, answer.output.prompt_token_ids, answer.spec, eos)
-            for request_id, answer in answers.items()
-        ]
+    def _follow(self, answers: Answers) -> Generator[RequestOutput, None, None]:
+        """Compute answers, and yield their outputs in between; other calls may then run."""
+        readers = readers_of(answers)
         try:
-            self.engine.core.add(sequences[0], tuple(sequences[1:]))
-        except InvalidRequestError as exc:
-            index = next(iter(answers.values())).prompt_index
-            raise InvalidRequestError(f"prompts[{index}]: {exc.message}", exc.param) from exc
+            with self._running:
+                self._add(answers)
+            while readers:
+                for reader in tuple(readers):
+                    if (news := reader.news()) is not None:
+                        if news.finished:
+                            readers.remove(reader)
+                        yield news
+                _raise_error(answers)
+                with self._running:
+                    if not self._live.keys().isdisjoint(answers):
+                        self._step()
+        finally:
+            self._left.extend(answers)
+            self._end_left()
+
+    def _step(self) -> StepOutputs:
+        """Run a step, and give the answers of all calls their tokens."""
+        core, live = self.engine.core, self._live
+        outputs, _worked = core.step()
+        plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
+        ended = [name for name, token in plain if name in live and live[name].add([token], None)]
+        others = [output for output in outputs.others if output.request_id in live]
+        ended += [each.request_id for each in others if live[each.request_id].take(each)]
+        self._abort(ended)  # the engine does not know stop strings
+        return outputs
+
+    def _add(self, answers: Answers) -> None:
+        """Queue answers."""
+        for index, group in itertools.groupby(answers, lambda name: answers[name].output.index):
+            of_prompt = {name: answers[name] for name in group}
+            try:
+                queue(self.engine.core, of_prompt, self.engine.config.eos_token_ids)
+            except InvalidRequestError as exc:
+                raise InvalidRequestError(f"prompts[{index}]: {exc.message}", exc.param) from exc
+            self._live |= of_prompt
+
+    def _abort(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.engine.core.abort(name)
+            self._live.pop(name, None)
+
+    def _end_left(self) -> None:
+        """End the requests of streams that were left, unless a call runs, which does it later.
+
+        The garbage collector may leave a stream at any time, also within a step of this thread.
+        """
+        while self._left and self._running.acquire(blocking=False):
+            try:
+                while self._left:
+                    self._abort([self._left.popleft()])
+                if not self._live and self.engine.core.has_work:
+                    self._step()  # finishes the overlapped step
+            finally:
+                self._running.release()
 
 
-def _take(
-    outputs: StepOutputs, answers: dict[str, LLMAnswer], progress: GenerationProgress
-) -> list[str]:
-    """Add a step's output to the answers; returns the request ids of answers that have ended."""
-    plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
-    ended = [
-        request_id
-        for request_id, token in plain
-        if request_id in answers and answers[request_id].add([token], None, progress)
-    ]
-    others = [output for output in outputs.others if output.request_id in answers]
-    return ended + [o.request_id for o in others if answers[o.request_id].take(o, progress)]
-
-
-def _params(given: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if not isinstance(given, list | tuple) or not all(
-        isinstance(params, SamplingParams) for params in given
-    ):
-        raise InvalidRequestError(
-            f"sampling_params must be SamplingParams or a list of them, not {type(given).__name__}",
-            "sampling_params",
-        )
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"{len(given)} sampling parameters for {count} prompts", "sampling_params"
-        )
-    return list(given)
+def _raise_error(answers: Answers) -> None:
+    for answer in answers.values():
+        if answer.error is not None:
+            raise answer.error

@@ -20,27 +20,41 @@ from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 
+NO_PROGRESS = GenerationProgress(0, False)
+
 
 class LLMAnswer:
     """One answer while it is computed.
 
-    Attributes:
-        prompt_index: index of its prompt in the call.
+    Args:
+        choice: index of the answer among those to its prompt.
         output: the output of its prompt, to which the answer is added.
+        spec: the request's settings, with the answer's own seed.
+        asked: the parameters that the caller has given.
+        tokenizer: the model's; None if it has none.
+        prompt: the prompt.
+        streams: the answer has its text as it comes, not only at the end.
+
+    Attributes:
+        output_kind: what a stream yields, see `SamplingParams.output_kind`.
+        error: why it failed, if it did.
+        progress: counts its tokens.
     """
 
     def __init__(
         self,
-        prompt_index: int,
         choice: int,
         output: RequestOutput,
         spec: RequestSpec,
         asked: SamplingParams,
         tokenizer: Tokenizer | None,
         prompt: TokenizedPrompt,
+        streams: bool = False,
     ) -> None:
         self._chat = prompt if isinstance(prompt, ChatPrompt) else None
-        self.prompt_index, self.output, self.spec = prompt_index, output, spec
+        self.output, self.spec, self.output_kind = output, spec, asked.output_kind
+        self.error: RequestFailedError | None = None
+        self.progress = NO_PROGRESS
         self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
@@ -49,23 +63,24 @@ class LLMAnswer:
             shown = self._chat.reading.shown
             self._rules = msgspec.structs.replace(self._rules, shown=shown)
         self._assembler: TextAssembler | None = None
-        if asked.stop_strings:
-            if tokenizer is None:
-                raise InvalidRequestError(
-                    "stop needs a tokenizer.json, which the model lacks: use stop_token_ids",
-                    "stop",
-                )
+        if asked.stop_strings and tokenizer is None:
+            raise InvalidRequestError(
+                "stop needs a tokenizer.json, which the model lacks: use stop_token_ids", "stop"
+            )
+        if tokenizer is not None and (streams or asked.stop_strings):
             prompt_ids = output.prompt_token_ids
             self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
 
-    def take(self, step: StepOutput, progress: GenerationProgress) -> bool:
-        """Add a step's output; returns whether the answer has ended.
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self._result.finish_reason is not None or self.error is not None
 
-        Raises:
-            RequestFailedError: the engine failed.
-        """
+    def take(self, step: StepOutput) -> bool:
+        """Add a step's output; returns whether the answer has ended, perhaps with an `error`."""
         if step.finish_reason == "error" or step.finish_reason == "abort":
-            raise RequestFailedError(step.error or "the engine failed")
+            self.error = RequestFailedError(step.error or "the engine failed")
+            return True
         if step.prompt_logprobs is not None:
             self._prompt_logprobs += self._readable(step.prompt_logprobs.tokens)
         prompt_tokens = 0
@@ -73,13 +88,12 @@ class LLMAnswer:
             prompt_tokens = len(self.output.prompt_token_ids)
             if self._result.index == 0:
                 self.output.cached_tokens = step.cached_tokens
-        return self.add(step.token_ids, step.finish_reason, progress, prompt_tokens, step.logprobs)
+        return self.add(step.token_ids, step.finish_reason, prompt_tokens, step.logprobs)
 
     def add(
         self,
         token_ids: list[int],
         finish_reason: TextFinishReason | None,
-        progress: GenerationProgress,
         prompt_tokens: int = 0,
         logprobs: Logprobs | None = None,
     ) -> bool:
@@ -99,7 +113,7 @@ class LLMAnswer:
         ended = result.finish_reason is not None
         if ended:
             self._finish()
-        progress.add(ended, prompt_tokens, len(token_ids))
+        self.progress.add(ended, prompt_tokens, len(token_ids))
         return ended
 
     def _readable(self, logprobs: Logprobs) -> list[dict[int, Logprob]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagewire.shared.request.logprobs import Token
+from pagewire.shared.request.sampling_types import OutputKind
 from pagewire.shared.tool_calls.answer import AnswerMessage
 
 
@@ -64,6 +65,7 @@ class RequestOutput:
         cached_tokens: number of prompt tokens that were found in the prefix cache.
         prompt_logprobs: those of each prompt token (None for the first one), if
             `SamplingParams.prompt_logprobs` asks for them.
+        index: index of the prompt among those of the call.
     """
 
     prompt: str | None
@@ -71,6 +73,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    index: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.finish_reason is not None for answer in self.outputs)
 
     @property
     def text(self) -> str:
@@ -86,6 +94,49 @@ class RequestOutput:
     def finish_reason(self) -> str | None:
         """Why the first answer ended."""
         return self.outputs[0].finish_reason
+
+
+class OutputReader:
+    """Reads an output that grows, for a consumer that may be slower.
+
+    Args:
+        output: the output of one prompt.
+        kind: what the consumer gets, see `SamplingParams.output_kind`.
+    """
+
+    def __init__(self, output: RequestOutput, kind: OutputKind) -> None:
+        self.output = output
+        self._kind = kind
+        self._read = [_size(answer) for answer in output.outputs]
+
+    def news(self) -> RequestOutput | None:
+        """Return a copy of what the consumer gets now; None if nothing is new for it."""
+        sizes = [_size(answer) for answer in self.output.outputs]
+        if sizes == self._read or (self._kind == "final" and not self.output.finished):
+            return None
+        starts = self._read if self._kind == "delta" else [_NOTHING] * len(sizes)
+        self._read = sizes
+        parts = zip(self.output.outputs, starts, strict=True)
+        return replace(self.output, outputs=[_since(answer, start) for answer, start in parts])
+
+
+_Size = tuple[int, int, int, bool]  # characters, tokens, log probabilities, whether it has ended
+_NOTHING: _Size = (0, 0, 0, False)
+
+
+def _size(answer: CompletionOutput) -> _Size:
+    has_ended = answer.finish_reason is not None
+    return len(answer.text), len(answer.token_ids), len(answer.logprobs or ()), has_ended
+
+
+def _since(answer: CompletionOutput, start: _Size) -> CompletionOutput:
+    chars, tokens, logprobs, _ = start
+    return replace(
+        answer,
+        text=answer.text[chars:],
+        token_ids=answer.token_ids[tokens:],
+        logprobs=None if answer.logprobs is None else answer.logprobs[logprobs:],
+    )
 
 
 def logprobs_of(tokens: Iterable[Token], text_of: Callable[[int], str] | None) -> Logprobs:
