@@ -64,6 +64,12 @@ SPECIAL_TOKENS: Any = described(
     panel=MAIN,
 )
 
+CHAT_TEMPLATE: Any = described(
+    None,
+    "File of a chat template (Jinja) that renders conversations.",
+    unset="the model's own template",
+    panel=MAIN,
+)
 TOOL_PARSER: Any = described(
     "auto", "How the model writes tool calls; auto goes by its chat template.", panel=MAIN
 )

@@ -19,6 +19,7 @@ from pagewire.shared.base.addresses import usual_operator_port
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.base import ClusterSettings, Settings
 from pagewire.shared.settings.common import (
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
     METRICS_PORT,
     MODEL_IMPL,
@@ -151,6 +152,7 @@ class LLMSettings(EngineSettings):
     )
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    chat_template: Path | None = CHAT_TEMPLATE
     tool_parser: ToolParserName = TOOL_PARSER
     reasoning_parser: ReasoningParserName = REASONING_PARSER
 
@@ -237,6 +239,13 @@ class RouterSettings(ClusterSettings):
     served_model_name: ModelNames | None = SERVED_MODEL_NAME
     generation_config: GenerationConfig = GENERATION_CONFIG
     special_tokens_in_messages: SpecialTokens = SPECIAL_TOKENS
+    chat_template: Path | None = CHAT_TEMPLATE
+    trust_request_chat_template: bool = described(
+        False,
+        "Let a request bring its own chat template, in the field chat_template. It runs in a "
+        "sandbox, in a process of its own, for 2 s of CPU time at most.",
+        panel=MAIN,
+    )
     tool_parser: ToolParserName = TOOL_PARSER
     reasoning_parser: ReasoningParserName = REASONING_PARSER
     router_id: ServiceId = described(

@@ -1,7 +1,9 @@
 """Chat templates: a conversation becomes a prompt, by Hugging Face's conventions for Jinja.
 
 Templates come with a model, perhaps from the hub, and run in Jinja's sandbox. The length of their
-output is bounded. Apart from that they are trusted like the model: the operator chose both.
+output is bounded. Apart from that they are trusted like the model: the operator chose both. A
+template that a request brings (`RequestTemplate`) runs in the same sandbox, and where its CPU time
+is bounded.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import io
 import json
 import re
 import secrets
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -23,6 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.base.field_rules import of_chars
 
 MAX_RENDERED_CHARS = 8_000_000
 MAX_TEMPLATE_VARIABLES = 64
@@ -32,6 +36,7 @@ _SPACES = 1 << 15
 # The parts of JSON without spaces: a string, an empty list or object, a mark, another value.
 _JSON_PARTS = re.compile(r'"(?:[^"\\]++|\\.)*+"|\[\]|\{\}|[\[\]{},:]|[^"\[\]{},:]++')
 
+TemplateText = Annotated[str, of_chars(1, 1 << 16)]
 TemplateVariables = Annotated[
     dict[str, Any],
     Meta(
@@ -51,10 +56,19 @@ RENDER_ERRORS = (
     RecursionError,
 )
 
+INVALID = (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError)
+MAX_REASON_CHARS = 300
 
 # Names of variables that are not the caller's own to set.
 OWN_VARIABLES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "tools",
+    }
 )
 
 
@@ -128,6 +142,7 @@ class ChatTemplate:
     Args:
         source: the Jinja source.
         special_tokens: names and texts of special tokens that the template may use (`bos_token`).
+        name: what errors call it.
 
     Attributes:
         source: the Jinja source.
@@ -137,7 +152,9 @@ class ChatTemplate:
         ModelLoadError: the source is not valid Jinja.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: dict[str, str], name: str = "the model's chat template"
+    ) -> None:
         self.source = source
         self.fit: Fit | None = None
         self._special_tokens = dict(special_tokens)
@@ -149,10 +166,8 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as exc:
-            raise ModelLoadError(
-                f"the model's chat template is not valid Jinja ({exc}): correct it"
-            ) from exc
+        except INVALID as exc:
+            raise ModelLoadError(f"{name} is not valid Jinja ({_reason(exc)}): correct it") from exc
 
     def render(self, messages: list[dict[str, Any]], options: ChatOptions) -> str:
         """Render a conversation.
@@ -188,10 +203,12 @@ class ChatTemplate:
                         param="messages",
                     )
         except RENDER_ERRORS as exc:
-            raise InvalidRequestError(
-                f"the chat template refuses the messages: {exc}", param="messages"
-            ) from exc
+            raise self._refusal(exc) from exc
         return "".join(parts)
+
+    def _refusal(self, error: Exception) -> InvalidRequestError:
+        problem = f"the chat template refuses the messages: {error}"
+        return InvalidRequestError(problem, param="messages")
 
     def _variables(self, messages: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
         given = Fitted(messages, options.tools, {})
@@ -206,6 +223,32 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": options.add_generation_prompt,
         }
+
+
+class RequestTemplate(ChatTemplate):
+    """A template that a request brings; its errors name the line and are the client's fault."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        try:
+            super().__init__(source, special_tokens, "chat_template")
+        except ModelLoadError as exc:
+            raise InvalidRequestError(str(exc), "chat_template") from exc
+
+    def _refusal(self, error: Exception) -> InvalidRequestError:
+        problem = f"chat_template cannot render the messages ({_reason(error)}): correct it"
+        return InvalidRequestError(problem, "chat_template")
+
+
+def _reason(error: Exception) -> str:
+    """Return in one line where in a template an error is, and what it is."""
+    line = error.lineno if isinstance(error, jinja2.TemplateSyntaxError) else None
+    if line is None:  # Jinja lets the traceback name lines of the template
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, line in frames if frame.f_code.co_filename == "<template>"]
+        line = lines[-1] if lines else None
+    reason = (error.message if isinstance(error, jinja2.TemplateSyntaxError) else None) or error
+    text = " ".join(str(reason).split())[:MAX_REASON_CHARS]
+    return text if line is None else f"line {line}: {text}"
 
 
 class Generation(jinja2.ext.Extension):

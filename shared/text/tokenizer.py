@@ -6,6 +6,7 @@ The router and the offline `LLM` share it. It reads the files of a Hugging Face 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +17,7 @@ import tokenizers
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.settings.types import SpecialTokens
-from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit, RequestTemplate
 from pagewire.shared.text.encoding import Encoder
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
@@ -48,6 +49,7 @@ class Tokenizer:
         eos_token_ids: frozenset[int],
         special_tokens: SpecialTokens = "text",
         tools_template: ChatTemplate | None = None,
+        names: dict[str, str] | None = None,
     ) -> None:
         # Some files carry the settings of the training run; a prompt is never cut or padded here.
         backend.no_truncation()
@@ -60,6 +62,7 @@ class Tokenizer:
                 f"ids must be below {_MOST_IDS}"
             )
         self._encoder = Encoder(backend)
+        self._names = names or {}
         self._chat_template = chat_template
         self._tools_template = tools_template or chat_template
         self._literals = Literals(backend) if special_tokens == "text" else None
@@ -70,13 +73,19 @@ class Tokenizer:
         self._pieces: dict[frozenset[int], PieceTable] = {}
 
     @classmethod
-    def from_dir(cls, path: Path, special_tokens: SpecialTokens = "text") -> Tokenizer:
+    def from_dir(
+        cls,
+        path: Path,
+        special_tokens: SpecialTokens = "text",
+        chat_template: Path | None = None,
+    ) -> Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
 
         Args:
             path: the directory.
             special_tokens: how to treat special tokens that messages spell out, see
                 `RouterSettings.special_tokens_in_messages`.
+            chat_template: a file of a template to use in place of the model's.
 
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
@@ -86,9 +95,12 @@ class Tokenizer:
         names = _special_tokens(config)
         eos = _eos_token_ids(path, names, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+        if chat_template is not None:
+            file = ChatTemplate(_chosen_source(chat_template), names, str(chat_template))
+            return cls(backend, file, bos, eos, special_tokens, names=names)
         sources = _chat_template_sources(path, config)
         template, tools = (ChatTemplate(each, names) if each else None for each in sources)
-        return cls(backend, template, bos, eos, special_tokens, tools)
+        return cls(backend, template, bos, eos, special_tokens, tools, names)
 
     @cached_property
     def text_table(self) -> list[bytes] | None:
@@ -128,6 +140,16 @@ class Tokenizer:
         """`text_table` with special tokens, which add their names to a text."""
         table = self.text_table
         return None if table is None else self.token_bytes.with_special(table)
+
+    def with_template(self, source: str) -> Tokenizer:
+        """Return a tokenizer that renders conversations by the template of a request.
+
+        Raises:
+            InvalidRequestError: the template is not valid Jinja.
+        """
+        other = copy.copy(self)
+        other._chat_template = other._tools_template = RequestTemplate(source, self._names)
+        return other
 
     @property
     def has_chat_template(self) -> bool:
@@ -312,6 +334,17 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
     found = (named.get(name) for name in ("default", "tool_use"))
     default, tools = (each if isinstance(each, str) else None for each in found)
     return default, tools
+
+
+def _chosen_source(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
+        raise ModelLoadError(
+            f"setting chat_template (PAGEWIRE_CHAT_TEMPLATE) cannot be {str(file)[:200]!r} "
+            f"({reason}): it must be a file with a Jinja template"
+        ) from exc
 
 
 def _read_source(file: Path) -> str | None:

@@ -52,7 +52,6 @@ REFUSED_IN_CHATS = _unsupported(
     _COMMON
     | {
         "audio": (None,),
-        "chat_template": (None,),
         "documents": (None, []),
         "echo": _OFF,
         "function_call": (None, "none"),
@@ -67,6 +66,7 @@ REFUSED_IN_CHATS = _unsupported(
 # Fields of chats that responses have by another name, or have no place for.
 REFUSED_IN_RESPONSES = REFUSED_IN_CHATS | {
     "add_generation_prompt": (None, True),
+    "chat_template": (None,),
     "continue_final_message": _OFF,
     "logprobs": _OFF,
     "max_completion_tokens": (None,),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pagewire.shared.base.errors import ConfigError, ModelNotFoundError
+from pagewire.shared.base.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    PagewireError,
+)
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import PoolingRules, load_pooling
@@ -20,6 +26,10 @@ from pagewire.shared.tool_calls.shown import fit_for
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 
 logger = logging.getLogger(__name__)
+
+
+class UnboundedHereError(PagewireError):
+    """A request must be read in a process whose CPU time is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +46,8 @@ class ServedModel:
         eos_token_ids: end-of-sequence tokens: any of them ends an answer.
         hidden_size: the length of an embedding.
         pooling: how embeddings are made, or why the model cannot make any.
+        before_template: called before a request's own template is compiled; None: requests may
+            have none.
     """
 
     names: tuple[str, ...]
@@ -48,6 +60,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()
     hidden_size: int = 0
     pooling: PoolingRules | str = PoolingRules()  # noqa: RUF009 - immutable
+    before_template: Callable[[], None] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -59,7 +72,9 @@ class ServedModel:
         """
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
         config = load_config(path, settings.model_impl)
-        tokenizer = Tokenizer.from_dir(path, settings.special_tokens_in_messages)
+        tokenizer = Tokenizer.from_dir(
+            path, settings.special_tokens_in_messages, settings.chat_template
+        )
         syntax = ChatSyntax.choose(
             tokenizer.template_source,
             settings.tool_parser,
@@ -81,12 +96,35 @@ class ServedModel:
             eos_token_ids=config.eos_token_ids,
             hidden_size=config.hidden_size,
             pooling=_pooling(path),
+            before_template=_not_here if settings.trust_request_chat_template else None,
         )
 
     @property
     def name(self) -> str:
         """The first of its names; metrics use it."""
         return self.names[0]
+
+    def tokenizer_with(self, chat_template: str | None) -> Tokenizer:
+        """Return the tokenizer that renders a request's conversation.
+
+        Args:
+            chat_template: the request's template; None if it has none.
+
+        Raises:
+            InvalidRequestError: it may have none, or the template is not valid Jinja.
+            UnboundedHereError: it must be rendered in a process whose CPU time is bounded.
+        """
+        if chat_template is None:
+            return self.tokenizer
+        if self.before_template is None:
+            raise InvalidRequestError(
+                "chat_template is not supported unless the operator sets "
+                "--trust-request-chat-template",
+                "chat_template",
+                "unsupported_parameter",
+            )
+        self.before_template()
+        return self.tokenizer.with_template(chat_template)
 
     def check_name(self, name: str) -> None:
         """Check that a client asks for this model.
@@ -99,6 +137,10 @@ class ServedModel:
             raise ModelNotFoundError(
                 f"The model `{name[:200]}` does not exist; this server has {known}.", "model"
             )
+
+
+def _not_here() -> None:
+    raise UnboundedHereError
 
 
 def _pooling(path: Path) -> PoolingRules | str:

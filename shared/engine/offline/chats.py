@@ -13,7 +13,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.offline.prompts import TokenizedPrompt
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.chat_template import ChatOptions, TemplateVariables
+from pagewire.shared.text.chat_template import ChatOptions, TemplateText, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
@@ -31,6 +31,7 @@ class ChatArguments(TypedDict, total=False):
         tools: each is `{"type": "function", "function": {"name", "description", "parameters"}}`.
         tool_choice: "auto", "none", "required" or `{"type": "function", "function": {"name"}}`.
         parallel_tool_calls: if False, an answer has at most one call.
+        chat_template: a template (Jinja) to use in place of the model's.
         chat_template_kwargs: further variables of the template.
         add_generation_prompt: the prompt ends where an answer begins; this is the default.
         continue_final_message: the answer continues the last message.
@@ -41,6 +42,7 @@ class ChatArguments(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    chat_template: str | None
     chat_template_kwargs: Mapping[str, Any] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
@@ -53,6 +55,7 @@ class _Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -125,6 +128,8 @@ def read_chats(
         asked.continue_final_message,
     )
     wanted = syntax.wanted(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+    if asked.chat_template is not None:
+        tokenizer = tokenizer.with_template(asked.chat_template)
     found = []
     for conversation in conversations:
         messages = read_conversation(conversation)

@@ -56,7 +56,9 @@ class OfflineModel:
         self.tokenizer: Tokenizer | None = None
         if (self.engine.model_path / "tokenizer.json").exists():
             self.tokenizer = Tokenizer.from_dir(
-                self.engine.model_path, self.settings.special_tokens_in_messages
+                self.engine.model_path,
+                self.settings.special_tokens_in_messages,
+                self.settings.chat_template,
             )
         self._syntax = ChatSyntax()
         if self.tokenizer is not None:

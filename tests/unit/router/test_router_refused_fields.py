@@ -189,7 +189,6 @@ def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("thinking_token_budget", 100),
-        ("chat_template", "{{ x }}"),
         ("echo", True),
     ],
     ids=lambda value: str(value)[:30],
@@ -197,3 +196,14 @@ def test_what_is_not_supported_in_completions_is_refused_by_name(field, value):
 def test_what_is_not_supported_in_chat_is_refused_by_name(field, value):
     error = refusal(chat, **{field: value})
     assert (error.param, error.message) == (field, f"{field} is not supported")
+
+
+def test_a_template_of_a_request_is_refused_unless_the_operator_allows_it():
+    error = refusal(chat, chat_template="{{ x }}")
+    assert (error.param, error.code) == ("chat_template", "unsupported_parameter")
+    assert error.message == (
+        "chat_template is not supported unless the operator sets --trust-request-chat-template"
+    )
+    error = refusal(chat, chat_template_kwargs={"chat_template": "{{ x }}"})
+    assert error.param == "chat_template_kwargs"
+    assert "chat_template_kwargs cannot have chat_template" in error.message

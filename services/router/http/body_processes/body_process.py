@@ -3,13 +3,16 @@
     python -P -m pagewire.services.router.http.body_processes.body_process FILE_DESCRIPTOR
 
 It serves one socket, the router's, and ends when the router closes it or dies. A bug also ends it,
-with a traceback on stderr; so does a body that takes too much memory.
+with a traceback on stderr; so does a body that takes too much memory, or brings a chat template
+that takes too much CPU time.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +29,7 @@ from pagewire.services.router.http.api.openai.tokens import read_detokenize, rea
 from pagewire.services.router.http.api.responses.inputs import read_response, read_response_count
 from pagewire.services.router.http.body_processes.child_serving import (
     added_memory,
+    limit_cpu,
     memory_bytes,
     run,
 )
@@ -35,6 +39,7 @@ from pagewire.services.router.http.body_processes.framing import (
     send_message,
 )
 from pagewire.services.router.http.body_processes.protocol import (
+    TEMPLATE_CPU_S,
     BodyKind,
     Job,
     Refusal,
@@ -83,6 +88,8 @@ def serve(connection: socket.socket) -> None:
     """
     settings = RouterSettings(**receive_message(connection, dict[str, Any]))
     model = ServedModel.load(settings)
+    if model.before_template is not None:
+        model = replace(model, before_template=partial(limit_cpu, TEMPLATE_CPU_S))
     model.tokenizer.encode("a")  # starts threads, whose memory is not a body's
     while True:
         job = receive_message(connection, Job)
@@ -96,6 +103,8 @@ def serve(connection: socket.socket) -> None:
         except MemoryError:
             send_message(connection, Reply(Refusal.of(too_costly(job.num_bytes)), memory_bytes()))
             return  # what it holds now is scattered: the next body would have less
+        finally:
+            limit_cpu(0)
         head = msgspec.structs.replace(asked, prompts=())
         send_message(connection, Reply(head, memory_bytes(), len(asked.prompts)))
         for prompt in asked.prompts:

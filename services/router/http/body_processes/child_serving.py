@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ NICENESS = 5  # where cores are few, streams go first
 def run(serve: Callable[[socket.socket], None]) -> int:
     """Serve until the router closes the connection, whose file descriptor is the one argument."""
     os.nice(NICENESS)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which a parent may have had ignored
     with (
         socket.socket(fileno=int(sys.argv[1])) as connection,
         contextlib.suppress(ChannelError, ConnectionError),
@@ -33,6 +35,11 @@ def memory_bytes() -> int:
     except OSError:
         return 0
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def limit_cpu(seconds: float) -> None:
+    """Let the kernel end this process after so much CPU time from now on; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 @contextlib.contextmanager

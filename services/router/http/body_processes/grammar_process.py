@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import random
 import resource
-import signal
 import socket
 import sys
 import time
@@ -27,7 +26,11 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
-from pagewire.services.router.http.body_processes.child_serving import memory_bytes, run
+from pagewire.services.router.http.body_processes.child_serving import (
+    limit_cpu,
+    memory_bytes,
+    run,
+)
 from pagewire.services.router.http.body_processes.framing import receive_message, send_message
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar import limits
@@ -67,7 +70,6 @@ def serve(connection: socket.socket) -> None:
     Raises:
         ChannelError: the router has closed the connection.
     """
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which a parent may have had ignored
     settings = receive_message(connection, VocabularySettings)
     path = Path(settings.model)
     try:
@@ -96,7 +98,7 @@ def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
     except InvalidRequestError as exc:
         problem = exc.message
     finally:
-        _limit_cpu(0)
+        limit_cpu(0)
     if memory_bytes() - held > limits.MAX_COMPILE_BYTES:
         problem = problem or "the grammar is too large when it is compiled"
     found.append(problem)
@@ -110,9 +112,9 @@ def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:
     Raises:
         InvalidRequestError: it does not compile.
     """
-    _limit_cpu(limits.MAX_COMPILE_S)
+    limit_cpu(limits.MAX_COMPILE_S)
     matcher = Matcher(check_grammar(text, vocabulary))
-    _limit_cpu(limits.MAX_FOLLOW_S)
+    limit_cpu(limits.MAX_FOLLOW_S)
     choose = random.Random(zlib.crc32(text.encode()))
     words = mask_words(vocabulary.vocab_size)
     for _ in range(TRIED_TOKENS):
@@ -127,11 +129,6 @@ def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:
             break
         matcher.follow([choose.choice(tokens)])
     return matcher.problem
-
-
-def _limit_cpu(seconds: float) -> None:
-    """Let the kernel end this process after so much CPU time from now on; 0: never."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _limit_memory() -> None:

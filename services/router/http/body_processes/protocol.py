@@ -19,6 +19,9 @@ from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
 # the largest hostile bodies that are known take as much, and ordinary ones a fifth.
 MEMORY_PER_MIB = 150 << 20
 
+# For a request that brings its own chat template, to render and tokenize its conversation.
+TEMPLATE_CPU_S = 2.0
+
 BodyKind = Literal[
     "chat",
     "completion",
@@ -94,4 +97,12 @@ def too_costly(num_bytes: int) -> InvalidRequestError:
     return InvalidRequestError(
         f"the body of {num_bytes} bytes takes more than {most_memory(num_bytes) >> 20} MiB of "
         "memory to read: shorten its texts, tools and schemas"
+    )
+
+
+def too_slow() -> InvalidRequestError:
+    """Return the error of a request whose chat template takes more CPU time than it may."""
+    return InvalidRequestError(
+        f"chat_template takes more than {TEMPLATE_CPU_S:g} s of CPU time to render: simplify it",
+        "chat_template",
     )

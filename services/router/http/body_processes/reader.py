@@ -1,5 +1,7 @@
 """Reads bodies: small ones at once, larger ones in a thread, large ones in a process.
 
+A request that brings its own chat template is read in a process, whatever its size.
+
 Decoding, templates and lists of token ids hold Python's interpreter lock: a thread with a body of
 13 MB would stall the event loop, and all streams, for a second.
 """
@@ -8,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import msgspec
 
@@ -22,8 +26,9 @@ from pagewire.services.router.http.body_processes.protocol import (
     Refusal,
     Reply,
     too_costly,
+    too_slow,
 )
-from pagewire.services.router.text.served_model import ServedModel
+from pagewire.services.router.text.served_model import ServedModel, UnboundedHereError
 from pagewire.shared.base.errors import ChannelError, OverloadedError, RequestFailedError
 from pagewire.shared.settings.config import RouterSettings
 
@@ -64,7 +69,9 @@ class BodyReader:
         """
         async with self._turn:
             await asyncio.sleep(0)
-            return self._read(kind, raw, max_model_len)
+            with suppress(UnboundedHereError):
+                return self._read(kind, raw, max_model_len)
+        return await self._run(self._pool.threads, self._read_in_process, kind, raw, max_model_len)
 
     async def read_elsewhere(
         self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
@@ -77,9 +84,19 @@ class BodyReader:
             OverloadedError: too many bodies were before it in line.
             RequestFailedError: the process that reads it ended, or takes too long.
         """
-        threads, read = self._threads, self._read
-        if len(raw) > THREAD_BODY_BYTES:
-            threads, read = self._pool.threads, self._read_in_process
+        if len(raw) <= THREAD_BODY_BYTES:
+            with suppress(UnboundedHereError):
+                return await self._run(self._threads, self._read, kind, raw, max_model_len)
+        return await self._run(self._pool.threads, self._read_in_process, kind, raw, max_model_len)
+
+    async def _run(
+        self,
+        threads: ThreadPoolExecutor,
+        read: Callable[[BodyKind, bytes | bytearray, int], GenerationInput],
+        kind: BodyKind,
+        raw: bytes | bytearray,
+        max_model_len: int,
+    ) -> GenerationInput:
         bodies = [raw]
 
         def read_it() -> GenerationInput:
@@ -110,10 +127,12 @@ class BodyReader:
                 reply, prompts = _read_there(process, Job(kind, max_model_len, len(raw)), raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
-                has_aborted = _has_aborted(process, exc)
+                ended_by = _ended_by(process, exc)
                 self._pool.end(process)
-                if has_aborted:
+                if ended_by == signal.SIGABRT:  # as libraries do that get no more memory
                     raise too_costly(len(raw)) from exc
+                if ended_by == signal.SIGPROF:
+                    raise too_slow() from exc
                 if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
                     continue  # it may have ended while it was idle
                 problem = f"the process that reads large bodies failed: {exc}"
@@ -146,7 +165,7 @@ def _read_there(
     return reply, tuple(prompts)
 
 
-def _has_aborted(process: ChildProcess, error: Exception) -> bool:
-    """Whether a process has ended itself, as libraries do when they get no more memory."""
+def _ended_by(process: ChildProcess, error: Exception) -> int | None:
+    """Return the signal that has ended a process, if one has."""
     is_closed = isinstance(error, (ChannelError, ConnectionError))
-    return is_closed and process.killed_by() == signal.SIGABRT
+    return process.killed_by() if is_closed else None

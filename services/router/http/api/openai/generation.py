@@ -205,7 +205,8 @@ def chat_ids(
     """
     messages = chats.conversation(body)
     check_chars(chats.num_chars(messages, options), max_model_len, "messages")
-    ids = model.tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
+    tokenizer = model.tokenizer_with(body.chat_template)
+    ids = tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
     model.tokenizer.check_ids(ids, model.vocab_size, "messages")
     return ids
 

@@ -21,7 +21,7 @@ from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.request.sampling import SamplingFields, SamplingParams
 from pagewire.shared.request.sampling_types import NumTop
 from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
-from pagewire.shared.text.chat_template import TemplateVariables
+from pagewire.shared.text.chat_template import TemplateText, TemplateVariables
 from pagewire.shared.tool_calls.definitions import ToolChoice, Tools
 
 MAX_CHOICES = 1 + MAX_FORKS
@@ -177,6 +177,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         parallel_tool_calls: an answer may have several calls; by default it may.
         include_reasoning: answers have their reasoning; by default they do.
         reasoning_effort: given to the chat template.
+        chat_template: renders the conversation in place of the model's template, if the operator
+            allows it.
         chat_template_kwargs: given to the chat template.
         add_generation_prompt: the prompt ends where an answer begins; by default it does.
         continue_final_message: the answer goes on with the last message.
@@ -192,6 +194,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

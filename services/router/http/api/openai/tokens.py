@@ -19,7 +19,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.base.field_rules import of_items
 from pagewire.shared.request.sampling_types import TokenId
-from pagewire.shared.text.chat_template import TemplateVariables
+from pagewire.shared.text.chat_template import TemplateText, TemplateVariables
 from pagewire.shared.tool_calls.definitions import Tools
 
 MAX_TOKENS = 1 << 20  # of a text that is put together
@@ -52,6 +52,7 @@ class TokenizeBody(PlainBody, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: TemplateText | None = None
     chat_template_kwargs: TemplateVariables | None = None
     tools: Tools | None = None
 
