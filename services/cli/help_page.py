@@ -10,6 +10,10 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.other_words import advice_for_option
+from pagewire.shared.base.errors import ConfigError
+
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 FIRST = "Options"
 SEVERAL = "--served-model-name"  # takes several names; its commands have no arguments
@@ -34,7 +38,14 @@ class Command(TyperCommand):
         super().__init__(*args, help=text, **kwargs)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Also accept several names after one option, as vLLM's command does."""
+        """Also accept several names after one option, as vLLM's command does.
+
+        If an option is another program's, say what to use here.
+        """
+        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        if SEVERAL in known and (advice := advice_for_option(args, known)) is not None:
+            with one_line_errors():
+                raise ConfigError(advice)
         return list(super().parse_args(ctx, joined_names(args)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

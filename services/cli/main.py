@@ -14,11 +14,14 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.help_page import SETTINGS, Command
 from pagewire.services.cli.imports import without_garbage_searches
+from pagewire.services.cli.other_words import advice_for_command
 from pagewire.services.cli.stdout import checked_stdout
 from pagewire.services.cli.up.machine import forget_impossible_width
 from pagewire.services.cli.version import own_version
+from pagewire.shared.base.errors import ConfigError
 
 # Commands in the order of the help page, and the modules with a function of the same name.
 _MODULES = {
@@ -65,6 +68,13 @@ class _Group(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = _Commands()  # type: ignore[assignment]  # read-only
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command, or say what to type in place of another program's."""
+        if args and args[0] not in _MODULES and (advice := advice_for_command(args)) is not None:
+            with one_line_errors():
+                raise ConfigError(advice)
+        return super().resolve_command(ctx, args)
 
 
 def _open_closed_streams() -> None:

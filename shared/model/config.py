@@ -134,7 +134,7 @@ def _names_dtype(fields: Fields) -> bool:
 def _named(fields: Fields) -> list[str]:
     named = fields.raw.get("architectures")
     if not isinstance(named, list) or not named:
-        raise fields.error(f"names no architectures; supported are {', '.join(ARCHITECTURES)}")
+        raise fields.error('names no architectures, such as ["LlamaForCausalLM"]')
     return [str(architecture) for architecture in named]
 
 
@@ -156,10 +156,8 @@ def _architecture(fields: Fields, model_impl: ModelImpl) -> str:
             f"--model-impl transformers runs it by Hugging Face's, which is slower"
             f"{_condition(fields)}"
         )
-    reason = reason or why_refused(named[0], fields)
-    why = f": {reason}" if reason else ""
-    supported = ", ".join(ARCHITECTURES)
-    raise fields.error(f"architecture {named[0]} is not supported{why}; supported are {supported}")
+    reason = reason or why_refused(named[0], fields) or "none of the families here has it"
+    raise fields.error(f"architecture {named[0]} is not supported: {reason}")
 
 
 def _condition(fields: Fields) -> str:

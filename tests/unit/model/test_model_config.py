@@ -221,9 +221,9 @@ REFUSED = {
     "list-for-an-architecture": ({"architectures": [["a"]]}, "architecture ['a'] is not supported"),
     "other-architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
-        "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, Mistral",
+        "architecture GPT2LMHeadModel is not supported: none of the families here has it",
     ),
-    "no-architecture": ({"model_type": "llama"}, "names no architectures; supported are Llama"),
+    "no-architecture": ({"model_type": "llama"}, "names no architectures, such as"),
     "text-for-a-window": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": "4k"},
         "sliding_window must be a positive integer, not '4k'",

@@ -164,7 +164,7 @@ def test_windows_of_layers(
 REFUSED = {
     "experts": (
         {"architectures": ["PhimoeForCausalLM"]},
-        "PhimoeForCausalLM is not supported: it has a mixture of experts of another kind; ",
+        "PhimoeForCausalLM is not supported: it has a mixture of experts of another kind",
     ),
     "more-experts-than-there-are": (
         {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},

@@ -140,7 +140,7 @@ def test_what_has_no_effect(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_auto_names_the_other_way_and_does_not_take_it(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="--model-impl transformers runs it by Hugging Face's"):
         load_config(write(tmp_path), "auto")
-    with pytest.raises(ModelLoadError, match="supported are Llama") as caught:
+    with pytest.raises(ModelLoadError, match="none of the families here has it") as caught:
         load_config(tmp_path, "pagewire")
     assert "--model-impl" not in str(caught.value)
 
