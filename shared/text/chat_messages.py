@@ -25,6 +25,29 @@ Name = Annotated[
 ]
 
 
+# What parts of messages carry, by the types that OpenAI's and Anthropic's APIs and vLLM give them.
+MEDIA = {
+    "image": "images are",
+    "image_url": "images are",
+    "input_image": "images are",
+    "audio": "audio is",
+    "audio_url": "audio is",
+    "input_audio": "audio is",
+    "video": "video is",
+    "video_url": "video is",
+    "input_video": "video is",
+    "document": "files are",
+    "file": "files are",
+    "input_file": "files are",
+    "container_upload": "files are",
+}
+
+
+def media_problem(place: str, kind: str) -> str:
+    """Return what is wrong with a part of a message that is not text; never with its data."""
+    return f"{place}: {MEDIA[kind]} not supported, only text is"
+
+
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """A part of a message."""
 
@@ -170,6 +193,9 @@ def template_message(index: int, role: str, content: object, said: SaidMessage) 
 def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     field = f"{place}.content"
     if isinstance(content, list):
+        for at, part in enumerate(content):
+            if isinstance(part, dict) and str(kind := part.get("type")) in MEDIA:
+                raise InvalidRequestError(media_problem(f"{field}[{at}]", kind), field)
         try:
             parts = msgspec.convert(content, list[Part])
         except msgspec.ValidationError as exc:

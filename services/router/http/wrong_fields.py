@@ -14,6 +14,7 @@ from msgspec import inspect
 from pagewire.services.router.http.unsupported import refuse_unsupported
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.base.field_rules import rule_at
+from pagewire.shared.text.chat_messages import MEDIA, media_problem
 from pagewire.shared.tool_calls.definitions import check_tools_size
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,10 @@ _PATH = re.compile(r"`\$([^`]*)`$")
 _PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `([^`]+)`")
 _WRONG_TYPE = re.compile(r"^Expected `[^`]+`, got ")
+# Lists of messages' parts in the APIs.
+_LISTS_OF_PARTS = ("content", "input", "output", "system")
+_CONVERSATIONS = ("messages", "input", "system")
+_DATA = re.compile(rb"base64|image|audio|video|document|file")
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 
 
@@ -96,16 +101,31 @@ def describe_wrong_field(
         field = _joined(path)
         problem = f"{field}: the field {unknown[1][:100]!r} is unknown"
         return InvalidRequestError(problem, field, "unknown_parameter")
+    if (media := _media_at(raw, path)) is not None:
+        return media
     depth, rule = rule_at(inspect.type_info(kind), path)
     field = _joined(path[:depth])
     if missing and depth == len(path):
         return InvalidRequestError(f"{field} is required", field, "missing_required_parameter")
     try:
         shown = f", not {_shown(raw, path[:depth])}"
-    except (*UNDECODABLE, LookupError):  # nested too deeply, or the field is there twice
+    except (*UNDECODABLE, LookupError):  # or nested too deeply, or the field is there twice
         shown = ""
     code = "invalid_type" if _WRONG_TYPE.search(str(error)) else "invalid_value"
     return InvalidRequestError(f"{field} must be {rule}{shown}", field, code)
+
+
+def _media_at(raw: bytes | bytearray, path: list[str | int]) -> InvalidRequestError | None:
+    """Return what is wrong if a path leads to the type of a part that is an image or such."""
+    if len(path) < 3 or path[-3] not in _LISTS_OF_PARTS or path[-1] != "type":
+        return None
+    try:
+        kind = msgspec.json.decode(_value_at(raw, path))
+    except (*UNDECODABLE, LookupError):
+        return None
+    if not isinstance(kind, str) or kind not in MEDIA:
+        return None
+    return InvalidRequestError(media_problem(_joined(path[:-1]), kind), _joined(path[:-2]))
 
 
 def read_in_full(encoded: msgspec.Raw, field: str) -> tuple[Any, msgspec.Raw]:
@@ -133,19 +153,26 @@ def _joined(path: Sequence[str | int]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def _shown(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
-    """Return the value at a path, shortened.
-
-    Raises:
-        one of UNDECODABLE, LookupError: the body cannot be read up to there.
-    """
+def _value_at(raw: bytes | bytearray, path: Sequence[str | int]) -> msgspec.Raw:
     value = msgspec.Raw(raw)
     for part in path:
         if isinstance(part, int):
             value = msgspec.json.decode(value, type=list[msgspec.Raw])[part]
         else:
             value = msgspec.json.decode(value, type=dict[str, msgspec.Raw])[part]
-    view = memoryview(value)
+    return value
+
+
+def _shown(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
+    """Return the value at a path, shortened.
+
+    Raises:
+        one of UNDECODABLE, LookupError: the body cannot be read up to there, or the value may have
+            the data of an image.
+    """
+    view = memoryview(_value_at(raw, path))
+    if path[:1] and path[0] in _CONVERSATIONS and _DATA.search(view):
+        raise LookupError("it may have the data of an image, of which nothing is shown")
     if len(view) > MAX_SHOWN_BYTES:
         return bytes(view[:50]).decode(errors="replace") + "..."
     try:

@@ -169,10 +169,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("thread must be null", {"thread": {"type": "create"}}),
     ("messages[0].content", {"messages": [{"role": "user", "content": ""}]}),
     ("messages[0].content[0]", {"messages": [{"role": "user", "content": [IMAGE]}]}),
-    ("image", {"messages": [{"role": "user", "content": [IMAGE]}]}),
-    ("document", {"messages": [{"role": "user", "content": [DOCUMENT]}]}),
+    ("images are not supported", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+    ("files are not supported", {"messages": [{"role": "user", "content": [DOCUMENT]}]}),
     (
-        "messages[0].content[0].content[0]: a block of type image",
+        "messages[0].content[0].content[0]: images are not supported, only text is",
         {
             "messages": [
                 {
@@ -206,7 +206,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
             ]
         },
     ),
-    ("system[0]", {"system": [IMAGE]}),
+    ("system[0]: images are not supported", {"system": [IMAGE]}),
     ("system[0].type is required", {"system": [{"text": "Be brief."}]}),
     ("stop_sequences[0]", {"stop_sequences": [""]}),
     (

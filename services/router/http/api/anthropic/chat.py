@@ -12,7 +12,13 @@ from typing import Literal
 from pagewire.services.router.http.api.anthropic import schemas
 from pagewire.services.router.http.api.openai.schemas import ChatMessage
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
+from pagewire.shared.text.chat_messages import (
+    MAX_CALLS,
+    MEDIA,
+    CalledFunction,
+    CalledTool,
+    media_problem,
+)
 
 # Between messages of one turn, and between the system's blocks: texts that know nothing of each
 # other.
@@ -133,8 +139,8 @@ def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
 def _refused(
     place: str, block: schemas.Block | schemas.ResultBlock, role: str
 ) -> InvalidRequestError:
-    kind = type(block).__struct_config__.tag
+    kind = str(type(block).__struct_config__.tag)
+    if kind in MEDIA:
+        return InvalidRequestError(media_problem(place, kind), place)
     problem = f"is not allowed in messages with the role {role}"
-    if isinstance(block, schemas.ImageBlock | schemas.DocumentBlock):
-        problem = "is not supported: only text is"
     return InvalidRequestError(f"{place}: a block of type {kind} {problem}", place)
