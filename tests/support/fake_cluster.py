@@ -39,7 +39,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
     from pagewire.services.cli.up.progress import ServerConsole
     from pagewire.services.cli.up.ready_file import ReadyFile
 
-    def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    def service_argv(command: str, options: Mapping[str, Any], *_module: object) -> tuple[str, ...]:
         if command == "router":
             fds = (str(options["fd"]), str(options["operator_fd"]))
             arguments = ("router", str(state), options["router_id"], *fds)

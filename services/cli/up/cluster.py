@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,7 @@ from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.run_dir import private_dir
 from pagewire.services.cli.up.supervisor import Supervisor
 from pagewire.shared.base.addresses import is_loopback
+from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.listener import bound_socket
 from pagewire.shared.base.logs import LogForm, json_line
 from pagewire.shared.cluster.redis_client import without_password
@@ -120,8 +121,16 @@ class ClusterContext:
         return local_url(LOOPBACK, self.options.operator_port)
 
 
-async def run_cluster(context: ClusterContext) -> None:
+# What a cluster is started for, if not to serve until a signal comes.
+Work = Callable[[ClusterContext, Supervisor], Awaitable[None]]
+
+
+async def run_cluster(context: ClusterContext, work: Work | None = None) -> None:
     """Run a cluster until Ctrl-C, SIGTERM or SIGHUP; when it returns no process is left.
+
+    Args:
+        context: what it runs with.
+        work: begins once the cluster is ready; the cluster stops when it has ended.
 
     Raises:
         ConfigError: a service refuses its configuration, or Redis does not answer.
@@ -150,7 +159,8 @@ async def run_cluster(context: ClusterContext) -> None:
         ):
             stop = asyncio.Event()
             with _stop_on_signals(stop, supervisor, context):
-                await _Cluster(supervisor, context, store, sockets, client).run_until(stop)
+                cluster = _Cluster(supervisor, context, store, sockets, client, work)
+                await cluster.run_until(stop)
                 listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
                 context.say("stopped")
@@ -182,6 +192,7 @@ class _Cluster:
     store: Store
     sockets: RouterSockets
     client: httpx.AsyncClient
+    work: Work | None
 
     async def run_until(self, stop: asyncio.Event) -> None:
         """Run the cluster until it is to stop.
@@ -221,9 +232,17 @@ class _Cluster:
         facts = ReadyFacts(*urls, self.store.description, context.log_dir, context.needs_key)
         show_ready_box(console, view, facts)
         with _announced(context, view):
-            while True:
-                await self._poll()
-                await asyncio.sleep(RUNNING_POLL_S if supervisor.all_ready else STARTING_POLL_S)
+            watching = start_task(self._watch(), "watching")
+            try:
+                await (watching if self.work is None else self.work(context, supervisor))
+            finally:
+                await end_task(watching)
+
+    async def _watch(self) -> None:
+        """Keep the supervisor's view of a cluster that was ready up to date."""
+        while True:
+            await self._poll()
+            await asyncio.sleep(RUNNING_POLL_S if self.supervisor.all_ready else STARTING_POLL_S)
 
     async def _start_all(self) -> None:
         context, store = self.context, self.store

@@ -26,6 +26,7 @@ class ClusterOptions:
         operator_port: on the loopback address; 0 takes a free one.
         worker_options: settings of the workers by field name; None means "not given".
         router_options: settings of the router, likewise.
+        modules: what runs a role's services instead of `pagewire`; see `service_argv`.
     """
 
     prefill: int = 1
@@ -37,6 +38,7 @@ class ClusterOptions:
     device: str = "auto"
     worker_options: Mapping[str, Any] = field(default_factory=dict)
     router_options: Mapping[str, Any] = field(default_factory=dict)
+    modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def worker_names(self) -> list[str]:
@@ -77,7 +79,7 @@ def plan_services(
     for name in options.router_names:
         settings = {"router_id": name, **options.router_options, "host": LOOPBACK}
         settings |= {"fd": sockets.endpoint, "operator_fd": sockets.operator}
-        argv = service_argv("router", settings)
+        argv = service_argv("router", settings, options.modules.get("router", ()))
         specs.append(ChildSpec(name, argv, env, is_front=True, fds=sockets))
     return specs
 
@@ -87,12 +89,21 @@ def restarted_router(spec: ChildSpec) -> ChildSpec:
     return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
 
 
-def service_argv(command: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the command line of one of our services; options that are None are left out."""
+def service_argv(
+    command: str, options: Mapping[str, Any], module: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Return the command line of one of our services; options that are None are left out.
+
+    Args:
+        command: of `pagewire`, which runs the service.
+        options: of the command.
+        module: runs the service instead: its name, and arguments before the options.
+    """
     # -P: not even a checkout as the working directory may shadow a package
-    program = (sys.executable, "-P", "-m", "pagewire.services.cli.main", command)
+    python = (sys.executable, "-P", "-m")
+    program = module or ("pagewire.services.cli.main", command)
     flags = (_flag(name, value) for name, value in options.items() if value is not None)
-    return program + tuple(part for flag in flags for part in flag)
+    return (*python, *program, *(part for flag in flags for part in flag))
 
 
 def _flag(name: str, value: object) -> tuple[str, ...]:
@@ -120,7 +131,8 @@ def _plan_workers(
             settings["gpu_memory_utilization"] = share
         elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
             env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
-        yield ChildSpec(name, service_argv(role, settings), env)
+        argv = service_argv(role, settings, options.modules.get(role, ()))
+        yield ChildSpec(name, argv, env)
 
 
 def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
