@@ -32,6 +32,7 @@ _MODULES = {
     "bench": "bench.command",
     "status": "client.status",
     "top": "client.top",
+    "prove": "prove.command",
     "doctor": "doctor.command",
     "estimate": "estimate",
     "convert": "convert",

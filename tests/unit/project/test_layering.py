@@ -67,6 +67,7 @@ PACKAGES = (
     "services.cli.doctor",
     "services.decode",
     "services.prefill",
+    "services.cli.prove",
 )
 COMPOSERS = ("pagewire", "shared", "services", "services.router", "services.cli")
 UNSAFE_MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

@@ -1,0 +1,80 @@
+"""What the processes of the cluster count: read from their metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from pagewire.shared.base.errors import ProtocolError
+from pagewire.shared.metrics.pages import Target, decode_targets
+
+FETCH_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number that a process counts.
+
+    Attributes:
+        process: name of the router or worker.
+        labels: of the sample itself.
+    """
+
+    process: str
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The samples of all processes that answer."""
+
+    samples: list[Sample] = field(default_factory=list)
+
+    def by_process(self, name: str, **labels: str) -> dict[str, float]:
+        """Return a metric of each process that has it, summed over its other labels."""
+        found: dict[str, float] = {}
+        for each in self.samples:
+            if each.name == name and labels.items() <= each.labels.items():
+                found[each.process] = found.get(each.process, 0.0) + each.value
+        return found
+
+    def total(self, name: str, **labels: str) -> int:
+        """Return the sum of a metric over all processes."""
+        return int(sum(self.by_process(name, **labels).values()))
+
+
+async def read_counters(
+    client: httpx.AsyncClient, operator_url: str, role: str | None = None
+) -> Counters:
+    """Return the numbers of all processes, or of those of one role.
+
+    A process that does not answer in time is left out.
+    """
+    try:
+        response = await client.get(f"{operator_url}/sd", timeout=FETCH_TIMEOUT_S)
+        targets = decode_targets(response.content)
+    except (httpx.HTTPError, ProtocolError):
+        return Counters()
+    wanted = [each for each in targets if role in (None, each.labels.get("role"))]
+    pages = await asyncio.gather(*(_fetch(client, target) for target in wanted))
+    return Counters([sample for page in pages for sample in page])
+
+
+async def _fetch(client: httpx.AsyncClient, target: Target) -> list[Sample]:
+    try:
+        pages = [(await client.get(url, timeout=FETCH_TIMEOUT_S)).text for url in target.urls]
+    except httpx.HTTPError:
+        return []
+    return [sample for page in pages for sample in _samples(target.labels["instance"], page)]
+
+
+def _samples(process: str, page: str) -> Iterator[Sample]:
+    for family in text_string_to_metric_families(page):
+        for sample in family.samples:
+            yield Sample(process, sample.name, dict(sample.labels), sample.value)
