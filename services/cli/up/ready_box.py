@@ -57,6 +57,7 @@ def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> No
     console.print(_invitation(view), style="dim")
     for command in (chat_command(facts.url), curl_command(facts.url, view, facts.needs_key)):
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
+    console.print(f"See workers die and no token lost: {own_command()} prove", style="dim")
     console.print("Ctrl-C stops everything.", style="dim")
 
 
