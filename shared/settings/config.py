@@ -3,7 +3,8 @@
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
 Names, types, defaults and descriptions are only here and in two modules that this one imports:
 `base_settings.py` has the settings of all services, `common_settings.py` those of several. The
-command line's options are made from them; tests compare `.env.example` and docs/configuration.md with them.
+command line's options are made from them; tests compare `.env.example` and docs/configuration.md
+with them.
 """
 
 from __future__ import annotations

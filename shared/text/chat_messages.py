@@ -194,7 +194,7 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     field = f"{place}.content"
     if isinstance(content, list):
         for at, part in enumerate(content):
-            if isinstance(part, dict) and str(kind := part.get("type")) in MEDIA:
+            if isinstance(part, dict) and (kind := str(part.get("type"))) in MEDIA:
                 raise InvalidRequestError(media_problem(f"{field}[{at}]", kind), field)
         try:
             parts = msgspec.convert(content, list[Part])
