@@ -69,7 +69,8 @@ def chat(
 ) -> None:
     """Talk with a model of any OpenAI-compatible endpoint.
 
-    With a question as argument, it is the only one. Each answer streams, and a line below it says how fast it came.
+    With a question as argument, it is the only one.
+    Each answer streams, and a line below it says how fast it came.
     Pagewire's own endpoint also names the workers that computed it.
     Piped input is a conversation, too: one question a line.
 
