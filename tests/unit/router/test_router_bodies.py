@@ -194,14 +194,18 @@ NESTED = [
 def test_a_body_nested_to_any_depth_is_read_or_refused(kind: BodyKind, fields: str) -> None:
     """Also where it is within the reach of the decoder, and not of what comes after that."""
     limit, refused = sys.getrecursionlimit(), set()
-    for depth in range(limit - 150, limit + 1):
+    # From Python 3.12 on, a decoder in C may go deeper: down to 10,000.
+    for depth in (*range(limit - 150, limit + 1), *range(9_850, 10_001, 10), 20_000):
         raw = f'{{"model": "m", {fields.replace("DEEP", "[" * depth + "]" * depth)}}}'.encode()
         body = with_history(raw, b"") if kind.startswith("response") else raw
         try:
             read_body(kind, body, MODEL, CONTEXT)
         except InvalidRequestError as exc:
             refused.add(exc.message)
-    assert any("the body is nested too deeply" in message for message in refused)
+    assert any(
+        "the body is nested too deeply" in message or "must be a JSON object" in message
+        for message in refused
+    )
 
 
 JSON = st.recursive(
