@@ -44,9 +44,9 @@ ON_GPU = ("gpu", "ucx")
 # November 2026.
 TORCH_SIZES = {"CPU build": "0.2 GB", "CUDA build": "2.7 GB"}
 TEXTS = {
-    "serving": "what serving needs (up to 0.1 GB to download)",
-    "loadtest": "what load tests need (up to 0.2 GB to download)",
-    "dev": "what development needs (up to 0.5 GB to download)",
+    "serving": "what serving needs (up to 0.1 GB)",
+    "loadtest": "what load tests need (up to 0.2 GB)",
+    "dev": "what development needs (up to 0.5 GB)",
 }
 # Everything that serving imports.
 ENTRY_POINTS = ("cli.up.cluster", "cli.up.prepare", "router.main", "prefill.main", "decode.main")
@@ -98,7 +98,7 @@ def install_option_readers(directory: Path) -> None:
         if re.match(r"[\w-]+", requirement)[0] in READ_OPTIONS
     ]
     wanted += project["build-system"]["requires"]
-    if not pip_install(python, "what reads options (10 MB to download)", *wanted):
+    if not pip_install(python, "what reads options (up to 10 MB)", *wanted):
         sys.exit("installing failed; pip says why above")
 
 
@@ -109,7 +109,7 @@ def install_group(directory: Path, group: str, torch_index: str) -> None:
     if not has_torch(python):
         index = index_arguments(torch_index)
         build = "CPU build" if index and index[-1].rstrip("/").endswith("cpu") else "CUDA build"
-        what = f"{TORCH.replace('==', ' ')}, {build} (up to {TORCH_SIZES[build]} to download)"
+        what = f"{TORCH.replace('==', ' ')}, {build} (up to {TORCH_SIZES[build]})"
         # In a step of its own: a CPU build of this very release ("+cpu") outranks the plain one.
         if not pip_install(python, what, *index, TORCH):
             say("it cannot be installed here: taking what pyproject.toml allows")
@@ -155,11 +155,11 @@ def make_locked_venv(directory: Path, file: str) -> None:
     hashed = ("--no-deps", "--require-hashes", "--requirement")
     on_cpu = not shutil.which("nvidia-smi")
     cpu = ("--extra-index-url", CPU_INDEX, *hashed, "requirements/torch-cpu.txt")
-    if not (on_cpu and pip_install(python, "torch, the locked CPU build", *cpu)):
+    if not (on_cpu and pip_install(python, "torch, the locked CPU build (0.2 GB)", *cpu)):
         if on_cpu:
             say("torch's CPU build cannot be installed here: taking the one for CUDA")
         cuda = (*hashed, "requirements/torch-cuda.txt")
-        if not pip_install(python, "torch, the locked CUDA build", *cuda):
+        if not pip_install(python, "torch, the locked CUDA build (2.7 GB)", *cuda):
             sys.exit("installing torch failed; pip says why above")
     here = ("--no-deps", "--no-build-isolation", "--editable", ".")
     if not (
@@ -181,39 +181,39 @@ def make_bare_venv(directory: Path) -> str:
 
 
 class Progress:
-    """A line that says what is being done, since when, and how much was downloaded."""
+    """How long something has taken, and how much was downloaded."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self) -> None:
         self.began = time.monotonic()
         self.bytes = 0.0
 
     def __str__(self) -> str:
         size = f", {self.bytes / 1e6:.0f} MB downloaded" if self.bytes >= 5e5 else ""
-        return f"==> {self.what}: {time.monotonic() - self.began:.0f} s{size}"
+        return f"{time.monotonic() - self.began:.0f} s{size}"
 
 
 @contextlib.contextmanager
 def stage(what: str) -> Iterator[Progress]:
-    """Show a line while the block runs: on a terminal each second, in a log at the end."""
-    progress, is_done = Progress(what), threading.Event()
+    """Show what the block does, on one line that ends with its time; a terminal sees it grow."""
+    line, progress, is_done = f"==> {what}", Progress(), threading.Event()
 
     def show() -> None:
         while not is_done.wait(1):
-            print(f"\r{progress}", end="", flush=True)
+            text = f"{line}: {progress}"
+            print(f"\r{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
-    shown = threading.Thread(target=show)
-    if sys.stdout.isatty():
-        print(f"==> {what} ", end="", flush=True)
+    print(line, end="", flush=True)
+    shown = threading.Thread(target=show) if sys.stdout.isatty() else None
+    if shown is not None:
         shown.start()
     try:
         yield progress
     finally:
         is_done.set()
-        if shown.is_alive():
+        if shown is not None:
             shown.join()
-            print("\r", end="")
-        print(progress, flush=True)
+            print(f"\r{line}", end="")
+        print(f": {progress}", flush=True)
 
 
 def pip_install(python: str, what: str, *arguments: str) -> bool:
@@ -224,7 +224,7 @@ def pip_install(python: str, what: str, *arguments: str) -> bool:
     pip = (python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile")
     with tempfile.TemporaryFile("w+") as errors:
         with (
-            stage(f"installing {what}") as progress,
+            stage(what) as progress,
             subprocess.Popen(
                 (*pip, "--progress-bar", "off", *arguments),
                 cwd=ROOT,
@@ -303,4 +303,7 @@ def say(message: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
