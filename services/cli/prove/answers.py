@@ -16,12 +16,12 @@ from pagewire.services.cli.client.sse import EventParser
 from pagewire.shared.base.errors import UNDECODABLE
 
 MODEL = "pagewire-demo"
-MAX_TOKENS = 160
-TEMPERATURE = 0.9
+MAX_TOKENS = 128
+TEMPERATURE = 1.0
 PROMPTS = (
-    "Lambda expressions are used",
-    "The import statement combines two operations",
-    "A class definition defines",
+    "Lambda expressions",
+    "The import statement",
+    "The with statement is used to",
 )
 CONNECT_TIMEOUT_S = 10.0
 

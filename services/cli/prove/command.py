@@ -15,6 +15,7 @@ from pagewire.services.cli.prove.run import Proof, run_proof
 from pagewire.services.cli.prove.view import View
 from pagewire.services.cli.terminal import note
 from pagewire.services.cli.up.run_dir import make_log_dir
+from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.base.open_files import raise_open_file_limit
 
 Device = Annotated[
@@ -37,7 +38,11 @@ def prove(device: Device = "auto", as_json: Json = False) -> None:
     with one_line_errors():
         raise_open_file_limit()
         log_dir = make_log_dir()
-        proof = asyncio.run(run_proof(device, log_dir, View(Console(quiet=as_json))))
+        try:
+            proof = asyncio.run(run_proof(device, log_dir, View(Console(quiet=as_json))))
+        except PagewireError:
+            note(f"logs of the services: {log_dir}")
+            raise
     if not proof.is_complete:
         raise typer.Exit(EXIT_INTERRUPTED)
     if as_json:

@@ -13,7 +13,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagewire.services.cli.prove.answers import MAX_TOKENS, Reader
 from pagewire.services.cli.prove.cluster import ProofCluster, wait_until
@@ -23,10 +23,10 @@ from pagewire.shared.base.aio import end_task, start_task
 
 STAGE_TIMEOUT_S = 15.0  # for what a fault is to lead to
 FREEZE_AT = 30  # tokens of the first answer
-KILL_AT = 80  # likewise, at the earliest
+KILL_AT = 70  # likewise, at the earliest
 # The worker that is to be killed is stopped here, if the frozen one is not back yet: on a quick
 # machine the answers would end before that.
-HOLD_AT = MAX_TOKENS - 40
+HOLD_AT = MAX_TOKENS - 32
 MOVED = "pagewire_request_migrations_total"
 SEGMENTS = "pagewire_kv_transfer_segments_total"
 RESENDS = "pagewire_kv_transfer_resends_total"
@@ -48,9 +48,12 @@ class Disturber:
     orders: Orders
     say: Callable[[str], None]
     facts: Facts
+    _pids: dict[str, int | None] = field(default_factory=dict)  # when the run begins
 
     async def run(self) -> None:
         """Stream all answers, and disturb them; return when all have ended."""
+        names = self.cluster.context.options.worker_names
+        self._pids = {name: self.cluster.pid(name) for name in names}
         self.orders.post("flip")
         async with asyncio.TaskGroup() as group:
             group.create_task(self.reader.read(0))
@@ -142,14 +145,13 @@ class Disturber:
     async def _settle(self) -> None:
         """Read what is left once all answers have ended."""
         facts = self.facts
-        dead = {facts.killed_decode and facts.killed_decode.worker}
-        dead |= {facts.killed_prefill and facts.killed_prefill.worker}
-        names = self.cluster.context.options.worker_names
-        facts.survivors = tuple(name for name in names if name not in dead)
+        killed = {each.worker for each in (facts.killed_decode, facts.killed_prefill) if each}
+        facts.survivors = tuple(name for name in self._pids if name not in killed)
         await wait_until(self._is_clean, STAGE_TIMEOUT_S)
 
     async def _is_clean(self) -> bool:
-        counters, facts = await self.cluster.counters(), self.facts
+        counters, facts, pids = await self.cluster.counters(), self.facts, self._pids
+        facts.died = tuple(name for name in pids if self.cluster.pid(name) != pids[name])
         facts.moved = counters.total(MOVED)
         facts.corrupt = counters.total(SEGMENTS, direction="received", outcome="corrupt")
         used = counters.by_process(BLOCKS, state="used")

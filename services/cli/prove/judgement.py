@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from pagewire.services.cli.prove.answers import MAX_TOKENS, Answer
@@ -39,7 +39,8 @@ class Facts:
         killed_decode: the one that got SIGKILL.
         killed_prefill: the prefill worker that died of SIGKILL while it sent a segment.
         moved: migrations that the router counted.
-        survivors: workers that have lived through the run.
+        died: workers whose process has ended since the run began.
+        survivors: the workers that no fault was to kill.
         blocks_left: used blocks of each survivor that answers, once the answers have ended.
     """
 
@@ -50,6 +51,7 @@ class Facts:
     killed_decode: Strike | None = None
     killed_prefill: Claim | None = None
     moved: int = 0
+    died: tuple[str, ...] = ()
     survivors: tuple[str, ...] = ()
     blocks_left: dict[str, int] = field(default_factory=dict)
 
@@ -81,13 +83,15 @@ def _faults(facts: Facts) -> Iterator[Line]:
         flip is not None,
         "no KV segment was sent"
         if flip is None
-        else f"in a KV segment of {flip.num_bytes:,} bytes, on its way from {flip.worker}",
+        else f"in a KV segment of {flip.num_bytes:,} bytes from {flip.worker}",
     )
     yield _struck("decode worker frozen", "SIGSTOP", facts.frozen)
-    yield _struck("decode worker killed", "SIGKILL", facts.killed_decode)
+    struck = _struck("decode worker killed", "SIGKILL", facts.killed_decode)
+    is_dead = facts.killed_decode is not None and facts.killed_decode.worker in facts.died
+    yield replace(struck, passed=struck.passed and is_dead)
     yield Line(
         "prefill worker killed",
-        killed is not None,
+        killed is not None and killed.worker in facts.died,
         "none died while it sent a KV segment"
         if killed is None
         else f"{killed.worker} (SIGKILL), while it sent {killed.num_bytes:,} bytes of KV",
@@ -132,7 +136,7 @@ def _tokens(calm: Sequence[Answer], disturbed: Sequence[Answer]) -> Line:
 
 def _blocks(facts: Facts) -> Line:
     left = sum(facts.blocks_left.values())
-    silent = sorted({*facts.survivors} - facts.blocks_left.keys())
+    silent = sorted({*facts.survivors} - (facts.blocks_left.keys() - {*facts.died}))
     is_known = bool(facts.survivors) and not silent
     alive = ", ".join(facts.survivors)
     detail = f"{left} on {alive}, which lived on" if alive else "no worker is left"

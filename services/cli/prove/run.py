@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from pagewire.services.cli.prove.orders import Orders
 from pagewire.services.cli.prove.view import View
 from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
 from pagewire.services.cli.up.machine import inspect_machine
+from pagewire.services.cli.up.run_dir import private_dir
 from pagewire.services.cli.up.supervisor import Supervisor
 
 CALM_TIMEOUT_S = 60.0
@@ -66,21 +66,23 @@ async def run_proof(device: str, log_dir: Path, view: View) -> Proof:
     machine = inspect_machine()
     view.starting(len(machine.gpus) if device != "cpu" else 0)
     with (
-        tempfile.TemporaryDirectory(prefix="pagewire-prove-") as private,
+        private_dir() as private,
         (log_dir / "up.log").open("w", encoding="utf-8") as log,
     ):
-        orders = Orders(Path(private))
+        orders = Orders(private)
         context = proof_context(machine, device, orders.directory, log_dir, Console(file=log))
 
         async def work(running: ClusterContext, supervisor: Supervisor) -> None:
             proof.start_s = time.monotonic() - began
             view.started(proof.start_s)
             headers = key_header(endpoint(None)[1])
-            async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
-                await _run_twice(proof, ProofCluster(running, supervisor, client), orders, view)
-            proof.is_complete, proof.total_s = True, time.monotonic() - began
-            view.result(proof.lines, proof.total_s)
-            supervisor.hurry()  # nobody waits for an answer any more
+            try:
+                async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
+                    await _run_twice(proof, ProofCluster(running, supervisor, client), orders, view)
+                proof.is_complete, proof.total_s = True, time.monotonic() - began
+                view.result(proof.lines, proof.total_s)
+            finally:
+                supervisor.hurry()  # nobody waits for an answer any more
 
         await run_cluster(context, work)
     return proof

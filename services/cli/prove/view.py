@@ -42,11 +42,11 @@ class View:
     def calm(self) -> None:
         """The calm run begins."""
         what = f"{len(PROMPTS)} answers of {MAX_TOKENS} tokens, temperature {TEMPERATURE:g}"
-        self._head(f"Calm run: {what}; the first one:")
+        self._begin_text(f"Calm run: {what}; the first one:")
 
     def disturbed(self) -> None:
         """The disturbed run begins."""
-        self._head("Disturbed run: the same prompts and seeds")
+        self._begin_text("Disturbed run: the same prompts and seeds")
 
     def text(self, text: str) -> None:
         """Print what is added to the first answer, without breaking words."""
@@ -81,11 +81,11 @@ class View:
             return "ok  " if passed else "FAIL"
         return "✓" if passed else "✗"
 
-    def _head(self, text: str) -> None:
+    def _begin_text(self, heading: str) -> None:
         self._end_text()
         self._line("")
-        self._line(text, "bold")
-        self._blanks = -1  # the answer begins with a blank
+        self._line(heading, "bold")
+        self.text(PROMPTS[0])
 
     def _put(self, word: str) -> None:
         if word == "\n":

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.prove.answers import MAX_TOKENS, Answer
+from pagewire.services.cli.prove.answers import MAX_TOKENS, PROMPTS, Answer
 from pagewire.services.cli.prove.judgement import MAX_GAP_S, Facts, Line, Strike, judge
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.services.cli.prove.view import WIDTH, View
@@ -41,6 +41,7 @@ def facts() -> Facts:
         killed_decode=Strike("decode-1", 80),
         killed_prefill=Claim("prefill-0", "decode-0", 65_600),
         moved=3,
+        died=("prefill-0", "decode-1"),
         survivors=("prefill-1", "decode-0"),
         blocks_left={"prefill-1": 0, "decode-0": 0},
     )
@@ -54,7 +55,7 @@ def test_a_proof_in_which_all_happened_and_nothing_was_lost_has_ticks_alone() ->
     lines = judge(calm(), disturbed(), facts())
     assert crosses(lines) == []
     assert {line.name: line.detail for line in lines} == {
-        "byte flipped": "in a KV segment of 32,800 bytes, on its way from prefill-0",
+        "byte flipped": "in a KV segment of 32,800 bytes from prefill-0",
         "decode worker frozen": "decode-0 (SIGSTOP), after 30 tokens of the first answer",
         "decode worker killed": "decode-1 (SIGKILL), after 80 tokens of the first answer",
         "prefill worker killed": "prefill-0 (SIGKILL), while it sent 65,600 bytes of KV",
@@ -78,6 +79,9 @@ def test_a_proof_in_which_all_happened_and_nothing_was_lost_has_ticks_alone() ->
         ({"killed_decode": None}, ["decode worker killed"]),
         ({"killed_decode": Strike("decode-1", MAX_TOKENS)}, ["decode worker killed"]),
         ({"killed_prefill": None}, ["prefill worker killed"]),
+        ({"died": ("prefill-0",)}, ["decode worker killed"]),
+        ({"died": ("decode-1",)}, ["prefill worker killed"]),
+        ({"died": ("prefill-0", "decode-1", "decode-0")}, ["KV blocks left"]),
         ({"blocks_left": {"prefill-1": 0, "decode-0": 2}}, ["KV blocks left"]),
         ({"blocks_left": {"decode-0": 0}}, ["KV blocks left"]),
         ({"survivors": (), "blocks_left": {}}, ["KV blocks left"]),
@@ -143,7 +147,7 @@ def test_a_fault_stands_between_the_words_of_the_answer() -> None:
         view.result([Line("gap", True, "1 s")], 1.0)
 
     assert printed(show)[2:7] == [
-        "  a line",
+        f"  {PROMPTS[0]} a line",
         "    indented and",
         "  >> killed decode-0",
         "  one[31m more",
@@ -156,13 +160,13 @@ def test_long_lines_break_between_words() -> None:
 
     def show(view: View) -> None:
         view.disturbed()
-        view.text(" ".join(words))
+        view.text(" " + " ".join(words))
         view.result([Line("gap", True, "1 s")], 1.0)
 
     text = printed(show)[2:-4]
     assert len(text) == 3
     assert max(map(len, text)) <= WIDTH
-    assert " ".join(text).split() == words
+    assert " ".join(text).split() == [*PROMPTS[0].split(), *words]
 
 
 def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
