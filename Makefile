@@ -38,7 +38,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-exhaustive test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm lint fmt lock clean redis prometheus
+.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-exhaustive test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm bench-faults lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ bench-gpu-2: $(LOADTEST) ## Time the KV wire and serving on two GPUs, likewise
 
 bench-warm: $(LOADTEST) ## Time the first requests after "ready" on one GPU (5 minutes); fails if they wait
 	@$(BIN)/python -P -m pagewire.loadtest.bench.warm $(ARGS)
+
+bench-faults: $(LOADTEST) ## Kill, freeze and restart parts of a system under load: ARGS="pagewire-1p1d" (10 minutes)
+	@$(BIN)/python -P -m pagewire.loadtest.faults.run $(ARGS)
 
 test-compose: $(DEV) ## Build, start, torment and upgrade the containers; needs a Docker engine (12 minutes)
 	@tests/compose/base_image.sh

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import httpx
 
 from pagewire.loadtest.cluster import BenchError
 from pagewire.loadtest.faults.measures import Capacity, KvMeter, measured_capacity
-from pagewire.loadtest.faults.players import Player, measured_ratio
+from pagewire.loadtest.faults.players import Player, Prepared, measured_ratio
 from pagewire.loadtest.faults.processes import SystemUnderTest
 from pagewire.loadtest.faults.results import (
     Observation,
@@ -79,6 +79,31 @@ class Report:
     results: list[Result] = field(default_factory=list)
 
 
+@dataclass
+class Recovery:
+    """Whether a system's recovery from the faults of a run is over.
+
+    Attributes:
+        acting: runs the commands.
+        seen: checks of whether the system is whole, so far.
+        limit_s: longest time that a recovery may take after the last command.
+        deadline: time at which it is over in any case; None before the first question.
+    """
+
+    acting: asyncio.Task[None]
+    seen: Sequence[Observation]
+    limit_s: float
+    deadline: float | None = None
+
+    def is_over(self) -> bool:
+        """Return whether all commands have run and the system is whole, or not whole in time."""
+        if not self.acting.done():
+            return False
+        now = time.monotonic()
+        self.deadline = self.deadline or now + self.limit_s
+        return bool(self.seen and self.seen[-1].is_whole) or now > self.deadline
+
+
 class Benchmark:
     """A system, a load, and what is measured with both.
 
@@ -95,8 +120,14 @@ class Benchmark:
         self._streams = streams(load, settings.seed)
         self._held = 0.0  # KV that was in use when no request was left
 
-    async def run(self, scenarios: Sequence[Scenario]) -> Report:
+    async def run(
+        self, scenarios: Sequence[Scenario], on_result: Callable[[Report], None]
+    ) -> Report:
         """Start the system, play the scenarios, and stop it.
+
+        Args:
+            scenarios: what to play.
+            on_result: called after each scenario with all results so far.
 
         Raises:
             BenchError: the system did not start, or a request failed without any fault.
@@ -120,9 +151,14 @@ class Benchmark:
                 timeout_s=settings.timeout_s,
                 retries=settings.retries,
             )
-            return await self._play_all(player, scenarios)
+            return await self._play_all(player, scenarios, on_result)
 
-    async def _play_all(self, player: Player, scenarios: Sequence[Scenario]) -> Report:
+    async def _play_all(
+        self,
+        player: Player,
+        scenarios: Sequence[Scenario],
+        on_result: Callable[[Report], None],
+    ) -> Report:
         capacity = (await self._capacity(player)).tokens_per_s
         say(f"capacity: {capacity:.0f} tokens/s; two calm runs of {len(self._streams)} streams")
         calm, again = [await self._play_calm(player) for _ in range(2)]
@@ -138,6 +174,7 @@ class Benchmark:
         )
         for scenario in scenarios:
             report.results.append(await self._try(scenario, player, calm))
+            on_result(report)
         return report
 
     async def _play_calm(self, player: Player) -> list[Sent]:
@@ -175,21 +212,37 @@ class Benchmark:
         meter = None if self._system.kv is None else KvMeter(self._system.kv, player)
         if meter is not None:
             self._held = await meter.settled(self._held)
-        further = further_requests(scenario.further, self._load, self._settings.seed)
-        prepared = player.prepare([*self._streams, *further])
+        further = player.prepare(
+            further_requests(scenario.further, self._load, self._settings.seed)
+        )
         began = time.monotonic() + HEAD_START_S
         done: list[tuple[float, str]] = []
+        seen: list[Observation] = []
         async with asyncio.TaskGroup() as group:
-            playing = group.create_task(player.play(prepared, began))
             acting = group.create_task(self._act(scenario.faults(self._load), began, done))
-            checks = group.create_task(
-                self._running.watch(
-                    began, lambda: playing.done() and acting.done(), self._settings.recovery_s
-                )
+            recovery = Recovery(acting, seen, self._settings.recovery_s)
+            playing = group.create_task(self._play_waves(player, further, began, recovery))
+            group.create_task(
+                self._running.watch(began, seen, lambda: playing.done() and recovery.is_over())
             )
         summary = summarize(playing.result(), calm)
         result = Result(scenario.name, faults=done, summary=summary)
-        return await self._after(result, player, meter, (checks.result(), began, before))
+        return await self._after(result, player, meter, (seen, began, before))
+
+    async def _play_waves(
+        self, player: Player, further: list[Prepared], began: float, recovery: Recovery
+    ) -> list[Sent]:
+        """Send the streams and further requests; repeat the streams until the recovery is over."""
+        prepared = player.prepare(self._streams)
+        waves = []
+        async with asyncio.TaskGroup() as group:
+            while True:
+                waves.append(group.create_task(player.play([*prepared, *further], began)))
+                began, further = began + self._load.seconds, []
+                await asyncio.sleep(began - time.monotonic())
+                if recovery.is_over():
+                    break
+        return [sent for wave in waves for sent in wave.result()]
 
     async def _after(
         self,

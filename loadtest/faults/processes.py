@@ -119,26 +119,21 @@ class SystemUnderTest:
         return output.strip()
 
     async def watch(
-        self, began: float, done: Callable[[], bool], recovery_s: float
-    ) -> list[Observation]:
+        self, began: float, seen: list[Observation], is_over: Callable[[], bool]
+    ) -> None:
         """Check again and again whether the system is whole.
 
         Args:
             began: start of the run, by `time.monotonic`.
-            done: whether the run has ended; after that, checks go on until the system is whole.
-            recovery_s: longest time of these checks.
+            seen: gets the checks.
+            is_over: whether the check before was the last one.
         """
-        found: list[Observation] = []
-        deadline = None
         while True:
             begin = time.monotonic()
             is_whole = await self.is_whole()
-            end = time.monotonic()
-            found.append(Observation(begin - began, end - began, is_whole))
-            if done():
-                deadline = deadline or end + recovery_s
-                if is_whole or end > deadline:
-                    return found
+            seen.append(Observation(begin - began, time.monotonic() - began, is_whole))
+            if is_over():
+                return
             await asyncio.sleep(CHECK_S)
 
     async def _wait_started(self) -> None:

@@ -34,6 +34,7 @@ from pagewire.services.cli.client.client_options import endpoint
 from pagewire.shared.base.errors import ConfigError, PagewireError
 
 EXIT_WRONG, EXIT_CONFIG = 1, 2
+POSITIVE = ("seconds", "rate", "long_rate", "storm_stay_s", "freeze_s", "timeout", "probe_clients")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -75,7 +76,7 @@ def load_of(options: argparse.Namespace) -> Load:
     Raises:
         ConfigError: a number is out of range.
     """
-    for name in ("seconds", "rate", "long_rate", "storm_stay_s", "freeze_s", "timeout"):
+    for name in POSITIVE:
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
     return Load(
@@ -137,11 +138,15 @@ def run(words: Sequence[str]) -> int:
     )
     folder = options.out or Path(tempfile.mkdtemp(prefix="pagewire-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    report = asyncio.run(Benchmark(system, load, settings, folder.resolve()).run(scenarios))
-    content = record(system, report, load, settings, words)
-    file = folder / "faults.json"
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    print(f"\n{system.name}, {content['date']}\n")
+
+    def save(report: Report) -> None:
+        content = record(system, report, load, settings, words)
+        text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+        (folder / "faults.json").write_bytes(text + b"\n")
+
+    benchmark = Benchmark(system, load, settings, folder.resolve())
+    report = asyncio.run(benchmark.run(scenarios, save))
+    print(f"\n{system.name}, {time.strftime('%Y-%m-%d %H:%M %z')}\n")
     print(table(report, system.kv.unit if system.kv else "by capacity"))
     say_errors(report)
     print(f"\nresults and logs: {folder}")

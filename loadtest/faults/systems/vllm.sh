@@ -9,6 +9,10 @@ answers() { # port
     curl -sf -m 2 -o /dev/null "http://127.0.0.1:$1/health"
 }
 
+is_gone() { # port
+    ! answers "$1"
+}
+
 wait_until() { # seconds, command
     local end=$((SECONDS + $1))
     shift
@@ -35,6 +39,7 @@ restart() { # name, port
     set_state "$1" drain
     wait_until 100 is_idle "$2"
     kill -TERM "$(cat "$RUN/$1.pid")"
+    wait_until 60 is_gone "$2"
     set_state "$1" ready # haproxy's health check decides from here on
 }
 

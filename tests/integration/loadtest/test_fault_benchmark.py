@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagewire.loadtest.faults.run import run
+from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.local_cluster import free_port
 
 # The endpoint's faults, by the names of commands that scenarios have.
@@ -37,6 +41,7 @@ labels = {state = "used"}
 pages = ["http://127.0.0.1:$PORT/metrics"]
 free_timeout_s = 1
 """
+PROGRAM = (sys.executable, "-P", "-m", "pagewire.loadtest.faults.run")
 LOAD = "--seconds 0.6 --rate 16 --prompt-tokens 4:8 --output-tokens 8:16 --long-prompt-tokens 50"
 LOAD += " --storm-clients 8 --storm-stay-s 0.1 --freeze-s 0.5 --probe-clients 2 --long-rate 5"
 LOAD += " --timeout 1 --recovery-s 0.5"
@@ -144,6 +149,38 @@ def test_a_retry_hides_what_was_dropped(tmp_path: Path) -> None:
 
 def test_no_process_is_left(report: dict[str, Any]) -> None:
     folder = Path(report["command"].partition("--out ")[2].split()[0])
-    pid = int((folder / "server.pid").read_text())
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert not is_running(folder / "server.pid")
+
+
+def is_running(pid_file: Path) -> bool:
+    try:
+        os.kill(int(pid_file.read_text()), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_benchmark_that_is_stopped_ends_faults_and_processes(tmp_path: Path) -> None:
+    (tmp_path / "system.toml").write_text(SYSTEM)
+    words = [*LOAD.split(), "--set", f"PORT={free_port()}", "--out", str(tmp_path)]
+    words += ["--scenario", "freeze decode", "--freeze-s", "60", "--timeout", "60"]
+    process = subprocess.Popen(
+        [*PROGRAM, str(tmp_path / "system.toml"), *words], stdout=subprocess.PIPE, text=True
+    )
+    pause = tmp_path / "pause"
+    try:
+        wait_until(lambda: pause.exists() or process.poll() is not None, 60, every=0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT, output
+    assert not pause.exists()
+    assert not is_running(tmp_path / "server.pid")
+
+
+def test_a_wrong_command_line_is_one_line() -> None:
+    done = subprocess.run([*PROGRAM, "nothing"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: nothing: No such file or directory; name a file, or one ")
+    assert done.stderr.count("\n") == 1

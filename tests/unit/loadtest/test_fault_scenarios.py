@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagewire.loadtest.faults.run import load_of, parse
 from pagewire.loadtest.faults.scenarios import (
     COMMANDS,
     SCENARIOS,
@@ -152,3 +153,16 @@ def test_given_values_go_before_the_environment_and_the_file(
 def test_a_file_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere.*No such file.*pagewire-1p1d"):
         read_system(tmp_path / "nowhere", {})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rate", "0"], "--rate must be greater than 0"),
+        (["--probe-clients", "0"], "--probe-clients must be greater than 0"),
+        (["--prompt-tokens", "x"], "'x' is not a number of tokens"),
+    ],
+)
+def test_a_load_out_of_range_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_of(parse(["pagewire-1p1d", *words]))
