@@ -49,7 +49,7 @@ def test_no_stream_notices_that_its_worker_was_killed(
     content = json.loads((tmp_path / "faults.json").read_text())
     [result] = content["report"]["results"]
     assert (code, result["not_tried"], content["problems"]) == (0, "", {"kill decode": []})
-    assert result["summary"]["requests"] == content["report"]["calm"]["requests"] > 4
+    assert result["summary"]["requests"] >= content["report"]["calm"]["requests"] > 4
     assert (result["summary"]["failed"], result["summary"]["different"]) == (0, [])
     assert (result["is_whole"], result["kv_not_freed"]) == (True, 0)
     assert result["full_after_s"] > 0.5, "the worker was away for some time"

@@ -91,7 +91,7 @@ def test_a_changed_token_is_found(results: dict[str, dict[str, Any]]) -> None:
 
 
 def test_a_pause_is_a_gap_in_which_the_system_is_not_whole(
-    results: dict[str, dict[str, Any]],
+    report: dict[str, Any], results: dict[str, dict[str, Any]]
 ) -> None:
     result = results["freeze decode"]
     assert result["summary"]["failed"] == 0
@@ -99,6 +99,8 @@ def test_a_pause_is_a_gap_in_which_the_system_is_not_whole(
     assert 0.25 < longest < 5
     assert 0.4 < result["full_after_s"] < 5
     assert [command for _, command in result["faults"]] == ["freeze decode", "thaw decode"]
+    calm = report["report"]["calm"]["requests"]
+    assert result["summary"]["requests"] >= 2 * calm, "streams were repeated until the thaw"
 
 
 def test_a_system_that_does_not_come_back_is_started_again(
