@@ -14,8 +14,18 @@ send_if_there() { # signal, name
     send "$1" "$2"
 }
 
+# Names of processes that died and are not ready again, as `pagewire up` reports them at once. Routers
+# know of a worker's death only when its connection ends, and of a router's when its lease ends.
+died() {
+    ls "$RUN"/up.*.log > /dev/null 2>&1 || return 0 # it was started elsewhere
+    awk '$4 == "died:" { dead[$3] }
+        /^[^ ]+ [^ ]+ [^ ]+ is ready again$/ { delete dead[$3] }
+        END { for (name in dead) print name }' "$(ls "$RUN"/up.*.log | sort -V | tail -1)"
+}
+
 is_whole() { # number of routers and workers
     local cluster
+    [ -z "$(died)" ] || return 1
     cluster=$(curl -sf -m 2 "http://127.0.0.1:$OPERATOR_PORT/cluster") || return 1
     [ "$(grep -o '"state":"ready"' <<< "$cluster" | wc -l)" = "$1" ] || return 1
     ! grep -q '"missing_links":\["' <<< "$cluster"

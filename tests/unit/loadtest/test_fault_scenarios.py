@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +112,30 @@ def test_the_descriptions_can_be_read(name: str) -> None:
     assert "$" not in "".join([*system.health, system.name, *system.kv.pages, system.kv.targets])
     assert system.commands.keys() <= COMMANDS
     assert {"kill decode", "freeze decode", "thaw decode", "restart"} <= system.commands.keys()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_descriptions_have_no_errors_of_syntax(name: str) -> None:
+    system = read_system(Path(name), {})
+    commands = [step for command in system.commands for step in system.steps(command)]
+    scripts = [*commands, *system.processes.values(), system.whole, system.version]
+    scripts += [file.read_text() for file in SYSTEMS.glob("*.sh")]
+    for script in scripts:
+        done = subprocess.run(["bash", "-n", "-c", script], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), script
+
+
+@pytest.mark.gateway
+def test_haproxy_takes_its_configuration() -> None:
+    ports = {"PORT": "8000", "PORT_A": "8101", "PORT_B": "8102", "ADMIN_PORT": "8199"}
+    done = subprocess.run(
+        ["haproxy", "-c", "-f", str(SYSTEMS / "haproxy.cfg")],
+        env={**os.environ, **ports},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
 
 
 @pytest.mark.parametrize(
