@@ -59,6 +59,7 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         log_dir=logs,
         console=ServerConsole(),
         ready_file=ReadyFile(state / "ready.json"),
+        model="fake",
     )
     (state / "supervisor.pid").write_text(str(os.getpid()))
     with one_line_errors():

@@ -8,9 +8,15 @@ import typer
 
 from pagewire.services.cli.client.endpoint_url import root_url, usual_operator_url
 from pagewire.services.cli.options import setting
+from pagewire.services.cli.running import RunningCluster, running_clusters
+from pagewire.services.cli.terminal import note
 from pagewire.shared.settings.config import ClientSettings, load_settings
 
-Url = Annotated[str | None, setting(ClientSettings, "url", note="Also PAGEWIRE_URL.")]
+NAMED = 6  # clusters that a line names
+_NEWEST = "that of the newest `pagewire up` here, or http://127.0.0.1:8000"
+Url = Annotated[
+    str | None, setting(ClientSettings, "url", note="Also PAGEWIRE_URL.", unset=_NEWEST)
+]
 OperatorUrl = Annotated[
     str | None, setting(ClientSettings, "operator_url", note="Also PAGEWIRE_OPERATOR_URL.")
 ]
@@ -47,7 +53,9 @@ Timeout = Annotated[
 
 
 def operator_endpoint(url: str | None, operator_url: str | None) -> str:
-    """Return the URL of the operator port: as given, else the endpoint's default one.
+    """Return the URL of the operator port: as given, else of the newest cluster that runs here.
+
+    If none does, it is the default endpoint's default one.
 
     Raises:
         ConfigError: a URL or a setting in the environment is wrong.
@@ -55,15 +63,31 @@ def operator_endpoint(url: str | None, operator_url: str | None) -> str:
     settings = load_settings(ClientSettings, {"url": url, "operator_url": operator_url})
     if settings.operator_url is not None and (url is None or operator_url is not None):
         return root_url(settings.operator_url, "--operator-url (or PAGEWIRE_OPERATOR_URL)")
+    if "url" not in settings.model_fields_set and (found := newest_cluster()) is not None:
+        return found.operator_url
     return usual_operator_url(root_url(settings.url))
+
+
+def newest_cluster() -> RunningCluster | None:
+    """Return the newest cluster that runs here, if one does; a line on stderr names the others."""
+    found = running_clusters()
+    if len(found) > 1:
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        named = ", ".join(map(str, found[1:NAMED]))
+        note(f"this is {found[0]}; also running: {named}{more}; choose with --url")
+    return found[0] if found else None
 
 
 def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | None]:
     """Return the URL and the API key: as given, else from the environment.
 
+    Without a URL, it is that of the newest cluster that runs here.
+
     Raises:
         ConfigError: a setting in the environment is wrong.
     """
     settings = load_settings(ClientSettings, {"url": url, "api_key": api_key})
-    key = settings.api_key
-    return settings.url, None if key is None else key.get_secret_value()
+    key, chosen = settings.api_key, settings.url
+    if "url" not in settings.model_fields_set and (found := newest_cluster()) is not None:
+        chosen = found.url
+    return chosen, None if key is None else key.get_secret_value()

@@ -21,6 +21,7 @@ from pagewire.services.cli.doctor.memory import available_memory
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.services.cli.program import own_command
+from pagewire.services.cli.running import RunningCluster, running_clusters
 from pagewire.services.cli.up.machine import (
     LOOPBACK,
     PortTakenError,
@@ -108,6 +109,8 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         else:
             yield await check_redis(settings)
             yield await check_port(settings)
+            if clusters := running_clusters():
+                yield show_clusters(clusters)
             yield check_keys(settings)
             if worker.model_impl == "transformers":
                 yield check_transformers()
@@ -230,6 +233,13 @@ async def check_port(settings: RouterSettings) -> Finding:
     except ConfigError as exc:
         return await asyncio.to_thread(_explain_host, host, str(exc))
     return Finding("ok", "Port", f"{port} on {host} is free")
+
+
+def show_clusters(clusters: list[RunningCluster]) -> Finding:
+    """Return the finding about clusters that run already, the newest first."""
+    newest, *others = (f"{each} (process {each.pid})" for each in clusters)
+    more = f"; also {', '.join(others)}" if others else ""
+    return Finding("ok", "Cluster", f"{newest} runs{more}", f"{own_command()} status")
 
 
 def _explain_host(host: str, problem: str) -> Finding:

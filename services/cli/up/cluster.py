@@ -19,6 +19,7 @@ from rich.console import Console
 
 from pagewire import __version__
 from pagewire.services.cli.cluster_view import ClusterView, fetch_cluster_view
+from pagewire.services.cli.running import RunningCluster
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
@@ -75,6 +76,7 @@ class ClusterContext:
         log_format: format of log lines and of this process's messages.
         needs_key: clients must send an API key.
         ready_file: shows other programs when the cluster is ready.
+        model: the name that clients ask for.
     """
 
     options: ClusterOptions
@@ -88,6 +90,7 @@ class ClusterContext:
     log_format: LogForm = "text"
     needs_key: bool = False
     ready_file: ReadyFile | None = None
+    model: str = ""
 
     def say(self, message: str) -> None:
         """Print a message with the time."""
@@ -141,6 +144,7 @@ async def run_cluster(context: ClusterContext, work: Work | None = None) -> None
         bound_socket(options.host, options.port) as listener,
         bound_socket(LOOPBACK, options.operator_port, "--operator-port") as operator,
         private_dir() as private,
+        _record(context, operator.getsockname()[1]).kept_in(private),
     ):
         options = replace(options, operator_port=operator.getsockname()[1])
         context = replace(context, options=options)
@@ -164,6 +168,17 @@ async def run_cluster(context: ClusterContext, work: Work | None = None) -> None
                 listener.close()  # new clients are refused; routers close theirs as they drain
                 await supervisor.stop()
                 context.say("stopped")
+
+
+def _record(context: ClusterContext, operator_port: int) -> RunningCluster:
+    return RunningCluster(
+        pagewire=__version__,
+        pid=os.getpid(),
+        url=context.url,
+        operator_url=local_url(LOOPBACK, operator_port),
+        model=context.model,
+        started_s=time.time(),
+    )
 
 
 def choose_store(context: ClusterContext, private: Path) -> Store:

@@ -17,7 +17,7 @@ from pagewire.services.cli.up.run_dir import make_log_dir
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
-from pagewire.shared.model.source import resolve_model
+from pagewire.shared.model.source import resolve_model, served_names
 from pagewire.shared.model.transformers_model.config import require_transformers
 
 
@@ -64,4 +64,5 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
         log_format=router.log_format,
         needs_key=load_keys(router) is not None,
         ready_file=ready_file,
+        model=served_names(router.served_model_name, router.model)[0],
     )

@@ -36,7 +36,7 @@ def make_log_dir(root: Path | None = None) -> Path:
         return Path(tempfile.mkdtemp(prefix="pagewire-logs-"))
     runs = {run: match[1] for run in root.iterdir() if (match := RUN_NAME.fullmatch(run.name))}
     for old in sorted(runs, reverse=True)[KEPT_RUNS:]:
-        if not _is_running(runs[old]):
+        if not is_running(runs[old]):
             shutil.rmtree(old, ignore_errors=True)
     return root / name
 
@@ -48,7 +48,7 @@ def private_dir() -> Iterator[Path]:
     What a killed supervisor has left is removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*"):
-        if not _is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):
+        if not is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):
             shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix=f"{PRIVATE_PREFIX}{os.getpid()}-"))  # mode 0700
     try:
@@ -57,7 +57,8 @@ def private_dir() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_running(pid: str) -> bool:
+def is_running(pid: str) -> bool:
+    """Return whether a process runs; True for a text that is not a process's id."""
     if not pid.isdigit():
         return True  # not one of our names: leave it alone
     try:

@@ -63,7 +63,7 @@ def test_help_shows_where_clients_look() -> None:
     default = ClientSettings.model_fields["url"].default
     for command in ("chat", "complete", "batch", "bench", "status"):
         page = one_line(pagewire(command, "--help").stdout)
-        assert f"PAGEWIRE_URL. [default: {default}]" in page
+        assert f"[default: that of the newest `pagewire up` here, or {default}]" in page
 
 
 @pytest.mark.parametrize("arguments", [(), ("up",), ("chat",)])
