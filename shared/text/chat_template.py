@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import jinja2
@@ -223,6 +224,23 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": options.add_generation_prompt,
         }
+
+
+def read_template(file: Path, special_tokens: dict[str, str]) -> ChatTemplate:
+    """Return the template of a file that the operator names.
+
+    Raises:
+        ModelLoadError: the file cannot be read, or is not valid Jinja.
+    """
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
+        raise ModelLoadError(
+            f"setting chat_template (PAGEWIRE_CHAT_TEMPLATE) cannot be {str(file)[:200]!r} "
+            f"({reason}): it must be a file with a Jinja template"
+        ) from exc
+    return ChatTemplate(source, special_tokens, str(file))
 
 
 class RequestTemplate(ChatTemplate):

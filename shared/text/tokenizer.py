@@ -17,7 +17,13 @@ import tokenizers
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.settings.types import SpecialTokens
-from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fit, RequestTemplate
+from pagewire.shared.text.chat_template import (
+    ChatOptions,
+    ChatTemplate,
+    Fit,
+    RequestTemplate,
+    read_template,
+)
 from pagewire.shared.text.encoding import Encoder
 from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
@@ -96,8 +102,8 @@ class Tokenizer:
         eos = _eos_token_ids(path, names, backend)
         bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
         if chat_template is not None:
-            file = ChatTemplate(_chosen_source(chat_template), names, str(chat_template))
-            return cls(backend, file, bos, eos, special_tokens, names=names)
+            chosen = read_template(chat_template, names)
+            return cls(backend, chosen, bos, eos, special_tokens, names=names)
         sources = _chat_template_sources(path, config)
         template, tools = (ChatTemplate(each, names) if each else None for each in sources)
         return cls(backend, template, bos, eos, special_tokens, tools, names)
@@ -334,17 +340,6 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
     found = (named.get(name) for name in ("default", "tool_use"))
     default, tools = (each if isinstance(each, str) else None for each in found)
     return default, tools
-
-
-def _chosen_source(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
-        raise ModelLoadError(
-            f"setting chat_template (PAGEWIRE_CHAT_TEMPLATE) cannot be {str(file)[:200]!r} "
-            f"({reason}): it must be a file with a Jinja template"
-        ) from exc
 
 
 def _read_source(file: Path) -> str | None:

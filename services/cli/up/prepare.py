@@ -41,6 +41,11 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
     if worker.model_impl == "transformers":
         require_transformers()
     load_sampling_defaults(model_path, router.generation_config)
+    if router.chat_template is not None:
+        # Here: importing Jinja would delay all starts.
+        from pagewire.shared.text.chat_template import read_template
+
+        read_template(router.chat_template, {})
     ready_file = ReadyFile(Path(params["ready_file"])) if params["ready_file"] else None
     return ClusterContext(
         options=ClusterOptions(

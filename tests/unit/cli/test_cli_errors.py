@@ -77,6 +77,11 @@ def test_unsupported_architecture(tmp_path: Path) -> None:
     assert_one_line(pagewire("up", "--model", str(tmp_path)), "MysteryForCausalLM")
 
 
+def test_a_chat_template_that_cannot_be_used(tmp_path: Path) -> None:
+    missing = tmp_path / "none.jinja"
+    assert_one_line(pagewire("up", "--chat-template", str(missing)), str(missing), "No such file")
+
+
 def test_port_in_use(taken_port: int) -> None:
     done = pagewire("up", "--port", str(taken_port))
     assert_one_line(done, f"port {taken_port}", "in use", "--port")
