@@ -80,9 +80,6 @@ def test_tokens_are_those_of_the_formula(vocab, make, reference):
         min_p=chance.choices([0.0, 0.0, 0.001, 0.05, 1.0], k=rows),
         first_seed=chance.randrange(-(2**62), 2**62),
     )
-    columns = [column.numpy() for column in x[1:5]]
-    expected = [
-        _token(x.logits[row], *(column[row] for column in columns), int(x.seeds[row]), position)
-        for row, position in enumerate(x.positions.tolist())
-    ]
+    columns = (column.numpy() for column in x[1:])
+    expected = [_token(logits, *row) for logits, *row in zip(x.logits, *columns, strict=True)]
     assert reference.sample(*x).tolist() == expected

@@ -60,6 +60,7 @@ def proof_context(
         drain_timeout_s=DRAIN_TIMEOUT_S,
         log_dir=log_dir,
         console=console,
+        model=MODEL,
     )
 
 
