@@ -104,7 +104,7 @@ test-compose: $(DEV) ## Build, start, torment and upgrade the containers; needs 
 	@tests/compose/base_image.sh
 	$(BIN)/pytest -m "compose or release" tests/compose $(ARGS)
 
-test-wheel: $(DEV) ## Install the wheel in a clean environment, and try it there (2 minutes)
+test-wheel: $(DEV) ## Install the wheel and each extra in a clean environment, and try them (some minutes)
 	$(BIN)/pytest -m release tests/e2e/test_wheel.py $(ARGS)
 
 lint: $(DEV) .typing/pagewire ## Check style and types
