@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = ("*.py", "*.md", "*.sh", "*.yml", "Makefile", "Dockerfile")
-BUILD_TOOLS = {"uv", "wheel"}  # pyproject.toml names the others
+BUILD_TOOLS = {"cyclonedx-bom", "twine", "uv", "wheel"}  # pyproject.toml names the others
 # From "pip install" to the end of the quotation, command or line.
 ADVICE = re.compile(r"\bpip install\b([^`\n&]*)")
 
