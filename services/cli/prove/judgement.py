@@ -94,14 +94,14 @@ def _faults(facts: Facts) -> Iterator[Line]:
         killed is not None and killed.worker in facts.died,
         "none died while it sent a KV segment"
         if killed is None
-        else f"{killed.worker} (SIGKILL), while it sent {killed.num_bytes:,} bytes of KV",
+        else f"{killed.worker} (SIGKILL), as it sent {killed.num_bytes:,} bytes of KV",
     )
 
 
 def _struck(name: str, signal_name: str, strike: Strike | None) -> Line:
     if strike is None:
         return Line(name, False, "the first answer had ended")
-    when = f"after {strike.token} tokens of the first answer"
+    when = f"at token {strike.token} of the first answer"
     is_speaking = 0 < strike.token < MAX_TOKENS
     return Line(name, is_speaking, f"{strike.worker} ({signal_name}), {when}")
 

@@ -186,6 +186,13 @@ def test_options_that_were_not_given_are_not_passed_on() -> None:
     assert argv[1] == "-P"
 
 
+def test_another_program_runs_the_services_of_one_role() -> None:
+    specs = plan(modules={"prefill": ("some.module", "--orders", "here")})
+    assert specs["prefill-0"].argv[1:6] == ("-P", "-m", "some.module", "--orders", "here")
+    assert flag(specs["prefill-0"], "--worker-id") == "prefill-0"
+    assert specs["decode-0"].argv[3:5] == ("pagewire.services.cli.main", "decode")
+
+
 @pytest.mark.parametrize(
     ("count", "visible", "names"),
     [

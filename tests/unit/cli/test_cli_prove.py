@@ -56,9 +56,9 @@ def test_a_proof_in_which_all_happened_and_nothing_was_lost_has_ticks_alone() ->
     assert crosses(lines) == []
     assert {line.name: line.detail for line in lines} == {
         "byte flipped": "in a KV segment of 32,800 bytes from prefill-0",
-        "decode worker frozen": "decode-0 (SIGSTOP), after 30 tokens of the first answer",
-        "decode worker killed": "decode-1 (SIGKILL), after 80 tokens of the first answer",
-        "prefill worker killed": "prefill-0 (SIGKILL), while it sent 65,600 bytes of KV",
+        "decode worker frozen": "decode-0 (SIGSTOP), at token 30 of the first answer",
+        "decode worker killed": "decode-1 (SIGKILL), at token 80 of the first answer",
+        "prefill worker killed": "prefill-0 (SIGKILL), as it sent 65,600 bytes of KV",
         "corrupt segments found": "1 of 1",
         "segments sent again": "1",
         "answers moved": "3 times, the first answer 2 times",
