@@ -38,7 +38,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-parts test-clusters test-clients test-gpu test-compose test-exhaustive test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm bench-faults lint fmt lock clean redis prometheus
+.PHONY: help setup up prove recording test test-parts test-clusters test-clients test-gpu test-compose test-exhaustive test-wheel loadtest bench-router bench-gpu bench-gpu-2 bench-warm bench-faults lint fmt lock clean redis prometheus
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,12 @@ up: CHECK_FIRST = $(CHECK) $(ARGS)
 up: $(SERVING) ## Start a cluster on this machine; options: ARGS="--prefill 1 --decode 2"
 	@$(BIN)/pagewire up $(ARGS)
 endif
+
+prove: $(SERVING) ## Kill and freeze workers of a cluster of its own, and show that no token is lost (30 s)
+	@$(BIN)/pagewire prove $(ARGS)
+
+recording: $(SERVING) redis ## Record that as a picture, docs/prove.svg
+	@$(BIN)/python -P -m pagewire.tools.recording --out docs/prove.svg --begin "ready after" -- $(BIN)/pagewire prove
 
 ifneq ($(ARGS),)
 test: $(DEV) redis prometheus
