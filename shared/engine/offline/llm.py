@@ -35,6 +35,7 @@ from pagewire.shared.kv.block_pool import BlockCounts
 from pagewire.shared.model.pooling import load_pooling
 from pagewire.shared.request.sampling import SamplingParams
 
+FAILURES = ("error", "abort")
 UNBOUNDED = 2**31  # the caller's list of prompts bounds the queue
 
 Message = Mapping[str, Any]
@@ -239,8 +240,9 @@ class LLM(OfflineModel):
             with GenerationProgress(len(answers), use_tqdm) as progress:
                 for answer in answers.values():
                     answer.progress = progress
-                while not self._live.keys().isdisjoint(answers):
-                    if self._step().others:
+                while not self._live.keys().isdisjoint(answers.keys()):
+                    others = self._step().others
+                    if any(each.finish_reason in FAILURES for each in others):
                         _raise_error(answers)
             self._step()  # finishes the overlapped step, if there is one
         finally:
@@ -260,7 +262,7 @@ class LLM(OfflineModel):
                         yield news
                 _raise_error(answers)
                 with self._running:
-                    if not self._live.keys().isdisjoint(answers):
+                    if not self._live.keys().isdisjoint(answers.keys()):
                         self._step()
         finally:
             self._left.extend(answers)
