@@ -68,6 +68,7 @@ RUN_TOGETHER = {
     ),
     "with two decode workers": (
         "cluster_answers",
+        "cluster_examples",
         "cluster_faults",
         "cluster_killed",
         "cluster_logprobs",

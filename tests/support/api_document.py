@@ -16,8 +16,8 @@ JSON = "application/json"
 STREAM = "text/event-stream"
 
 
-def document(needs_key: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(openapi_document(needs_key))
+def document(needs_key: bool = False, model: str = "MODEL") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(openapi_document(needs_key, model))
     return found
 
 

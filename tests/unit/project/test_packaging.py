@@ -96,7 +96,7 @@ def test_wheel_has_the_files_of_pages(wheel: zipfile.ZipFile) -> None:
         for file in (ROOT / "services/router" / folder).iterdir()
         if file.suffix in (".html", ".css", ".js")
     ]
-    assert len(pages) == 8
+    assert len(pages) == 7
     assert set(pages) <= set(wheel.namelist())
 
 

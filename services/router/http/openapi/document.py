@@ -56,15 +56,18 @@ the request has in the server's logs, which a request may choose by the same hea
 
 
 @cache
-def openapi_document(needs_key: bool) -> bytes:
+def openapi_document(needs_key: bool, model: str) -> bytes:
     """Return the document as JSON.
 
     Args:
         needs_key: requests need an API key.
+        model: the name of the model in examples.
     """
     paths: dict[str, Schema] = {}
     for route in ROUTES:
-        paths.setdefault(route.path_format, {})[_method(route)] = _operation(route, needs_key)
+        paths.setdefault(route.path_format, {})[_method(route)] = _operation(
+            route, needs_key, model
+        )
     document = {
         "openapi": "3.1.0",
         "info": {"title": "Pagewire", "version": __version__, "description": _DESCRIPTION.strip()},
@@ -86,19 +89,19 @@ def _method(route: APIRoute) -> str:
     return method.lower()
 
 
-def _operation(route: APIRoute, needs_key: bool) -> Schema:
+def _operation(route: APIRoute, needs_key: bool, model: str) -> Schema:
     of = operation_of(route.openapi_extra)
     found: Schema = {
         "operationId": _identifier(route),
         "tags": route.tags,
         "summary": route.description,
-        "parameters": list(_parameters(route, of)),
+        "parameters": list(_parameters(route, of, model)),
         "responses": _responses(route, of, needs_key and not of.is_open),
     }
     if of.body is not None:
         content: Schema = {"schema": _ref(of.body)}
         if of.example is not None:
-            content["example"] = {"model": "MODEL", **of.example}
+            content["example"] = {"model": model, **of.example}
         found["requestBody"] = {"required": True, "content": {"application/json": content}}
     if of.is_open and needs_key:
         found["security"] = []
@@ -110,10 +113,12 @@ def _identifier(route: APIRoute) -> str:
     return "_".join([_method(route), *(word for word in words if word != "v")])
 
 
-def _parameters(route: APIRoute, of: Operation) -> Iterable[Schema]:
+def _parameters(route: APIRoute, of: Operation, model: str) -> Iterable[Schema]:
     for name in _PARAMETER.findall(route.path_format):
         described = {"name": name, "in": "path", "description": _PATH_FIELDS[name]}
-        yield {**described, "required": True, "schema": {"type": "string", "minLength": 1}}
+        example = {"example": model} if name == "model_id" else {}
+        schema = {"type": "string", "minLength": 1}
+        yield {**described, "required": True, "schema": schema, **example}
     if of.query is not None:
         for name, schema in _plain_schema(of.query)["properties"].items():
             described = {"description": schema.pop("description", "")}

@@ -1,13 +1,15 @@
-"""The OpenAPI document at `/openapi.json`, and the page that shows it at `/docs`.
+"""The OpenAPI document at `/openapi.json`, and the page at `/docs`, by Swagger UI.
 
-The page's files are in `docs/`. It loads nothing from elsewhere. Where requests need an API key, so
-does the document; the page, which says nothing of the server, asks for the key.
+The page's files are in `docs/`, and Swagger UI's in the package `fastapi_offline`, so that nothing
+is loaded from elsewhere. Where requests need an API key, so does the document. The page, which says
+nothing of the server, asks for the key and sends it with what a reader tries out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from importlib import resources
+from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -17,11 +19,23 @@ from pagewire.services.router.http.openapi.document import openapi_document
 from pagewire.services.router.http.routes.generation import service_of
 
 PAGE = "/docs"
+_OWN = resources.files(__package__).joinpath("docs")
+_SWAGGER_UI = resources.files("fastapi_offline").joinpath("static")
 FILES = {
-    PAGE: ("page.html", "text/html; charset=utf-8"),
-    f"{PAGE}/style.css": ("style.css", "text/css; charset=utf-8"),
-    f"{PAGE}/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    f"{PAGE}/schema.js": ("schema.js", "text/javascript; charset=utf-8"),
+    PAGE: (_OWN.joinpath("page.html"), "text/html; charset=utf-8"),
+    f"{PAGE}/style.css": (_OWN.joinpath("style.css"), "text/css; charset=utf-8"),
+    f"{PAGE}/page.js": (_OWN.joinpath("page.js"), "text/javascript; charset=utf-8"),
+    **{
+        f"{PAGE}/{name}": (_SWAGGER_UI.joinpath(name), f"text/{kind}; charset=utf-8")
+        for name, kind in (("swagger-ui.css", "css"), ("swagger-ui-bundle.js", "javascript"))
+    },
+}
+# Swagger UI writes styles into the page, and has icons as data.
+_HEADERS = {
+    **HEADERS,
+    "content-security-policy": HEADERS["content-security-policy"].replace(
+        "style-src 'self'", "style-src 'self' 'unsafe-inline'"
+    ),
 }
 DOCS_PATHS = frozenset(FILES)
 
@@ -31,18 +45,19 @@ docs_router = APIRouter(redirect_slashes=False, include_in_schema=False)
 @docs_router.get("/openapi.json")
 async def show_document(request: Request) -> Response:
     """Return the OpenAPI document."""
-    body = openapi_document(service_of(request).api_keys is not None)
+    service = service_of(request)
+    body = openapi_document(service.api_keys is not None, service.model.name)
     return Response(body, media_type="application/json")
 
 
-def _shows(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = resources.files(__package__).joinpath("docs", name).read_bytes()
+def _shows(file: Traversable, kind: str) -> Callable[[], Awaitable[Response]]:
+    content = file.read_bytes()
 
     async def show() -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
+        return Response(content, media_type=kind, headers=_HEADERS)
 
     return show
 
 
-for _path, (_name, _kind) in FILES.items():
-    docs_router.get(_path)(_shows(_name, _kind))
+for _path, (_file, _kind) in FILES.items():
+    docs_router.get(_path)(_shows(_file, _kind))
