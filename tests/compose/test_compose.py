@@ -75,15 +75,16 @@ def test_the_gpu_override_fits() -> None:
     assert "nvidia" in done.stdout
 
 
-def test_the_profile_watch_adds_two_services_that_can_do_little() -> None:
+def test_the_profile_watch_adds_three_services_that_can_do_little() -> None:
     done = _config("docker-compose.yml", env=SECRETS, profile="watch")
     assert done.returncode == 0, done.stderr
     services = yaml.safe_load(done.stdout)["services"]
-    for name in ("prometheus", "grafana"):
+    for name in ("prometheus", "alertmanager", "grafana"):
         assert services[name]["read_only"] is True
         assert services[name]["cap_drop"] == ["ALL"]
         assert services[name]["user"] not in ("", "0", "root")
     assert "ports" not in services["prometheus"]
+    assert "ports" not in services["alertmanager"]
     assert "127.0.0.1" in str(services["grafana"]["ports"])
 
 

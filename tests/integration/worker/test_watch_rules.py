@@ -278,6 +278,13 @@ def test_each_alert_has_a_case() -> None:
     assert CASES.keys() == alerts().keys()
 
 
+@pytest.mark.parametrize(
+    "name", ["PagewireRedisDown", "PagewireTargetDown", "PagewireProcessMissing"]
+)
+def test_what_leaves_clients_served_is_a_warning(name: str) -> None:
+    assert alerts()[name]["labels"]["severity"] == "warning"
+
+
 def test_the_healthy_cluster_has_what_alerts_look_at() -> None:
     names = {name for rule in alerts().values() for name in METRIC.findall(rule["expr"])}
     names |= {name for expr in recorded().values() for name in METRIC.findall(expr)}

@@ -168,7 +168,7 @@ def test_the_runbook_has_each_alert_and_no_other() -> None:
 
 def test_compose_mounts_what_there_is() -> None:
     mounted = set()
-    for service in ("prometheus", "grafana"):
+    for service in ("prometheus", "alertmanager", "grafana"):
         for volume in COMPOSE["services"][service]["volumes"]:
             source = volume.partition(":")[0]
             if source.startswith("./"):
@@ -179,6 +179,21 @@ def test_compose_mounts_what_there_is() -> None:
         assert path.exists(), path
     for file in files:
         assert mounted & {file, *file.parents}, f"nothing mounts {file}"
+
+
+def test_alerts_go_to_one_receiver_by_the_alertmanager_of_compose() -> None:
+    [manager] = load_yaml(WATCH / "prometheus.yml")["alerting"]["alertmanagers"]
+    assert manager["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+    routing = load_yaml(WATCH / "alertmanager.yml")
+    [receiver] = routing["receivers"]
+    assert routing["route"]["receiver"] == receiver["name"]
+    known = {f'alertname="{name}"' for name in alerts()}
+    for rule in routing["inhibit_rules"]:
+        assert set(rule["source_matchers"]) <= known
+    # It reaches receivers outside; nobody outside reaches it.
+    service = COMPOSE["services"]["alertmanager"]
+    assert set(service["networks"]) == {"cluster", "public"}
+    assert "ports" not in service
 
 
 def operator_port() -> str:
