@@ -63,6 +63,8 @@ class Registry:
         unsealed_records: reads of a record that no member of the cluster wrote.
         malformed_records: reads of an entry that is not a worker record.
         other_version_records: reads of a record whose worker speaks another protocol version.
+        expired_records: records that their workers neither renewed nor withdrew; each is counted
+            by the one reader that removes its id.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Registry:
         self.unsealed_records = 0
         self.malformed_records = 0
         self.other_version_records = 0
+        self.expired_records = 0
         self._redis, self._timeout_s = redis, timeout_s
         self._seal = RecordSeal(cluster_secret)
         tag = cluster_tag(cluster_secret)
@@ -94,7 +97,7 @@ class Registry:
         Raises:
             RedisUnavailableError: Redis does not answer.
         """
-        await redis_call(self._redis.delete(self._record_prefix + worker_id), self._timeout_s)
+        await redis_call(self._withdraw(worker_id), self._timeout_s)
 
     async def list_workers(self) -> list[WorkerRecord | OtherVersion]:
         """Return the records of all workers that are alive, in no particular order.
@@ -142,6 +145,15 @@ class Registry:
         elif isinstance(added, Exception):
             raise added
 
+    async def _withdraw(self, worker_id: str) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.srem(self._ids_key, worker_id)  # first: an id without a record has expired
+        pipeline.delete(self._record_prefix + worker_id)
+        removed, _ = await pipeline.execute(raise_on_error=False)
+        # A value that is no set of ids is repaired by whoever publishes next.
+        if isinstance(removed, Exception) and not isinstance(removed, ResponseError):
+            raise removed
+
     async def _list_workers(self) -> list[WorkerRecord | OtherVersion]:
         raw_ids = list(await cast("Awaitable[set[bytes]]", self._redis.smembers(self._ids_key)))
         if not raw_ids:
@@ -151,7 +163,7 @@ class Registry:
         entries = list(zip(raw_ids, raw_records, strict=True))
         dead = [raw_id for raw_id, raw in entries if raw is None]
         if dead:
-            await self._redis.srem(self._ids_key, *dead)
+            self.expired_records += await self._redis.srem(self._ids_key, *dead)
         records = (
             self._decode(raw_id.decode(errors="replace"), raw)
             for raw_id, raw in entries

@@ -64,6 +64,10 @@ class RouterDirectory:
         lease_s: how long a record is valid.
         state: returns this router's state; called before each renewal.
         clock: returns a time in seconds.
+
+    Attributes:
+        expired_records: records of routers that ended without removing them, and that this router
+            was the first to remove.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class RouterDirectory:
         state: Callable[[], RouterState],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.expired_records = 0
         self._redis, self._router_id, self._epoch = redis, router_id, time.time_ns()
         self._clock, self._ahead_s = clock, 0.0  # Redis' clock is ahead by this
         self._interval_s, self._lease_s, self._state = interval_s, lease_s, state
@@ -152,7 +157,8 @@ class RouterDirectory:
         Raises:
             RedisUnavailableError: Redis does not answer.
         """
-        now, dead, alive = self._now_ms(), list[bytes](), dict[str, RouterRecord]()
+        now, alive = self._now_ms(), dict[str, RouterRecord]()
+        unsealed, expired = list[bytes](), list[bytes]()
         entries.pop(self._router_id.encode(), None)
         for field, sealed in entries.items():
             router_id = field.decode(errors="replace")
@@ -160,16 +166,19 @@ class RouterDirectory:
                 raw = self._seal.open(self._place(router_id), sealed)
                 record = msgspec.msgpack.decode(raw, type=RouterRecord)
             except SealError:
-                dead.append(field)
+                unsealed.append(field)
             except UNDECODABLE:
                 logger.debug("the record of %s is of another release, which sweeps it", router_id)
             else:
                 if record.expires_ms > now:
                     alive[router_id] = record
                 else:
-                    dead.append(field)
-        if dead:
-            await redis_call(self._redis.hdel(self._key, *dead), _TIMEOUT_S)
+                    expired.append(field)
+        if unsealed:
+            await redis_call(self._redis.hdel(self._key, *unsealed), _TIMEOUT_S)
+        if expired:
+            removed = await redis_call(self._redis.hdel(self._key, *expired), _TIMEOUT_S)
+            self.expired_records += removed
         self._others = dict(itertools.islice(alive.items(), MAX_ROUTERS))
 
     def _place(self, router_id: str) -> str:

@@ -47,6 +47,11 @@ class WorkerFaults:
                 self.publisher.failed_renewals,
             ),
             (
+                "expired_worker_records",
+                "Records of workers that ended without removing them, found by this worker",
+                self.registry.expired_records,
+            ),
+            (
                 "index_failed_flushes",
                 "Batches of prefix index entries that Redis did not take",
                 self.index.failed_flushes,

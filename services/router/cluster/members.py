@@ -70,6 +70,11 @@ class ClusterMembers:
         )
         self._startup = Startup(settings.expected_workers)
 
+    @property
+    def expired_records(self) -> int:
+        """Records of processes that are lost, which this router was the first to remove."""
+        return self.registry.expired_records + self._routers.expired_records
+
     async def start(self, metrics_endpoint: str) -> None:
         """Look for workers, and announce this router. There may be no worker, and no Redis."""
         await self.directory.start()

@@ -48,6 +48,11 @@ class StateCollector:
         # Not the workers' name of this metric: the router's family would hide theirs.
         yield ignored_records("pagewire_router_ignored_worker_records", self.members.registry)
         yield CounterMetricFamily(
+            "pagewire_router_expired_records",
+            "Records of routers and workers that ended without removing them, found by this router",
+            value=self.members.expired_records,
+        )
+        yield CounterMetricFamily(
             "pagewire_index_failed_lookups",
             "Lookups in the prefix index that Redis did not answer, or that were left out after "
             "failures in a row",

@@ -68,6 +68,25 @@ def test_a_record_that_is_not_renewed_is_gone_and_its_id_swept(any_redis_url: st
     run_async(scenario())
 
 
+def test_only_a_record_that_expires_is_counted_as_lost_and_once(any_redis_url: str) -> None:
+    async def scenario() -> None:
+        async with (
+            registry_at(any_redis_url, lease_s=0.2) as registry,
+            registry_at(any_redis_url, lease_s=0.2) as other,
+        ):
+            for name in ("stopped", "killed"):
+                await registry.publish(record(name))
+            await registry.withdraw("stopped")
+            assert ids(await registry.list_workers()) == ["killed"]
+            assert registry.expired_records == 0
+            await asyncio.sleep(0.3)
+            for reader in (registry, other, registry):
+                assert await reader.list_workers() == []
+            assert (registry.expired_records, other.expired_records) == (1, 0)
+
+    run_async(scenario())
+
+
 def test_two_clusters_on_one_redis_never_mix(any_redis_url: str) -> None:
     async def scenario() -> None:
         async with client_of(any_redis_url) as client:

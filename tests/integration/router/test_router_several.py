@@ -201,6 +201,7 @@ def test_records_of_the_dead_and_of_strangers_are_not_taken_and_swept(
         await others.start("http://127.0.0.1:9")
         assert others.others() == []
         assert await redis.hkeys(KEY) == [b"sound"]
+        assert others.expired_records == 1
         for directory in (dead, stranger, others):
             await directory.close()
         assert await redis.hkeys(KEY) == []

@@ -75,6 +75,9 @@ RECEIVED = of(
     "pagewire_kv_transfer_bytes_total", "decode", "d0", direction="received", transport="zmq"
 )
 
+LOST = of("pagewire_router_expired_records_total", "router", "r0")
+LOST_TO_WORKERS = of("pagewire_expired_worker_records_total", "decode", "d0")
+
 CASES = {
     "PagewireNotServing": Case(
         {of("pagewire_workers", "router", "r0", worker_role="decode", state="ready"): OFF}, [{}]
@@ -125,7 +128,8 @@ CASES = {
         up("router", "r0")
         | up("prefill", "p0", "1x20")  # all of a role
         | up("decode", "d0")
-        | up("decode", "d1", "1x20"),  # one of several
+        | up("decode", "d1", "1x20")  # one of several
+        | {LOST: "0x20 2x40"},
         [{"role": "prefill"}, {"role": "decode"}],
     ),
     "PagewireRestarting": Case(
@@ -257,6 +261,9 @@ HEALTHY = (
         of("pagewire_preemptions_total", "decode", "d0"): rising(0.1),
         of("pagewire_kv_integrity_errors_total", "decode", "d0"): OFF,
         of("pagewire_redis_up", "router", "r0"): STEADY,
+        # A process was lost, and came back.
+        LOST: "0x30 1x30",
+        LOST_TO_WORKERS: "0x20 1x40",
         of("pagewire_index_failed_lookups_total", "router", "r0"): rising(1),
         of("pagewire_control_faults_total", "decode", "d0", kind="denied"): "0x30 1x30",
     }
@@ -339,6 +346,32 @@ def firing(name: str) -> dict[str, Any]:
 
 def test_each_alert_fires(tmp_path: Path) -> None:
     run_promtool(tmp_path, [firing(name) for name in CASES])
+
+
+FEWER = up("router", "r0") | up("decode", "d0") | up("decode", "d1", "1x20")
+
+
+def test_a_process_that_a_worker_found_lost_is_missing(tmp_path: Path) -> None:
+    series = FEWER | {LOST: OFF, LOST_TO_WORKERS: "0x20 1x40"}
+    rule = alerts()["PagewireProcessMissing"]
+    labels = {"role": "decode"} | rule["labels"]
+    test = firing("PagewireProcessMissing") | {"input_series": series_of(series)}
+    expected = [{"exp_labels": labels, "exp_annotations": rule["annotations"]}]
+    test["alert_rule_test"][0]["exp_alerts"] = expected
+    run_promtool(tmp_path, [test])
+
+
+def test_no_alert_fires_after_scaling_down(tmp_path: Path) -> None:
+    """One that is stopped on purpose removes its record."""
+    series = FEWER | {LOST: OFF, LOST_TO_WORKERS: OFF}
+    series[of("pagewire_workers", "router", "r0", worker_role="decode", state="ready")] = STEADY
+    silent = [
+        {"eval_time": at, "alertname": name, "exp_alerts": []}
+        for name in alerts()
+        for at in ("22m", "26m", AT)
+    ]
+    test = {"interval": "1m", "input_series": series_of(series), "alert_rule_test": silent}
+    run_promtool(tmp_path, [test])
 
 
 def test_promtool_notices_an_alert_that_does_not_fire(tmp_path: Path) -> None:
