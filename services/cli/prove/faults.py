@@ -157,4 +157,6 @@ class Disturber:
         used = counters.by_process(BLOCKS, state="used")
         facts.blocks_left = {name: int(used[name]) for name in facts.survivors if name in used}
         are_known = len(facts.blocks_left) == len(facts.survivors)
-        return are_known and not any(facts.blocks_left.values())
+        # The supervisor may need a second to see that a process has died.
+        are_dead = {*facts.died, *facts.survivors} >= pids.keys()
+        return are_known and are_dead and not any(facts.blocks_left.values())
