@@ -85,7 +85,10 @@ def test_it_fails_without_the_checksum(tmp_path: Path) -> None:
 
 
 def test_it_fails_without_the_resend(tmp_path: Path) -> None:
-    assert failed(tmp_path, "resend") == ["segments sent again"]
+    """The job waits for its timeout and another worker gets it, so that later faults may miss."""
+    names = failed(tmp_path, "resend")
+    assert "segments sent again" in names
+    assert not {"byte flipped", "corrupt segments found", "tokens that differ"} & {*names}
 
 
 def test_it_fails_without_migration(tmp_path: Path) -> None:
