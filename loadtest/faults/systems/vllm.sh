@@ -36,6 +36,7 @@ set_state() { # name, state of the server in haproxy
 
 # As an operator restarts a replica: no new requests, the running ones end, then the process.
 restart() { # name, port
+    sleep 2 # haproxy's checks must have seen the replica that was restarted before
     set_state "$1" drain
     wait_until 100 is_idle "$2"
     kill -TERM "$(cat "$RUN/$1.pid")"
