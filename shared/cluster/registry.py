@@ -150,7 +150,7 @@ class Registry:
         pipeline.srem(self._ids_key, worker_id)  # first: an id without a record has expired
         pipeline.delete(self._record_prefix + worker_id)
         removed, _ = await pipeline.execute(raise_on_error=False)
-        # A value that is no set of ids is repaired by whoever publishes next.
+        # If the value is not a set, whoever publishes next replaces it.
         if isinstance(removed, Exception) and not isinstance(removed, ResponseError):
             raise removed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "services" / "container_health.py"
+CHECK = [sys.executable, "-P", "-m", "pagewire.shared.http.container_health"]
 MANY = 8  # more failures than it takes
 SERVICE = """
 import http.server, signal, sys, time
@@ -54,13 +53,9 @@ class Container:
         self.count = count
 
     def check(self) -> int:
-        env = {
-            **os.environ,
-            "PAGEWIRE_HEALTH_COUNT": str(self.count),
-            "PAGEWIRE_HEALTH_PARENT": str(self.first.pid),
-        }
-        command = [sys.executable, str(SCRIPT), f"http://127.0.0.1:{self.port}/health"]
-        return subprocess.run(command, env=env, timeout=30, check=False).returncode
+        url = f"http://127.0.0.1:{self.port}/health"
+        options = ["--count", str(self.count), "--parent", str(self.first.pid)]
+        return subprocess.run([*CHECK, url, *options], timeout=30, check=False).returncode
 
     def stop_answering(self) -> None:
         self.service.send_signal(signal.SIGUSR1)

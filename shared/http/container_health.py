@@ -1,4 +1,4 @@
-"""Health check of a container: `python container_health.py URL`.
+"""Health check of a container: `python -P -m pagewire.shared.http.container_health URL`.
 
 Exits with 0 if URL answers with a status below 400, else with 1. Docker only marks a container as
 unhealthy. So if a service that has answered before gives no answer at all, of whatever status, six
@@ -6,11 +6,12 @@ times in a row, the check kills it, and the container's restart policy starts it
 that starts has not answered yet, and one that drains or refuses requests answers: both are left
 alone.
 
-The standard library alone, since this runs every few seconds.
+This runs every few seconds, so it imports the standard library only.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -20,8 +21,6 @@ from pathlib import Path
 
 TIMEOUT_S = 4.0
 MOST_FAILURES = 6
-# Failures in a row since the last answer; there is none before the first answer.
-COUNT = Path(os.environ.get("PAGEWIRE_HEALTH_COUNT", "/tmp/pagewire-health"))  # noqa: S108 - tmpfs
 
 
 def status_of(url: str) -> int | None:
@@ -41,23 +40,33 @@ def kill_children(parent: int) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
-def note(status: int | None, parent: int) -> None:
-    """Count a failure, or begin to count anew; kill the service after too many in a row."""
+def note(status: int | None, count: Path, parent: int) -> None:
+    """Count failures since the last answer; kill the service after too many.
+
+    Args:
+        status: of an answer, or None if there was none.
+        count: the file with the number; it does not exist before the first answer.
+        parent: the container's first process.
+    """
     if status is not None:
-        COUNT.write_text("0", encoding="ascii")
-    elif COUNT.exists():
-        failures = int(COUNT.read_text(encoding="ascii") or 0) + 1
-        COUNT.write_text(str(failures), encoding="ascii")
+        count.write_text("0", encoding="ascii")
+    elif count.exists():
+        failures = int(count.read_text(encoding="ascii") or 0) + 1
+        count.write_text(str(failures), encoding="ascii")
         if failures >= MOST_FAILURES:
-            COUNT.unlink()
+            count.unlink()
             kill_children(parent)
 
 
 def main() -> int:
     """Check once; return the exit code."""
-    url = sys.argv[1]
-    status = status_of(url)
-    note(status, int(os.environ.get("PAGEWIRE_HEALTH_PARENT", "1")))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("url", help="what the service answers while it is healthy")
+    parser.add_argument("--count", type=Path, default=Path("/tmp/pagewire-health"))  # noqa: S108
+    parser.add_argument("--parent", type=int, default=1, help="the container's first process")
+    options = parser.parse_args()
+    status = status_of(options.url)
+    note(status, options.count, options.parent)
     return 0 if status is not None and status < 400 else 1
 
 
