@@ -376,6 +376,7 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
 # Everything at once
 
 
+@pytest.mark.timeout(600)  # for a thousand examples
 @given(
     kind=st.sampled_from(KINDS),
     slots=st.tuples(st.integers(1, 3), st.integers(2, 5), st.integers(1, 3)),
