@@ -30,8 +30,8 @@ def stop(*args):
 
 signal.signal(signal.SIGUSR1, stop)
 server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
 try:
+    print(server.server_port, flush=True)
     server.serve_forever()
 except KeyboardInterrupt:
     server.server_close()
