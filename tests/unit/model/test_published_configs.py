@@ -129,7 +129,7 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Phi-3.5-MoE-instruct": (
         {"architectures": ["PhiMoEForCausalLM"], "num_local_experts": 16},
-        ": it has a mixture of experts of another kind;",
+        ": it has a mixture of experts of another kind",
     ),
     "granite-4.0-h-micro": (
         {
@@ -142,7 +142,7 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Qwen3-Next-80B-A3B-Instruct": (
         {"architectures": ["Qwen3NextForCausalLM"], "linear_conv_kernel_dim": 4, **SIZES},
-        f": {STATE} (linear_conv_kernel_dim);",
+        f": {STATE} (linear_conv_kernel_dim)",
     ),
     "Qwen2.5-VL-7B-Instruct": (
         {
@@ -150,11 +150,11 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
             "vision_config": {"hidden_size": 1280},
             **SIZES,
         },
-        ": it takes more than text (vision_config);",
+        ": it takes more than text (vision_config)",
     ),
     "Llama-4-Scout-17B-16E-Instruct": (
         {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {"a": 1}},
-        f": {TEXT};",
+        f": {TEXT}",
     ),
     "Ministral-3-8B-Instruct-2512-BF16": (
         {
@@ -165,15 +165,15 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "gemma-3n-E4B-it": (
         {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": {"a": 1}},
-        f": {TEXT};",
+        f": {TEXT}",
     ),
     "DeepSeek-V3.2": (
         {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048, "kv_lora_rank": 512},
-        ": its attention chooses among the tokens (index_topk);",
+        ": its attention chooses among the tokens (index_topk)",
     ),
     "flan-t5-base": (
         {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        ": it has an encoder (is_encoder_decoder);",
+        ": it has an encoder (is_encoder_decoder)",
     ),
     "bert-base-uncased": ({"architectures": ["BertForMaskedLM"]}, ": it is not a decoder by its"),
     "Qwen3-8B-FP8": (
