@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ SETTINGS = {
     "PAGEWIRE_STEP_TIMEOUT_S": "2",
     "PAGEWIRE_PREFILL_TIMEOUT_S": "4",
 }
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A directory whose name is short, unlike pytest's: a socket's path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="pw-") as directory:
+        yield Path(directory)
 
 
 def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -62,8 +71,8 @@ def failed(home: Path, what: str) -> list[str]:
     return [line["name"] for line in result["lines"] if not line["passed"]]
 
 
-def test_it_passes_and_leaves_nothing(tmp_path: Path) -> None:
-    done = run(tmp_path, "pagewire.services.cli.main", "prove", "--device", "cpu")
+def test_it_passes_and_leaves_nothing(home: Path) -> None:
+    done = run(home, "pagewire.services.cli.main", "prove", "--device", "cpu")
     assert (done.returncode, done.stderr) == (0, ""), done
     before, _, after = done.stdout.partition("\nDisturbed run")
     calm = before.partition("first one:\n")[2]
@@ -75,24 +84,24 @@ def test_it_passes_and_leaves_nothing(tmp_path: Path) -> None:
     assert "✗" not in result
     assert f"tokens that differ      0 of {len(PROMPTS) * MAX_TOKENS}\n" in result
     assert "\nproved, in " in result
-    assert list((tmp_path / ".cache/pagewire/runs").iterdir()) == []
+    assert list((home / ".cache/pagewire/runs").iterdir()) == []
 
 
-def test_it_fails_without_the_checksum(tmp_path: Path) -> None:
+def test_it_fails_without_the_checksum(home: Path) -> None:
     """And then a flipped byte changes answers."""
     names = ["corrupt segments found", "segments sent again", "tokens that differ"]
-    assert failed(tmp_path, "checksum") == names
+    assert failed(home, "checksum") == names
 
 
-def test_it_fails_without_the_resend(tmp_path: Path) -> None:
+def test_it_fails_without_the_resend(home: Path) -> None:
     """The job waits for its timeout and another worker gets it, so that later faults may miss."""
-    names = failed(tmp_path, "resend")
+    names = failed(home, "resend")
     assert "segments sent again" in names
     assert not {"byte flipped", "corrupt segments found", "tokens that differ"} & {*names}
 
 
-def test_it_fails_without_migration(tmp_path: Path) -> None:
-    assert failed(tmp_path, "migration") == [
+def test_it_fails_without_migration(home: Path) -> None:
+    assert failed(home, "migration") == [
         "decode worker killed",
         "prefill worker killed",
         "answers moved",
