@@ -20,10 +20,14 @@ from pagewire.services.cli.prove.cluster import ProofCluster, wait_until
 from pagewire.services.cli.prove.judgement import Facts, Strike
 from pagewire.services.cli.prove.orders import Orders
 from pagewire.shared.base.aio import end_task, start_task
+from pagewire.shared.settings.config import RouterSettings, load_settings
 
 STAGE_TIMEOUT_S = 15.0  # for what a fault is to lead to
 FREEZE_AT = 30  # tokens of the first answer
 KILL_AT = 70  # likewise, at the earliest
+# A worker that was frozen shows its old KV links as whole until it has noticed that they are closed
+# and has published this with a heartbeat. A lease is longer: nobody takes a held worker for dead.
+SETTLE_HEARTBEATS = 2.5
 # The worker that is to be killed is stopped here, if the frozen one is not back yet: on a quick
 # machine the answers would end before that.
 HOLD_AT = MAX_TOKENS - 32
@@ -75,6 +79,9 @@ class Disturber:
         try:
             await self._freeze(first)
             await self._wait_for_tokens(KILL_AT)
+            await wait_until(lambda: self._can_go_on(first), STAGE_TIMEOUT_S)
+            heartbeat_s = load_settings(RouterSettings, {}).heartbeat_s
+            await asyncio.sleep(SETTLE_HEARTBEATS * heartbeat_s)
             await wait_until(lambda: self._can_go_on(first), STAGE_TIMEOUT_S)
             await self._kill(other)
         finally:
