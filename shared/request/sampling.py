@@ -356,7 +356,7 @@ class SamplingParams(
     def resolve(
         self, defaults: SamplingDefaults, max_tokens: int, encode: Encode | None = None
     ) -> RequestSpec:
-        """Fill in what is unset, and check everything.
+        """Fill in what is unset, and check the result; the constructor has checked the rest.
 
         Args:
             defaults: the model's.
@@ -367,7 +367,6 @@ class SamplingParams(
         Raises:
             InvalidRequestError: a field has a wrong type or is out of range; names it.
         """
-        check_fields(self)
         fields = asdict(defaults) | {"max_tokens": max_tokens}
         for name in (*SamplingFields.__struct_fields__, "max_tokens", "logprobs"):
             value = getattr(self, name)

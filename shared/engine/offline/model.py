@@ -12,7 +12,6 @@ from typing import Any, overload
 import msgspec
 
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.base.field_rules import check_fields
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.chats import ChatArguments, ChatPrompt, read_chats
@@ -163,7 +162,6 @@ class OfflineModel:
         self, prompt_ids: list[int], asked: SamplingParams, default_tokens: int
     ) -> tuple[RequestSpec, list[int]]:
         """Return a request's settings, and its prompt's tokens, truncated as it asks."""
-        check_fields(asked)
         longest = self.engine.max_model_len - (asked.max_tokens or DEFAULT_TOKENS)
         prompt_ids = asked.truncate(prompt_ids, longest)
         room = max(1, self.engine.max_model_len - len(prompt_ids))
