@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from pagewire.loadtest.sampler import blocks_of, parse_metrics
-from pagewire.services.cli.client.client_options import endpoint
+from pagewire.services.cli.client.client_options import key_in_environment
 from pagewire.services.cli.client.endpoint_url import key_header, usual_operator_url
 from pagewire.shared.metrics.pages import decode_targets, joined
 
@@ -177,7 +177,7 @@ def gist(log: str) -> str:
 
 def key_headers() -> dict[str, str]:
     """Return the header with the API key that the environment names, as `pagewire bench` does."""
-    return key_header(endpoint(None)[1])
+    return key_header(key_in_environment())
 
 
 def metrics_page(operator_url: str) -> str:

@@ -30,7 +30,7 @@ from pagewire.loadtest.faults.scenarios import SCENARIOS, Load, choose
 from pagewire.loadtest.faults.system import System, parse_settings, read_system
 from pagewire.loadtest.versions import versions
 from pagewire.services.cli.bench.load import Lengths
-from pagewire.services.cli.client.client_options import endpoint
+from pagewire.services.cli.client.client_options import key_in_environment
 from pagewire.shared.base.errors import ConfigError, PagewireError
 
 EXIT_WRONG, EXIT_CONFIG = 1, 2
@@ -134,7 +134,7 @@ def run(words: Sequence[str]) -> int:
         retries=options.retry,
         probe_clients=options.probe_clients,
         recovery_s=options.recovery_s,
-        api_key=endpoint(None)[1],
+        api_key=key_in_environment(),
     )
     folder = options.out or Path(tempfile.mkdtemp(prefix="pagewire-faults-"))
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from pydantic import SecretStr
 
 from pagewire.services.cli.client.endpoint_url import root_url, usual_operator_url
 from pagewire.services.cli.options import setting
@@ -87,7 +88,20 @@ def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | No
         ConfigError: a setting in the environment is wrong.
     """
     settings = load_settings(ClientSettings, {"url": url, "api_key": api_key})
-    key, chosen = settings.api_key, settings.url
+    chosen = settings.url
     if "url" not in settings.model_fields_set and (found := newest_cluster()) is not None:
         chosen = found.url
-    return chosen, None if key is None else key.get_secret_value()
+    return chosen, _text_of(settings.api_key)
+
+
+def key_in_environment() -> str | None:
+    """Return the API key for a cluster that is not looked for, because it is known.
+
+    Raises:
+        ConfigError: a setting in the environment is wrong.
+    """
+    return _text_of(load_settings(ClientSettings, {}).api_key)
+
+
+def _text_of(key: SecretStr | None) -> str | None:
+    return None if key is None else key.get_secret_value()

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-from pagewire.services.cli.client.client_options import endpoint
+from pagewire.services.cli.client.client_options import key_in_environment
 from pagewire.services.cli.client.endpoint_url import key_header
 from pagewire.services.cli.prove.answers import Answer, Reader
 from pagewire.services.cli.prove.cluster import ProofCluster, proof_context
@@ -75,7 +75,7 @@ async def run_proof(device: str, log_dir: Path, view: View) -> Proof:
         async def work(running: ClusterContext, supervisor: Supervisor) -> None:
             proof.start_s = time.monotonic() - began
             view.started(proof.start_s)
-            headers = key_header(endpoint(None)[1])
+            headers = key_header(key_in_environment())
             try:
                 async with httpx.AsyncClient(trust_env=False, headers=headers) as client:
                     await _run_twice(proof, ProofCluster(running, supervisor, client), orders, view)
