@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 from rich.filesize import decimal
 
 from pagewire.services.cli.client.openai_messages import ChoiceTimings, Timings
+from pagewire.shared.base.errors import UNDECODABLE
 
 
-def anatomy(timings: Timings | None) -> str:
+def anatomy(timings: bytes) -> str:
     """Return who computed the prompt, what crossed, and who wrote the answer; empty if unknown."""
-    if timings is None or not timings.choices:
+    try:
+        choices = msgspec.json.decode(timings, type=Timings).choices
+    except UNDECODABLE:  # there are none, or another server's
         return ""
-    return " · ".join(_parts(timings.choices[0]))
+    return " · ".join(_parts(choices[0])) if choices else ""
 
 
 def _parts(choice: ChoiceTimings) -> Iterator[str]:

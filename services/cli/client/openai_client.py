@@ -21,7 +21,7 @@ from pagewire.services.cli.client.endpoint_errors import (
     unreachable,
 )
 from pagewire.services.cli.client.endpoint_url import base_url, http_client, key_header, read_start
-from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Timings, Usage
+from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Usage
 from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
 from pagewire.shared.base.errors import UNDECODABLE
 
@@ -45,7 +45,7 @@ class Reply:
         counts: number of tokens in each chunk; 1 if the server sends no token ids.
         token_ids: ids of the tokens, if the server sends them.
         has_token_ids: the counts come from the server's token ids.
-        timings: which workers computed it, if the server says so.
+        timings: JSON of which workers computed it; empty if the server does not say so.
         seconds: time at which the answer ended.
     """
 
@@ -56,7 +56,7 @@ class Reply:
     counts: array[int] = field(default_factory=lambda: array("l"))
     token_ids: list[int] = field(default_factory=list)
     has_token_ids: bool = False
-    timings: Timings | None = None
+    timings: bytes = b""
     seconds: float = 0.0
 
     @property
@@ -100,7 +100,7 @@ class Reply:
     def take(self, chunk: Chunk, now: float, *, keep_text: bool) -> str:
         """Add a chunk; return its text."""
         self.usage = chunk.usage or self.usage
-        self.timings = chunk.timings or self.timings
+        self.timings = bytes(chunk.timings) or self.timings
         text, count, has_ids = "", 0, False
         for choice in chunk.choices or ():
             text += choice.content

@@ -86,17 +86,21 @@ class ChoiceTimings(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """What Pagewire's routers say if they are asked; other servers have no such `choices`."""
+    """What Pagewire's routers say if they are asked."""
 
     choices: list[ChoiceTimings] = []
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One event of a stream."""
+    """One event of a stream.
+
+    Attributes:
+        timings: JSON of `Timings`; other servers have fields of this name that are not.
+    """
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
-    timings: Timings | None = None
+    timings: msgspec.Raw = msgspec.Raw()
     error: Problem | None = None
 
 

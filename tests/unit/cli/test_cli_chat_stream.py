@@ -15,6 +15,7 @@ from pagewire.services.cli.client.chat import Conversation
 from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy, root_url
 from pagewire.services.cli.client.openai_client import (
     DIALECTS,
+    ChunkReader,
     Reply,
 )
 from pagewire.services.cli.client.openai_messages import Chunk
@@ -209,6 +210,8 @@ CROSSED = {
     [
         (None, ""),
         ({"prompt_ms": 7.5, "predicted_n": 3}, ""),  # llama.cpp's
+        ([1, 2], ""),
+        ({"choices": "none"}, ""),
         ({"choices": [{"decode": {"worker": None}}]}, ""),
         ({"choices": [LOCAL]}, "decode-1 computed the prompt in 3.0 ms and wrote the answer"),
         (
@@ -217,9 +220,11 @@ CROSSED = {
             "decode-0 wrote the answer, 2.1 ms a token",
         ),
     ],
-    ids=["none", "another-servers", "not-known", "local", "crossed"],
+    ids=["none", "another-servers", "a-list", "other-choices", "not-known", "local", "crossed"],
 )
 def test_a_line_says_which_workers_computed_an_answer(
-    timings: dict[str, Any] | None, line: str
+    timings: dict[str, Any] | list[int] | None, line: str
 ) -> None:
-    assert anatomy(replied((1.0, chunk(timings=timings))).timings) == line
+    data = b"data: " + msgspec.json.encode({"choices": [], "timings": timings}) + b"\n\n"
+    [read] = ChunkReader().feed(data)
+    assert anatomy(replied((1.0, read)).timings) == line
