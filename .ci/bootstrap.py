@@ -217,9 +217,10 @@ def stage(what: str) -> Iterator[Progress]:
 
 
 def pip_install(python: str, what: str, *arguments: str) -> bool:
-    """Run pip behind one line; what it says is shown only if it fails, and the result is False.
+    """Run pip, and return whether it succeeded; only a failure shows what it says.
 
-    It compiles nothing: most of what it would compile is never imported.
+    Meanwhile there is one line with time and size. pip compiles nothing: most of that would never
+    be imported.
     """
     pip = (python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile")
     with tempfile.TemporaryFile("w+") as errors:

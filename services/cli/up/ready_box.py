@@ -22,7 +22,7 @@ from pagewire.services.cli.program import own_command
 QUESTION = (
     "How does `with` work in Python? For example: `with open(path) as file: print(file.read())`"
 )
-# Slower links are not worth a figure: those of CPUs, whose models take longer to compute.
+# Slower links are those of CPUs, where a prompt's computation takes far longer than its KV's way.
 MIN_GB_PER_S = 1.0
 # Where the context is shorter, the question, the model's template and the answer may not fit.
 CHAT_CONTEXT = 128
