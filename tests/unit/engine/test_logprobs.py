@@ -160,3 +160,20 @@ def test_a_prompt_of_one_token_has_null_alone() -> None:
     assert prompt_logprobs(None, TOKEN_BYTES) == [None]
     shown = CompletionLogprobs(TOKEN_BYTES, 300).of(TextDelta("", "length"))
     assert shown is not None and shown.token_logprobs == [None]
+
+
+def test_the_log_probabilities_of_a_prompt_that_is_not_echoed_are_not_the_choices() -> None:
+    both = TextDelta("x", None, (300,), columns([300]), prompt_logprobs=columns([5, 6]))
+    shown = CompletionLogprobs(TOKEN_BYTES, None).of(both)
+    assert shown is not None
+    assert shown.tokens == [TOKEN_BYTES.name(300)] and shown.text_offset == [0]
+    of_prompt = TextDelta("", prompt_logprobs=columns([5, 6]))
+    assert CompletionLogprobs(TOKEN_BYTES, None).of(of_prompt) is None
+
+
+def test_an_echoed_token_has_as_many_alternatives_as_one_of_the_answer() -> None:
+    shown = CompletionLogprobs(TOKEN_BYTES, 4, num_top=1).of(
+        TextDelta("x", None, (300,), columns([300], top=1), columns([5], top=3))
+    )
+    assert shown is not None
+    assert [len(each or {}) for each in shown.top_logprobs] == [0, 2, 2]

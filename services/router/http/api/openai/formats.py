@@ -146,9 +146,10 @@ class CompletionFormat(_OpenAIFormat):
                 self._token_bytes,
                 None if prompt.echo is None else prompt.token_ids[0],
                 asked.names_by_id,
+                num_top,
             )
             for prompt in self._prompts
-            if prompt.spec.logprobs is not None
+            if (num_top := prompt.spec.logprobs) is not None
         ]
         self._may_be_plain &= not self._logprobs
 

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Iterable
 
 from pagewire.services.router.http.api.openai import objects
-from pagewire.shared.request.logprobs import Token
+from pagewire.shared.request.logprobs import MAX_TOP, Token
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.text.token_bytes import TokenBytes
 
@@ -76,12 +76,22 @@ class CompletionLogprobs:
 
     Args:
         token_bytes: the vocabulary.
-        echoed: id of the prompt's first token, if the prompt is repeated before the answer.
+        echoed: id of the prompt's first token, if the prompt is repeated before the answer; if it
+            is not, the prompt's log probabilities are not the choice's.
         by_id: tokens are named by their ids.
+        num_top: how many most likely tokens each has at most: a prompt may have been scored with
+            more of them.
     """
 
-    def __init__(self, token_bytes: TokenBytes, echoed: int | None, by_id: bool = False) -> None:
-        self._bytes, self._echoed = token_bytes, echoed
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        echoed: int | None,
+        by_id: bool = False,
+        num_top: int = MAX_TOP,
+    ) -> None:
+        self._bytes, self._echoed, self._num_top = token_bytes, echoed, num_top
+        self._echoes = echoed is not None
         self._name = name_by_id if by_id else token_bytes.name
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -92,10 +102,10 @@ class CompletionLogprobs:
         first, self._echoed = self._echoed, None
         if first is not None:
             self._add(columns, first, None, None)
-        for part in (delta.prompt_logprobs, delta.logprobs):
+        for part in (delta.prompt_logprobs if self._echoes else None, delta.logprobs):
             for token in part or ():
                 top: dict[str, float] = {}
-                for token_id, logprob in [*token.top, (token.id, token.logprob)]:
+                for token_id, logprob in [*token.top[: self._num_top], (token.id, token.logprob)]:
                     top.setdefault(self._name(token_id), finite(logprob))
                 self._add(columns, token.id, finite(token.logprob), top)
         return columns if columns.tokens else None
