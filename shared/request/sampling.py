@@ -222,13 +222,14 @@ Encode = Callable[[str], list[int]]
 
 
 def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of words that must not come, as vLLM has them.
+    """Return the token ids of words that must not come.
 
-    A word may come with a space before it or without. The form with a space is a bad word of its
-    own if it has as many tokens and another first one. A word of spaces alone is taken as it is.
+    Each word is banned as it is written, and without and with a space before it (as vLLM does if
+    both forms have as many tokens), as they are tokenized at the beginning of a text and after a
+    line break. A form that ends with another one needs no ban of its own.
 
     Raises:
-        InvalidRequestError: the tokenizer is missing, or a word has too many tokens.
+        InvalidRequestError: the tokenizer is missing, or the words have too many tokens or forms.
     """
     if encode is None:
         if words:
@@ -236,20 +237,42 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
                 "bad_words needs a tokenizer.json, which the model lacks", "bad_words"
             )
         return ()
-    found: list[tuple[int, ...]] = []
+    found: dict[tuple[int, ...], None] = {}
     for word in words:
-        bare = word.lstrip() or word
-        plain, spaced = (tuple(encode(space + bare)) for space in ("", " "))
-        several = [plain] if plain else []
-        if plain and bare.strip() and len(spaced) == len(plain) and spaced[0] != plain[0]:
-            several.append(spaced)
-        if len(plain) > MAX_BAD_WORD_TOKENS:
+        forms = _forms_of(word, encode)
+        longest = max(map(len, forms), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
-                f"bad_words: {word!r} is {len(plain)} tokens: at most {MAX_BAD_WORD_TOKENS}",
+                f"bad_words: {word!r} is {longest} tokens: at most {MAX_BAD_WORD_TOKENS}",
                 "bad_words",
             )
-        found += several
+        found |= dict.fromkeys(forms)
+    if len(found) > MAX_BAD_WORDS:
+        raise InvalidRequestError(
+            f"bad_words: these {len(words)} words are tokenized in {len(found)} ways: at most "
+            f"{MAX_BAD_WORDS}",
+            "bad_words",
+        )
     return tuple(found)
+
+
+def _forms_of(word: str, encode: Encode) -> list[tuple[int, ...]]:
+    """Return the ways in which a word is tokenized, none of which ends with another."""
+    bare = word.lstrip()
+    texts = dict.fromkeys([bare, f" {bare}", word] if bare else [word])
+    before = tuple(encode("\n"))
+    found: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        inside = tuple(encode(f"\n{text}"))
+        if inside[: len(before)] == before:  # otherwise the line break is a part of a token
+            found[inside[len(before) :]] = None
+        found[tuple(encode(text))] = None
+    forms = [form for form in found if form]
+    return [
+        form
+        for form in forms
+        if not any(form != other and form[-len(other) :] == other for other in forms)
+    ]
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
