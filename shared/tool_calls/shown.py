@@ -6,6 +6,8 @@ these changes the model would not know its tools, or that it has called them.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -29,6 +31,9 @@ _ONE_CALL = "message.tool_calls[0]"  # gpt-oss
 # R, Hermes 2 and 3). Some fail if a parameter has no description.
 _PYTHON_TYPES = "json_to_python_type"
 _DESCRIPTION = re.compile(r"\+ *\w+\.description *\}\}")
+# Templates that refuse a call's id unless it has nine characters (Mistral), or at least nine.
+_WANTS_NINE = re.compile(r"id['\"\]]*\s*\|\s*length\s*\)?\s*(?:!=|<)\s*9\b")
+_NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
 def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
@@ -54,6 +59,8 @@ def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
     if _PYTHON_TYPES in source:
         missing = {"description": ""} if _DESCRIPTION.search(source) else {}
         steps.append(partial(_with_types, missing))
+    if _WANTS_NINE.search(source):
+        steps.append(_with_short_ids)
     if form is not None and form.name == "harmony":
         steps.append(_for_harmony if _ONE_CALL in source else _described)
     elif form is not None and "tool_calls" not in source:
@@ -148,6 +155,33 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
         others = [kind for kind in kinds if kind != "null"]
         found["type"] = others[0] if len(others) == 1 else others
     return found
+
+
+def _with_short_ids(given: Fitted) -> Fitted:
+    """Replace ids that another server gave to calls, which the template would refuse."""
+    messages = []
+    for message in given.messages:
+        found = dict(message)
+        if calls := message.get("tool_calls"):
+            found["tool_calls"] = [
+                call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
+            ]
+        if "tool_call_id" in message:
+            found["tool_call_id"] = _short_id(message["tool_call_id"])
+        messages.append(found)
+    return given._replace(messages=messages)
+
+
+def _short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits: for each other id one of its own, of 45 bits.
+
+    It depends on nothing else: a call and its result keep a common id, and the prompt of the next
+    request begins as the one before.
+    """
+    if _NINE.fullmatch(call_id):
+        return call_id
+    digest = hashlib.blake2b(call_id.encode(errors="surrogatepass"), digest_size=6).digest()
+    return base64.b32encode(digest).decode()[:9]
 
 
 def _for_harmony(given: Fitted) -> Fitted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,56 @@ def test_tools_and_earlier_calls_are_in_the_prompt(name: str) -> None:
 def test_calls_are_written_as_they_are_read(name: str) -> None:
     text = write_calls(TOOL_FORMATS[name], TWO)
     assert calls_of(parsed(parser(name), [text])) == [("get_weather", ARGUMENTS), ("clock", {})]
+
+
+OF_OTHER_SERVERS = (
+    "a",
+    "call_e165e25e35c2874a090ea650",
+    "call_e165e25e35c2874a090ea651",
+    "chatcmpl-tool-1f0bd8fbdc2d4e95a4f0b6a1ab3e2ef4",
+    "toolu_01A09q90qw90lq917835lq9",
+    "functions.get_weather:0",
+    "123456_89",
+    "é23456789",
+    "x" * 256,
+)
+NINE = "{% if c.id is not defined or c.id|length != 9 %}{{ raise_exception('nine!') }}{% endif %}"
+AT_LEAST = NINE.replace("!= 9", "< 9").replace("c.id|", "c['id'] | ")
+
+
+@pytest.mark.parametrize("check", [NINE, AT_LEAST], ids=["nine", "at least nine"])
+@pytest.mark.parametrize("call_id", OF_OTHER_SERVERS)
+def test_ids_of_other_servers_become_such_as_the_template_wants(call_id: str, check: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% for c in m.tool_calls %}" + check + "{{ c.id }}{% endfor %}"
+        "{% if m.role == 'tool' %} {{ m.tool_call_id }}{% endif %}{% endfor %}",
+        {},
+    )
+    template.fit = fit_for(template.source, None)
+    chat = [
+        {"role": "assistant", "content": "", "tool_calls": [call("f", {}, call_id)]},
+        {"role": "tool", "content": "7", "tool_call_id": call_id},
+    ]
+    text = template.render(read_conversation(chat), ChatOptions())
+    assert re.fullmatch(r"([A-Za-z0-9]{9}) \1", text), text
+    assert text == template.render(read_conversation(chat), ChatOptions())
+
+
+def test_different_ids_stay_different_and_good_ones_as_they_are() -> None:
+    ids = [*OF_OTHER_SERVERS, "AbCdEf123", *(f"call_{number}" for number in range(1000))]
+    chat = [{"role": "tool", "content": "7", "tool_call_id": each} for each in ids]
+    fit = fit_for(NINE, None)
+    assert fit is not None
+    found = [each["tool_call_id"] for each in fit(Fitted(chat, None, {})).messages]
+    assert len(set(found)) == len(ids)
+    assert found[len(OF_OTHER_SERVERS)] == "AbCdEf123"
+    text = shown("mistral", CHAT)
+    assert text.count(found[0]) == 2
+
+
+def test_ids_stay_as_they_are_where_the_template_takes_any() -> None:
+    source = NINE.replace("9", "40")
+    assert fit_for(source, None) is None
 
 
 def test_phi_has_tools_in_its_system_message() -> None:
@@ -168,7 +219,7 @@ def test_functions_of_a_system_message() -> None:
 
 
 def test_templates_that_show_all_get_conversations_as_they_are() -> None:
-    for name in ("hermes", "llama3_json", "mistral", "olmo3", "qwen3_coder", "deepseek_v31"):
+    for name in ("hermes", "llama3_json", "olmo3", "qwen3_coder", "deepseek_v31"):
         assert fit_for(template_source(name), recognise_tools(template_source(name))) is None
 
 
