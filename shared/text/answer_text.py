@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -99,6 +99,18 @@ class TextRules(msgspec.Struct, frozen=True):
         return frozenset(self.stop_token_ids) | tokenizer.eos_token_ids
 
 
+class AnswerParts(Protocol):
+    """Divides the text of one answer into parts, each with whether stop strings count in it."""
+
+    def push(self, text: str) -> list[tuple[str, bool]]:
+        """Add text; return the parts that are certain."""
+        ...
+
+    def flush(self) -> list[tuple[str, bool]]:
+        """End the answer; return the remaining parts."""
+        ...
+
+
 class TextAssembler:
     """The pure part: tokens in, text out.
 
@@ -106,15 +118,28 @@ class TextAssembler:
         tokenizer: the model's.
         prompt_ids: the answer's left context.
         rules: the rules for its text, or only its stop strings.
+        parts: divides the text; if None, stop strings count everywhere.
 
     Attributes:
         num_tokens: tokens of the answer so far; those after a stop string don't count.
     """
 
-    __slots__ = ("_detokenizer", "_has_stops", "_hidden", "_matcher", "_min_tokens", "num_tokens")
+    __slots__ = (
+        "_detokenizer",
+        "_has_stops",
+        "_hidden",
+        "_matcher",
+        "_min_tokens",
+        "_parts",
+        "num_tokens",
+    )
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], rules: TextRules | Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        rules: TextRules | Sequence[str],
+        parts: AnswerParts | None = None,
     ) -> None:
         if not isinstance(rules, TextRules):
             rules = TextRules(tuple(rules))
@@ -122,7 +147,7 @@ class TextAssembler:
         self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special, rules.shown)
         self._matcher = StopMatcher(rules.stops, rules.include_stop)
         self._has_stops, self._min_tokens = bool(rules.stops), rules.min_tokens
-        self._hidden = rules.hidden(tokenizer)
+        self._hidden, self._parts = rules.hidden(tokenizer), parts
 
     @property
     def matched(self) -> str | None:
@@ -151,7 +176,7 @@ class TextAssembler:
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
             text = self._detokenizer.push([token_id] if count <= len(shown) else ())
-            texts.append(self._matcher.push(text, self.num_tokens > self._min_tokens))
+            texts.append(self._until_stop(text))
             if self._matcher.matched:
                 known = None if logprobs is None else logprobs.part(0, count)
                 return TextDelta(
@@ -162,14 +187,26 @@ class TextAssembler:
                     stop_string=self.matched,
                 )
         if finish_reason is not None:
-            may_stop = self.num_tokens > self._min_tokens
-            texts.append(self._matcher.push(self._detokenizer.flush(), may_stop))
+            texts.append(self._until_stop(self._detokenizer.flush(), is_last=True))
             if self._matcher.matched:
                 finish_reason = "stop"
             texts.append(self._matcher.flush())
         return TextDelta(
             "".join(texts), finish_reason, tuple(token_ids), logprobs, stop_string=self.matched
         )
+
+    def _until_stop(self, text: str, is_last: bool = False) -> str:
+        """Return the text, and held text, that may be given out; a stop string ends it."""
+        parts = [(text, True)] if self._parts is None else self._parts.push(text)
+        if is_last and self._parts is not None:
+            parts += self._parts.flush()
+        may_stop, found = self.num_tokens > self._min_tokens, ""
+        for part, is_answer in parts:
+            if is_answer:
+                found += self._matcher.push(part, may_stop)
+            elif part and not self._matcher.matched:  # no stop string has an end in it
+                found += self._matcher.flush() + part
+        return found
 
     def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have a text: a stop token, always the last, has none."""

@@ -4,9 +4,10 @@ Entry points: `ChatSyntax` (syntax.py), which is chosen by a model's chat templa
 `answer_parser` (answer.py), which returns the parser of one answer.
 Read first: `formats.py` (one row for each way to write calls; grammar and parser are made from it),
 `parser.py` (chunks of text in, events out), `grammar.py` (the grammar of an answer).
-`definitions.py` has the tools of a request, `reasoning.py` the text before an answer, `calls.py`,
-`xml_calls.py` and `scanner.py` read one call and one value, `harmony.py` reads answers in messages,
-`shown.py` fits conversations to templates, `value_schemas.py` makes schemas of single arguments.
+`definitions.py` has the tools of a request, `reasoning.py` the text before an answer,
+`answer_parts.py` says in which text stop strings count, `calls.py`, `xml_calls.py` and `scanner.py`
+read one call and one value, `harmony.py` reads answers in messages, `shown.py` fits conversations
+to templates, `value_schemas.py` makes schemas of single arguments.
 
 May import: `shared.text`, `base`, `settings`, `request`. Pure, and never torch: routers import it.
 """

@@ -89,12 +89,14 @@ class ReasoningSplitter:
         is_open: the answer begins with reasoning.
         has_ended: the reasoning is complete; all further text is the answer.
         close_end: where the reasoning's close tag ends in the text; None if it has not come.
+        answer_start: where the answer's first character is in the text; None if it has not come.
     """
 
     def __init__(self, form: ReasoningFormat, begins: Begins) -> None:
         self.is_open = begins == "inside"
         self.has_ended = begins == "answer"
         self.close_end: int | None = None
+        self.answer_start: int | None = None
         self._form = form
         self._is_decided = self.has_ended  # whether the answer begins with an open tag
         self._is_after_tag = self.is_open  # line breaks here are dropped
@@ -162,6 +164,8 @@ class ReasoningSplitter:
             self._has_answer_tags = self._is_after_tag = start.startswith(tag)
             self._buffer = start.removeprefix(tag) if self._has_answer_tags else self._buffer
             self._drop_line_breaks()
+        if self.answer_start is None and self._buffer:
+            self.answer_start = self._length - len(self._buffer)
         if not self._has_answer_tags:
             text, self._buffer = self._buffer, ""
             return text

@@ -19,6 +19,7 @@ from pagewire.shared.request.logprobs import Logprobs
 from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.tool_calls.answer_parts import answer_parts
 
 NO_PROGRESS = GenerationProgress(0, False)
 
@@ -69,7 +70,9 @@ class LLMAnswer:
             )
         if tokenizer is not None and (streams or asked.stop_strings):
             prompt_ids = output.prompt_token_ids
-            self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules)
+            chat = self._chat
+            parts = None if chat is None else answer_parts(chat.syntax, chat.reading)
+            self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules, parts)
 
     @property
     def has_ended(self) -> bool:

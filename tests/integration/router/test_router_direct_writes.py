@@ -69,7 +69,7 @@ class Served:
             prompts=[prompt], n=1, rules=TextRules(), generates=True, timings=False
         )
         dispatcher = SimpleNamespace(open=lambda requests, watch: [source])
-        answers = AnswerSet(dispatcher, TOKENIZER, asked, "r")
+        answers = AnswerSet(dispatcher, MODEL, asked, "r")
         self.answers.append(answers)
         rest = answers.deltas()
         first = await anext(rest)

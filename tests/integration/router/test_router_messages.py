@@ -107,6 +107,20 @@ def test_reasoning_is_only_for_those_who_ask_for_it(serve: Serve) -> None:
     serve(THINKS + "Noon.", scenario)
 
 
+def test_a_stop_sequence_is_for_the_answer(serve: Serve) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        asked: dict[str, Any] = {"thinking": ON, "stop_sequences": [" calls", "\n\n"]}
+        whole = await created(router, **asked)
+        for message in (whole, assembled(await streamed(router, **asked))):
+            assert message["content"] == [
+                {"type": "thinking", "thinking": "Two calls.", "signature": ""},
+                {"type": "text", "text": "Yes: two"},
+            ]
+            assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", " calls")
+
+    serve(THINKS + "Yes: two calls\n\nNo.", scenario)
+
+
 def test_thinking_switches_the_template(serve: Serve, tmp_path: Path) -> None:
     model = make_model(tmp_path, "deepseek_v31")
     template = model / "chat_template.jinja"  # with DeepSeek's own switch

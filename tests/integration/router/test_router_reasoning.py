@@ -18,6 +18,7 @@ from pagewire.tests.support.weather_chats import (
     ANALYSIS,
     CALLS,
     QUESTION,
+    QUESTION_TEXT,
     THINKS,
     calls_in,
     read,
@@ -124,3 +125,30 @@ def test_reasoning_may_be_left_out(ask: Ask) -> None:
         assert (message.content, hasattr(message, "reasoning")) == ("Yes.", False)
 
     ask(THINKS + "Yes.", scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_for_the_answer(ask: Ask, stream: bool) -> None:
+    """Here it is also in the reasoning, and is `\\n\\n`, which comes after reasoning."""
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        stops: Any = {"stop": [" calls", "\n\n"]}
+        if stream:
+            with client.chat.completions.stream(model=MODEL, messages=QUESTION, **stops) as events:
+                chat: Any = events.get_final_completion()
+            with client.responses.stream(
+                model=MODEL, input=QUESTION_TEXT, extra_body=stops
+            ) as response_events:
+                list(response_events)
+                response = response_events.get_final_response()
+        else:
+            chat = client.chat.completions.create(model=MODEL, messages=QUESTION, **stops)
+            response = client.responses.create(model=MODEL, input=QUESTION_TEXT, extra_body=stops)
+        (choice,) = chat.choices
+        assert (choice.message.content, choice.finish_reason) == ("Yes: two", "stop")
+        assert choice.message.model_extra["reasoning"] == "Two calls."
+        assert [item.type for item in response.output] == ["reasoning", "message"]
+        assert response.output[0].content[0].text == "Two calls."
+        assert response.output_text == "Yes: two"
+
+    ask(THINKS + "Yes: two calls\n\nNo.", scenario)

@@ -181,7 +181,7 @@ async def answer(
     service, record = service_of(request), record_of(request.scope)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
     record.answers = answers = AnswerSet(
-        service.dispatcher, service.model.tokenizer, asked, record.request_id, record.start, trace
+        service.dispatcher, service.model, asked, record.request_id, record.start, trace
     )
     try:
         if not asked.stream:

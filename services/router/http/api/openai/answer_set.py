@@ -16,12 +16,13 @@ from pagewire.services.router.dispatch.times import Watch
 from pagewire.services.router.http.api.openai.backlog import Backlog
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.openai.timings import RequestTimings, timings_field
+from pagewire.services.router.text.served_model import ServedModel
 from pagewire.services.router.text.stream import AnswerStream
 from pagewire.shared.base.aio import end_task
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.control.protocol import Timings, TokenOutput
-from pagewire.shared.text.answer_text import TextAssembler, TextDelta, join_deltas
-from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.shared.text.answer_text import AnswerParts, TextAssembler, TextDelta, join_deltas
+from pagewire.shared.tool_calls.answer_parts import answer_parts
 
 # Takes a delta the moment it arrives; returns whether it did.
 Push = Callable[[int, TextDelta], bool]
@@ -69,7 +70,7 @@ class AnswerSet:
 
     Args:
         dispatcher: has workers generate the answers.
-        tokenizer: turns tokens into text.
+        model: the model, whose tokenizer turns tokens into text.
         asked: the checked request.
         request_id: names the request in the logs of all services.
         start: arrival of the request, on the monotonic clock; None means now.
@@ -98,7 +99,7 @@ class AnswerSet:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        tokenizer: Tokenizer,
+        model: ServedModel,
         asked: GenerationInput,
         request_id: str,
         start: float | None = None,
@@ -114,7 +115,7 @@ class AnswerSet:
         watch = Watch(asked.timings, bool(asked.rules.stops), trace)
         self._sources = dispatcher.open(requests, watch)
         self._answers = [
-            AnswerStream(TextAssembler(tokenizer, prompt.token_ids, asked.rules), asked.generates)
+            AnswerStream(_assembler(model, asked, prompt.token_ids), asked.generates)
             for prompt in asked.prompts
             for _ in range(asked.n)
         ]
@@ -249,6 +250,13 @@ class AnswerSet:
     def _wake(self) -> None:
         self._is_idle = False
         self._arrived.set()
+
+
+def _assembler(model: ServedModel, asked: GenerationInput, prompt_ids: list[int]) -> TextAssembler:
+    parts: AnswerParts | None = None
+    if asked.rules.stops:
+        parts = answer_parts(model.syntax, asked.reading)
+    return TextAssembler(model.tokenizer, prompt_ids, asked.rules, parts)
 
 
 def _ignore(_index: int, _output: TokenOutput) -> None:
