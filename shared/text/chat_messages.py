@@ -211,10 +211,10 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
         content = "".join(part.text for part in parts)
     if content is None and role == "assistant" and (said.tool_calls or _reasoning(said)):
         return ""
-    # An answer may have been empty, and its client sends the whole conversation again. So may a
-    # tool's result, and the system prompt of an application whose user has written none.
-    if not isinstance(content, str) or (role == "user" and not content):
-        raise InvalidRequestError(f"{field} must be text that is not empty", field)
+    # Any text may be empty, as with OpenAI and vLLM: an answer that is sent back, a tool's result,
+    # or what an application's user has written.
+    if not isinstance(content, str):
+        raise InvalidRequestError(f"{field} must be text", field)
     return content
 
 

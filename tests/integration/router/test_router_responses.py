@@ -250,10 +250,12 @@ def test_input_tokens_are_counted_as_they_are_used(ask: Ask) -> None:
         count = client.responses.input_tokens.count
         assert client.responses.create(**asked).usage.input_tokens == count(**asked).input_tokens
         assert count(model=MODEL, input="long " * 9000).input_tokens > 9000
+        empty = count(model=MODEL, input="")
+        assert empty == count(model=MODEL, input=[{"role": "user", "content": []}])
         with pytest.raises(openai.NotFoundError, match="Previous response"):
             count(model=MODEL, input="x", previous_response_id="resp_" + "0" * 32)
         with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content"):
-            count(model=MODEL, input=[{"role": "user", "content": ""}])
+            count(model=MODEL, input=[{"role": "user"}])
 
     ask(calls_in(), scenario)
 

@@ -20,10 +20,9 @@ TOOLS: Any = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
     [
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": ""}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"content": "Hi"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "Hi"}, {"role": "user", "content": ""}]},
+        ({"input": [{"role": "user", "content": "Hi"}, {"role": "user", "content": None}]},
          "input[1].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),

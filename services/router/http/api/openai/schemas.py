@@ -149,8 +149,8 @@ class ChatMessage(SaidMessage, frozen=True, kw_only=True):
     content: Annotated[
         str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None,
         Meta(
-            description=f"text that is not empty, or a list of at most {MAX_PARTS} parts; only "
-            'parts of type "text" are supported'
+            description=f"text, or a list of at most {MAX_PARTS} parts; only parts of type "
+            '"text" are supported'
         ),
     ] = None
 
