@@ -6,6 +6,7 @@
     tracing.py      spans of requests, by OpenTelemetry
     fair_queue.py   takes turns between clients
     field_rules.py  bounds of a field's value
+    surrogates.py   finds halves of surrogate pairs in JSON
 
 Read first: `errors.py`.
 

@@ -14,6 +14,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.surrogates import lone_surrogate
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.reasons import plain_reason
@@ -60,7 +61,9 @@ def grammar_text(
     try:
         text = _MAKERS[kinds[0]](asked, markers)
     except (ValueError, msgspec.DecodeError, RecursionError) as exc:
-        reason = plain_reason(str(exc))
+        given = getattr(asked, kinds[0])
+        half = lone_surrogate(given) if isinstance(given, str) else None
+        reason = plain_reason(str(exc)) if half is None else half[1]
         raise InvalidRequestError(f"{field}: {kinds[0]} cannot be read: {reason}", field) from exc
     return checked_size(text, field)
 

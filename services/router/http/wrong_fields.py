@@ -14,6 +14,7 @@ from msgspec import inspect
 from pagewire.services.router.http.unsupported import refuse_unsupported
 from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
 from pagewire.shared.base.field_rules import rule_at
+from pagewire.shared.base.surrogates import lone_surrogate
 from pagewire.shared.text.chat_messages import MEDIA, media_problem
 from pagewire.shared.tool_calls.definitions import check_tools_size
 
@@ -60,7 +61,7 @@ def decode_body(
     except msgspec.ValidationError as exc:
         raise describe_wrong_field(kind, raw, exc) from exc
     except msgspec.DecodeError as exc:
-        raise InvalidRequestError(f"the body is not valid JSON: {exc}") from exc
+        raise _not_json("", raw, exc) from exc
     except UnicodeDecodeError as exc:
         at = _first_not_utf8(raw)
         raise InvalidRequestError(f"the body is not valid JSON: not UTF-8 (byte {at})") from exc
@@ -70,6 +71,19 @@ def decode_body(
     if unknown:
         logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
     return body, fields, len(unknown)
+
+
+def _not_json(
+    field: str, raw: bytes | bytearray | memoryview, error: Exception
+) -> InvalidRequestError:
+    """Return what is wrong with the JSON of a field, or of the body, whose name is empty."""
+    if (found := lone_surrogate(bytes(raw))) is None:
+        return InvalidRequestError(
+            f"{field or 'the body'} is not valid JSON: {error}", field or None
+        )
+    path, reason = found
+    field = _joined((field, *path) if field else path)
+    return InvalidRequestError(f"{field or 'the body'}: {reason}", field or None, "invalid_value")
 
 
 def _first_not_utf8(raw: bytes | bytearray) -> int:
@@ -145,7 +159,7 @@ def read_in_full(encoded: msgspec.Raw, field: str) -> tuple[Any, msgspec.Raw]:
         value = msgspec.json.decode(encoded)
         return value, msgspec.Raw(msgspec.json.format(encoded, indent=-1))
     except UNDECODABLE as exc:
-        raise InvalidRequestError(f"{field} is not valid JSON: {exc}", field) from exc
+        raise _not_json(field, memoryview(encoded), exc) from exc
 
 
 def _joined(path: Sequence[str | int]) -> str:

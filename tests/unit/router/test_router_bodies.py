@@ -1,6 +1,7 @@
 """The bodies of requests: bounds of lists, what errors say, fields that nobody knows."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -206,6 +207,43 @@ def test_a_body_nested_to_any_depth_is_read_or_refused(kind: BodyKind, fields: s
         "the body is nested too deeply" in message or "must be a JSON object" in message
         for message in refused
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        ("completion", r'"prompt": "a\ud800b"', "prompt"),
+        ("completion", r'"prompt": "a\uDC00b"', "prompt"),
+        ("completion", r'"prompt": ["\ud83d\ude00", "a\ud83d\u0041"]', "prompt[1]"),
+        ("completion", r'"prompt": "Hi", "stop": "\\\ud800"', "stop"),
+        ("completion", r'"prompt": "Hi", "guided_json": {"\ud800": 1}', "guided_json"),
+        ("completion", r'"prompt": "Hi", "guided_json": "[\"\\ud800\"]"', "guided_json"),
+        ("completion", r'"prompt": "\udfff", "prompt": "the last one counts"', "prompt"),
+        ("chat", r'"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]',
+         "messages[0].content[0].text"),
+        ("chat", r'"messages": [{"role": "user", "content": "Hi"}], "tools": [{"type": "function", '
+         r'"function": {"name": "f", "unheard_of": "\ud800"}}]', "tools[0].function.unheard_of"),
+        ("message", r'"messages": [{"role": "user", "content": "\ud800"}]', "messages[0].content"),
+        ("response", r'"input": [{"role": "user", "content": "\ud800"}]', "input[0].content"),
+        ("embedding", r'"input": ["a", "\ud800"]', "input[1]"),
+        ("tokenize", r'"prompt": "\ud800"', "prompt"),
+    ],
+)  # fmt: skip
+def test_half_of_a_surrogate_pair_is_called_so(kind, fields, param):
+    raw = f'{{"model": "m", "max_tokens": 5, {fields}}}'.encode()
+    says = rf"^{re.escape(param)}: .*\\u[0-9a-f]{{4}} is half of a surrogate pair: "
+    with pytest.raises(InvalidRequestError, match=says) as caught:
+        read_body(kind, with_history(raw, b"") if kind == "response" else raw, MODEL, CONTEXT)
+    assert caught.value.param == param
+
+
+def test_what_only_looks_like_half_of_a_surrogate_pair_is_taken():
+    raw = rb'{"model": "m", "prompt": "\\ud800 \ud83d\ude00"}'
+    assert read_body("completion", raw, MODEL, CONTEXT).prompts
+    deep = rb'{"model": "m", "prompt": "\ud800", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    for broken in (raw[:-2], rb'{"model": "m", "prompt": "\ud800', deep):
+        with pytest.raises(InvalidRequestError, match="the body is not valid JSON"):
+            read_body("completion", broken, MODEL, CONTEXT)
 
 
 JSON = st.recursive(
