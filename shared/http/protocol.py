@@ -18,6 +18,7 @@ from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.phases import Phase
 from pagewire.shared.http.proxy_header import ProxyHeader
 from pagewire.shared.http.refusals import (
+    CODED_BEFORE_1_1,
     LARGE_HEADER,
     MALFORMED,
     MAX_HEADER_BYTES,
@@ -146,7 +147,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Let a request be served; unless its body comes first, its response is the last one."""
+        """Let a request be served; unless its body comes first, its response is the last one.
+
+        Raises:
+            ProtocolError: the request is not one of HTTP/1.1, or not for this server.
+        """
+        self._check_framing()
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ProtocolError("this is not a proxy")
@@ -267,6 +273,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:
             phase = Phase.BODY if self._in_body else None
         self._all.move(self, phase, self.loop.time())
+
+    def _check_framing(self) -> None:
+        """Refuse a body whose end a server in front of this one may see elsewhere.
+
+        HTTP/1.0 has no Transfer-Encoding: what ignores it there takes the body for a request.
+        """
+        is_coded = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if is_coded and self.parser.get_http_version() != "1.1":
+            self._refusal = CODED_BEFORE_1_1
+            raise ProtocolError(CODED_BEFORE_1_1.message)
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes

@@ -75,3 +75,8 @@ MALFORMED = Refusal(
     "This is not a valid HTTP/1.1 request.",
     "malformed_request",
 )
+CODED_BEFORE_1_1 = Refusal(
+    HTTPStatus.BAD_REQUEST,
+    "Transfer-Encoding needs HTTP/1.1: send that version, or a Content-Length.",
+    "malformed_request",
+)

@@ -56,6 +56,38 @@ def test_what_is_not_a_request_is_answered_with_an_error_object(redis_url):
     with_worker(redis_url, scenario)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        CHUNKED.replace(b"1.1", b"1.0"),
+        CHUNKED.replace(b"1.1", b"1.0").replace(b"Transfer-Encoding", b"transfer-ENCODING"),
+        CHUNKED.replace(b"1.1", b"1.0").replace(b"Host", b"Connection: keep-alive\r\nHost"),
+        CHUNKED.replace(b"1.1", b"1.0").replace(
+            b"Host", b"Connection: upgrade\r\nUpgrade: h2c\r\nHost"
+        ),
+        CHUNKED.replace(b"1.1", b"1.0").replace(b"chunked", b"identity"),
+        CHUNKED.replace(b"1.1", b"2.0"),
+        CHUNKED.replace(b"chunked", b"identity"),
+        CHUNKED.replace(b"chunked", b"chunked, gzip"),
+        CHUNKED.replace(b"Host", b"Content-Length: 4\r\nHost"),
+    ],
+)
+def test_a_body_whose_end_others_see_elsewhere_hides_no_request(redis_url, head):
+    """A server in front of this one could take the first request to be longer, or shorter."""
+
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with RawClient(router.url) as client:
+            await client.send(head + b"0\r\n\r\n" + GET)
+            status, error = await client.error()
+            assert (status, error["code"]) == (400, "malformed_request")
+        async with RawClient(router.url) as client:  # without such a field, 1.0 is served
+            await client.send(post(b"{}").replace(b"1.1", b"1.0"))
+            assert (await client.response())[0] == 400
+        await answers(router)
+
+    with_worker(redis_url, scenario)
+
+
 def test_nothing_is_written_to_a_connection_that_ends(redis_url, caplog):
     """Its request, which waits for a word to go on, finds that out by itself."""
     expecting = CHUNKED[:-2] + b"Expect: 100-continue\r\n\r\n"
