@@ -18,6 +18,7 @@ from pagewire.shared.base.surrogates import lone_surrogate
 from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.reasons import plain_reason
+from pagewire.shared.grammar.regex_texts import in_ascii
 from pagewire.shared.grammar.tag_grammar import tag_grammar
 from pagewire.shared.request.structured_outputs import (
     MAX_GRAMMAR_CHARS,
@@ -99,7 +100,7 @@ def checked_size(text: str, field: str) -> str:
 
 def regex_grammar(regex: str) -> str:
     """Return the grammar text of a regular expression."""
-    return LLMatcher.grammar_from_regex(regex)
+    return LLMatcher.grammar_from_regex(in_ascii(regex))
 
 
 def choice_grammar(choices: list[str]) -> str:
@@ -110,7 +111,7 @@ def choice_grammar(choices: list[str]) -> str:
 
 def _json_options(asked: StructuredOutputs) -> dict[str, Any] | None:
     if asked.whitespace_pattern is not None:
-        return {"whitespace_pattern": asked.whitespace_pattern}
+        return {"whitespace_pattern": in_ascii(asked.whitespace_pattern)}
     return _NO_WHITE_SPACE if asked.disable_any_whitespace else None
 
 

@@ -16,6 +16,7 @@ import msgspec
 from pagewire.shared.grammar import tag_formats as formats
 from pagewire.shared.grammar.json_schemas import schema_rule
 from pagewire.shared.grammar.lark_texts import lark_text
+from pagewire.shared.grammar.regex_texts import in_ascii
 from pagewire.shared.grammar.tag_elements import (
     ANY_TEXT,
     Choice,
@@ -123,7 +124,7 @@ class _TagGrammar:
         return (Nested(f"@{name}"),)
 
     def _regex(self, asked: formats.RegexFormat) -> Elements:
-        return (Text(self._rules.add("REGEX", _between_slashes(asked.pattern))),)
+        return (Text(self._rules.add("REGEX", _between_slashes(in_ascii(asked.pattern)))),)
 
     def _any_text(self, asked: formats.AnyTextFormat) -> Elements:
         if asked.max_tokens is not None:

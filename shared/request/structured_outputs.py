@@ -75,11 +75,12 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form that an answer must have: exactly one of the first six, None means unset.
+    r"""The form that an answer must have: exactly one of the first six, None means unset.
 
     Attributes:
         json: a JSON schema, as an object or as text.
-        regex: a regular expression (Rust's syntax, without look-around) for the whole answer.
+        regex: a regular expression (Rust's syntax, without look-around) for the whole answer. Its
+            \d, \w and \s stand for characters of ASCII.
         choice: the answer is one of these.
         grammar: in Lark's or GBNF's syntax.
         json_object: any JSON object.
