@@ -73,6 +73,18 @@ class WorkerSelector:
         """Return the longest sequence that every decode worker takes."""
         return min([model_len, *(record.max_model_len for record in self.decode_records())])
 
+    def why_no_longer(self, model_len: int) -> str:
+        """Return why no sequence may be longer if a KV pool is the reason; empty if it is not."""
+        records = self.decode_records()
+        shortest = min(records, key=lambda record: record.max_model_len, default=None)
+        if shortest is None or shortest.max_model_len >= min(model_len, shortest.full_model_len):
+            return ""
+        return (
+            f"More does not fit into the KV pool of {shortest.worker_id}; the model's context is "
+            f"{shortest.full_model_len} tokens: its operator can raise --num-blocks or "
+            "--gpu-memory-utilization."
+        )
+
     def embedding_workers(
         self, num_tokens: int, excluded: AbstractSet[str]
     ) -> list[tuple[WorkerLink, int]]:

@@ -285,6 +285,38 @@ def test_a_workers_shorter_limit_counts(redis_url):
     with_worker(redis_url, scenario)
 
 
+POOL = (
+    "More does not fit into the KV pool of decode-0; the model's context is {} tokens: its "
+    "operator can raise --num-blocks or --gpu-memory-utilization."
+)
+
+
+@pytest.mark.parametrize(
+    ("full", "why"),
+    [(32, ""), (128, POOL.format(128)), (0, "")],  # by --max-model-len, by its pool, not known
+)
+def test_the_error_says_if_a_kv_pool_is_the_limit(redis_url, full, why):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        worker.put_record(max_model_len=32, full_model_len=full)
+        await eventually(lambda: router.service.max_model_len == 32)
+        long = {"messages": [{"role": "user", "content": "word " * 200}], "input": "word " * 200}
+        for route, fields in (
+            ("/v1/completions", {"prompt": [5] * 32}),
+            ("/v1/completions", {"prompt": "word " * 4000}),  # in a thread
+            ("/v1/chat/completions", {"messages": long["messages"]}),
+            ("/v1/responses", {"input": long["input"]}),
+            ("/v1/messages", {"messages": long["messages"], "max_tokens": 5}),
+            ("/v1/embeddings", {"input": long["input"]}),
+        ):
+            response = await router.http.post(route, json={"model": MODEL, **fields})
+            message = response.json()["error"]["message"]
+            assert response.status_code == 400
+            assert "32 tokens" in message or "31 tokens" in message
+            assert message.endswith(why) and ("KV pool" in message) == bool(why), message
+
+    with_worker(redis_url, scenario)
+
+
 def test_a_failing_worker_is_a_500_without_its_words(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.error = "Traceback at /secret/engine.py of 10.0.0.1"

@@ -32,7 +32,7 @@ from pagewire.services.router.http.connection.http_io import (
     received_body,
 )
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import describe, outcome_of
+from pagewire.services.router.http.errors import ContextLengthError, describe, outcome_of
 from pagewire.services.router.http.operation import HELLO, OPENAI, SERVER, described
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.metrics.requests import Outcome
@@ -238,11 +238,15 @@ async def read_request(
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
     service = service_of(request)
     reader, max_model_len = service.body_reader, service.max_model_len
-    if len(raw) <= INLINE_BODY_BYTES:
-        return await reader.read_here(kind, raw, max_model_len)
-    return await cancel_on_disconnect(
-        request.receive, reader.read_elsewhere(kind, raw, max_model_len)
-    )
+    try:
+        if len(raw) <= INLINE_BODY_BYTES:
+            return await reader.read_here(kind, raw, max_model_len)
+        return await cancel_on_disconnect(
+            request.receive, reader.read_elsewhere(kind, raw, max_model_len)
+        )
+    except ContextLengthError as exc:
+        why = service.selector.why_no_longer(service.model.max_model_len)
+        raise ContextLengthError(f"{exc.message} {why}".strip(), exc.param, exc.code) from exc
 
 
 async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
