@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pagewire.shared.base.errors import PagewireError
+from pagewire.shared.base.errors import PagewireError, TransferError
 from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.crash_reports import CrashReport, FindCrash
 from pagewire.shared.cluster.registry import WorkerRecord
@@ -86,8 +86,8 @@ class PrefillLinks:
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
     _is_closed: bool = False
-    # Carriers that failed their tests, by worker and epoch.
-    _unfit: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    # Carriers that failed their tests, and why, by worker and epoch.
+    _unfit: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:
@@ -159,8 +159,12 @@ class PrefillLinks:
                 connection is lost.
         """
         run = link.record.worker_id, link.record.epoch
-        without = self._unfit.get(run, ())
-        kv = await link.kv.open(lambda: self.receiver.offer(*run, without), self.timeout_s)
+        without = self._unfit.get(run, {})
+        try:
+            kv = await link.kv.open(lambda: self.receiver.offer(*run, without), self.timeout_s)
+        except TransferError:
+            self._unfit.pop(run, None)  # no other can be offered, perhaps
+            raise
         hello = KvHello(
             worker_id=self.identity.worker_id,
             epoch=self.identity.epoch,
@@ -204,16 +208,16 @@ class PrefillLinks:
         link = self._links.get(kv.peer)
         if link is not None and link.kv.value is kv:
             if not link.tested.done():
-                self._leave_out(link.record, kv.carrier)
+                self._leave_out(link.record, kv.carrier, reason)
             self._lose(link, reason)
 
-    def _leave_out(self, record: WorkerRecord, carrier: str) -> None:
+    def _leave_out(self, record: WorkerRecord, carrier: str, reason: str) -> None:
         """Note that a carrier failed its test; if all have failed or none was chosen, offer all."""
         known = {(worker.worker_id, worker.epoch) for worker in self.workers()}
         self._unfit = {run: unfit for run, unfit in self._unfit.items() if run in known}
         run = record.worker_id, record.epoch
-        unfit = self._unfit.pop(run, set()) | {carrier}
-        if carrier and not unfit.issuperset(self.receiver.carriers):
+        unfit = self._unfit.pop(run, {}) | {carrier: f"its test failed: {reason}"}
+        if carrier and not unfit.keys() >= self.receiver.carriers.keys():
             self._unfit[run] = unfit
             logger.warning("carrier %s failed: %s gets others first", carrier, record.worker_id)
 

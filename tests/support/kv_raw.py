@@ -76,7 +76,7 @@ def raw_sender(
     pair: KvPair, decode: DecodeSide, without: Collection[str] = ()
 ) -> Iterator[RawSender]:
     """Offer a link, and connect a sender that has not sent anything yet."""
-    link = decode.receiver.offer("raw", 1, without=without)
+    link = decode.receiver.offer("raw", 1, without=dict.fromkeys(without, "left out"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.routing_id = link.token

@@ -17,12 +17,13 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import zmq
 
 from pagewire.shared.base.errors import ProtocolError, TransferError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
@@ -90,6 +91,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
     _next_rehearsal_s: float = math.inf
+    _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:
         self.credits = ReceiverCredits(self.staging.num_slots)
@@ -98,32 +100,39 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     # Verbs
 
-    def offer(self, peer: str, epoch: int, without: Collection[str] = ()) -> ReceiverLink:
+    def offer(
+        self, peer: str, epoch: int, without: Mapping[str, str] | None = None
+    ) -> ReceiverLink:
         """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
 
         Args:
             peer: name of the sender.
             epoch: number of its run.
-            without: carriers that are not offered.
+            without: carriers that are not offered, and why.
 
         Raises:
             TransferError: as many links are open as fit the staging slots, or there is no carrier
-                to offer.
+                to offer; says why of each.
         """
         self._end_quarantine()
         self.credits.check_room(len(self.links))
         link = ReceiverLink(next(self._numbers), peer, epoch, secrets.token_bytes(TOKEN_BYTES))
-        problems = []
+        problems = {name: f"{name}: {why}" for name, why in (without or {}).items()}
         for name, carrier in self.carriers.items():
-            if name not in without:
-                try:
-                    link.offers[name] = carrier.offer(link.number)
-                except TransferError as exc:
-                    problems.append(f"{name}: {exc}")
-                except Exception:  # whatever a library raises: the others are offered
-                    logger.exception("%s cannot be offered to %s", name, peer)
+            if name in problems:
+                continue
+            try:
+                link.offers[name] = carrier.offer(link.number)
+            except TransferError as exc:
+                problems[name] = f"{name}: {exc}"
+            except Exception as exc:  # whatever a library raises: the others are offered
+                problems[name] = f"{name}: {exc!r}"
+                text = f"{name} cannot be offered to {peer}: {exc!r}"
+                self._complaints.say(f"{peer} by {name}", epoch, text)
+                logger.debug("%s", text, exc_info=True)
         if not link.offers:
-            raise TransferError(f"there is no carrier for {peer} ({'; '.join(problems) or 'none'})")
+            reasons = "; ".join(problems.values()) or "none is open"
+            raise TransferError(f"there is no carrier for {peer} ({reasons})")
         self.links.append(link)
         return link
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from unittest.mock import Mock
 
 import msgspec
@@ -91,14 +93,30 @@ def test_without_a_common_carrier_the_error_says_why_for_each() -> None:
         pair.finish()
 
 
-def test_a_receiver_without_a_carrier_to_offer_says_why() -> None:
+def test_a_receiver_without_a_carrier_to_offer_says_why_of_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(_link: int) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files")
+
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
+        receiver = pair.decode.receiver
         pair.decode.carriers["zmq"].fails = "offer"
-        with pytest.raises(TransferError, match=r"no carrier for p0 \(zmq: the wire is cut\)"):
-            pair.decode.receiver.offer("p0", 1, without={"loopback"})
-        with pytest.raises(TransferError, match=r"no carrier for p0 \(none\)"):
-            pair.decode.receiver.offer("p0", 1, without={"loopback", "zmq"})
-        assert len(pair.decode.receiver.links) == 0
+        tested = "its test failed: a segment arrived corrupt"
+        why = f"there is no carrier for p0 (loopback: {tested}; zmq: the wire is cut)"
+        with pytest.raises(TransferError, match=re.escape(why)):
+            receiver.offer("p0", 1, without={"loopback": tested})
+        pair.decode.carriers["loopback"].offer = fail
+        why = "(loopback: OSError(24, 'Too many open files'); zmq: the wire is cut)"
+        for _ in range(3):
+            pair.decode.carriers["zmq"].fails = "offer"
+            with pytest.raises(TransferError, match=re.escape(why)):
+                receiver.offer("p0", 1)
+        assert caplog.text.count("loopback cannot be offered to p0") == 1
+        receiver.carriers.clear()
+        with pytest.raises(TransferError, match=r"no carrier for p0 \(none is open\)"):
+            receiver.offer("p0", 1)
+        assert len(receiver.links) == 0
 
 
 def test_only_what_was_offered_is_accepted() -> None:

@@ -238,6 +238,24 @@ def test_a_carrier_that_failed_for_a_while_is_tried_again(others: tuple[str, ...
     run_async(scenario())
 
 
+def test_a_carrier_that_failed_is_offered_again_where_no_other_can_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(_link: int) -> bytes:
+        raise TransferError("the wire is cut")
+
+    async def scenario() -> None:
+        async with prefill_worker(carriers=BOTH) as p, decode_worker(carriers=BOTH) as d:
+            p.side.carrier.num_corrupt = 1
+            d.side.carriers["zmq"].offer = refuse
+            await d.link_to(p)
+            assert [link.carrier for link in p.sender.links] == ["loopback"]
+
+    run_async(scenario())
+    assert "no carrier for prefill-0 (loopback: its test failed: " in caplog.text
+    assert "; zmq: the wire is cut)" in caplog.text
+
+
 def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
     async def scenario() -> None:
         async with decode_worker(carriers=BOTH) as d:
