@@ -15,9 +15,7 @@ from tokenizers import AddedToken
 
 from pagewire.shared.base.errors import ConfigError, ModelLoadError, PagewireError
 from pagewire.shared.base.installing import install_command
-from pagewire.shared.text.sentencepiece_file import read_sentencepiece
-from pagewire.shared.text.sentencepiece_tokenizer import SPACE, sentencepiece_tokenizer
-from pagewire.shared.text.tokenizer_files import (
+from pagewire.shared.model.tokenizer_files import (
     BPE_FILES,
     SENTENCEPIECE_FILE,
     TOKENIZER_FILE,
@@ -25,6 +23,8 @@ from pagewire.shared.text.tokenizer_files import (
     no_tokenizer,
     read_optional_json,
 )
+from pagewire.shared.text.sentencepiece_file import read_sentencepiece
+from pagewire.shared.text.sentencepiece_tokenizer import SPACE, sentencepiece_tokenizer
 
 _MAX_ADDED = 100_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "special")

@@ -16,6 +16,8 @@ from typing import Any
 import tokenizers
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.model.added_tokens import load_tokenizer
+from pagewire.shared.model.tokenizer_files import TOKENIZER_FILE, read_optional_json
 from pagewire.shared.settings.types import SpecialTokens
 from pagewire.shared.text.chat_template import (
     ChatOptions,
@@ -29,7 +31,6 @@ from pagewire.shared.text.literals import Literals
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.piece_table import PieceTable, piece_table
 from pagewire.shared.text.token_bytes import TokenBytes
-from pagewire.shared.text.tokenizer_files import TOKENIZER_FILE, no_tokenizer, read_optional_json
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_OPTIONS = ChatOptions()
@@ -96,11 +97,9 @@ class Tokenizer:
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
         """
-        backend = _load_backend(path / TOKENIZER_FILE)
-        config = read_optional_json(path / "tokenizer_config.json")
-        names = _special_tokens(config)
+        backend, config, names = load_tokenizer(path)
         eos = _eos_token_ids(path, names, backend)
-        bos = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
+        bos = backend.token_to_id(names.get("bos_token", ""))
         if chat_template is not None:
             chosen = read_template(chat_template, names)
             return cls(backend, chosen, bos, eos, special_tokens, names=names)
@@ -284,28 +283,6 @@ class Tokenizer:
             return self.render_chat(chat["messages"], marked)
 
         return self._literals.encode(given, render)
-
-
-def _load_backend(file: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json."""
-    if not file.is_file():
-        raise ModelLoadError(no_tokenizer(file.parent))
-    try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as exc:  # The library raises nothing more special.
-        reason = str(exc).splitlines()[0]
-        raise ModelLoadError(f"{file} is corrupt ({reason}): fetch the model again") from exc
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The named special tokens (`bos_token`, ...), each given as a string or as an object."""
-    tokens = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            tokens[name] = text
-    return tokens
 
 
 def _eos_token_ids(
