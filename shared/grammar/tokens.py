@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+import tokenizers
 from llguidance import LLTokenizer
 
-from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
+from pagewire.shared.model.added_tokens import load_tokenizer
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # an escape in JSON or in a regular expression
 
@@ -20,22 +24,44 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
     Args:
         model: the model's directory.
         vocab_size: number of logits of a row. If it exceeds the number of tokens, the other ids are
-            never allowed.
+            never allowed. Tokens from it on cannot be sampled, and are left out.
         eos_token_ids: end-of-sequence tokens; allowed where the grammar may end.
 
     Raises:
         InvalidRequestError: the model has no usable tokenizer.json, or no end-of-sequence token.
     """
-    path = model / "tokenizer.json"
     if not eos_token_ids:
         raise InvalidRequestError("structured output: the model has no end-of-sequence token")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = _tokens_below(vocab_size, load_tokenizer(model).backend)
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except (OSError, ValueError) as exc:
+    except (ModelLoadError, ValueError) as exc:
         raise InvalidRequestError(
             f"structured output: the model's tokenizer.json cannot be used for it: {exc}"
         ) from exc
+
+
+def _tokens_below(limit: int, backend: tokenizers.Tokenizer) -> str:
+    """Return a tokenizer in the form of tokenizer.json, without the tokens from an id on."""
+    text: str = backend.to_str()
+    if max(backend.get_vocab(with_added_tokens=True).values(), default=-1) < limit:
+        return text
+    content = json.loads(text)
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < limit]
+    model: dict[str, Any] = content["model"]
+    if isinstance(model["vocab"], list):  # in the order of ids
+        model["vocab"] = model["vocab"][:limit]
+    else:
+        model["vocab"] = {word: i for word, i in model["vocab"].items() if i < limit}
+    if "merges" in model:
+        within = len(model["continuing_subword_prefix"] or "")
+        known = model["vocab"].keys()
+        model["merges"] = [
+            [left, right]
+            for left, right in model["merges"]
+            if known >= {left, right, left + right[within:]}
+        ]
+    return json.dumps(content)
 
 
 def spells_special(text: str, vocabulary: LLTokenizer) -> bool:

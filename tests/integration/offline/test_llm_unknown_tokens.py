@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, SamplingParams, StructuredOutputs
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
 from pagewire.shared.engine.offline.beam_search import BeamSearchParams
@@ -26,6 +27,7 @@ from pagewire.tests.support.unknown_tokens import (
 GOOD = "Lambda expressions"
 BAD = f"A {UNKNOWN} token"
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
+FORM = StructuredOutputs(regex="[a-z]{5} [0-9]{3}")
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=3)
 
 
@@ -99,6 +101,12 @@ def test_what_the_model_does_not_read_may_have_the_token(llm: LLM) -> None:
     assert len(llm.generate(prompt, params)[0].token_ids) == 6
     with pytest.raises(InvalidRequestError, match="bad_words must be token ids below"):
         llm.generate(GOOD, SamplingParams(bad_words=[UNKNOWN]))
+
+
+def test_the_token_does_not_hinder_structured_output(llm: LLM) -> None:
+    params = SamplingParams(temperature=2, seed=1, max_tokens=40, structured_outputs=FORM)
+    for output in llm.generate([GOOD] * 4, params):
+        assert re.fullmatch(FORM.regex or "", output.text)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
