@@ -58,6 +58,19 @@ def load_tokenizer(path: Path) -> LoadedTokenizer:
     return LoadedTokenizer(backend, config, names)
 
 
+def end_token(path: Path) -> int | None:
+    """Return the token that a directory's tokenizer names as the end; None if there is none.
+
+    Raises:
+        ModelLoadError: as for `load_tokenizer`, but there may be no tokenizer.
+    """
+    if not (path / TOKENIZER_FILE).is_file():
+        return None
+    backend, _, names = load_tokenizer(path)
+    token_id: int | None = backend.token_to_id(names.get("eos_token", ""))
+    return token_id
+
+
 def _add_tokens(
     backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]
 ) -> dict[str, str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.added_tokens import end_token
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
@@ -18,6 +19,7 @@ from pagewire.shared.model.transformers_model.config import (
     parse_config,
     why_refused,
 )
+from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 from pagewire.shared.settings.types import ModelImpl
 
 CONFIG_FILE = "config.json"
@@ -44,7 +46,7 @@ def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
-    return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, config))
+    return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 
 
 def has_dtype(path: Path) -> bool:
@@ -126,9 +128,14 @@ def _with_dtype(path: Path, fields: Fields) -> Fields:
 
 
 def _names_dtype(fields: Fields) -> bool:
+    return _names(fields, "dtype") or _names(fields, "torch_dtype")
+
+
+def _names(fields: Fields, name: str) -> bool:
+    """Whether a file has a field, perhaps in the part of its text model."""
     part = fields.raw.get("text_config")
     both = (fields.raw, part if isinstance(part, dict) else {})
-    return any(each.get("dtype") or each.get("torch_dtype") for each in both)
+    return any(each.get(name) not in (None, "") for each in both)
 
 
 def _named(fields: Fields) -> list[str]:
@@ -176,14 +183,27 @@ def _may_be_run_by_transformers(architecture: str, fields: Fields) -> bool:
     return True
 
 
-def _eos_token_ids(path: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the end tokens of generation_config.json, or else of config.json."""
+def _eos_token_ids(path: Path, fields: Fields, config: ModelConfig) -> tuple[int, ...]:
+    """Return all end tokens that generation_config.json, config.json and the tokenizer name.
+
+    The default of a family counts if generation_config.json names none. The tokenizer may name a
+    token that the model cannot produce, which then has no effect.
+    """
     file = path / GENERATION_FILE
+    ids: tuple[int, ...] = ()
     if file.exists():
-        generation = Fields(read_json(file), str(file))
-        if generation.raw.get("eos_token_id") is not None:
-            return generation.eos_token_ids(config.vocab_size)
-    return config.eos_token_ids
+        ids = Fields(read_json(file), str(file)).eos_token_ids(config.vocab_size)
+    if not ids or _names(fields, "eos_token_id"):
+        ids += config.eos_token_ids
+    named = end_token(path)
+    if named is not None and named < config.vocab_size:
+        ids += (named,)
+    ids = tuple(dict.fromkeys(ids))
+    if len(ids) > MAX_EOS_TOKEN_IDS:
+        raise ModelLoadError(
+            f"{path}: its files name {len(ids)} end tokens; at most {MAX_EOS_TOKEN_IDS} can be"
+        )
+    return ids
 
 
 def _digest(file: WeightsFile) -> bytes:

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat templates, without torch.
 
 The router and the offline `LLM` share it. It reads the files of a Hugging Face model directory:
-`tokenizer.json`, `tokenizer_config.json`, `generation_config.json`, and the chat template.
+`tokenizer.json`, `tokenizer_config.json`, and the chat template.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class Tokenizer:
         path: Path,
         special_tokens: SpecialTokens = "text",
         chat_template: Path | None = None,
+        eos_token_ids: Collection[int] = (),
     ) -> Tokenizer:
         """Load the tokenizer of a Hugging Face model directory.
 
@@ -93,19 +94,20 @@ class Tokenizer:
             special_tokens: how to treat special tokens that messages spell out, see
                 `RouterSettings.special_tokens_in_messages`.
             chat_template: a file of a template to use in place of the model's.
+            eos_token_ids: the tokens that end an answer, see `ModelConfig`.
 
         Raises:
             ModelLoadError: a file is missing or corrupt; the message says which and what to do.
         """
         backend, config, names = load_tokenizer(path)
-        eos = _eos_token_ids(path, names, backend)
         bos = backend.token_to_id(names.get("bos_token", ""))
+        ends = frozenset(eos_token_ids)
         if chat_template is not None:
             chosen = read_template(chat_template, names)
-            return cls(backend, chosen, bos, eos, special_tokens, names=names)
+            return cls(backend, chosen, bos, ends, special_tokens, names=names)
         sources = _chat_template_sources(path, config)
         template, tools = (ChatTemplate(each, names) if each else None for each in sources)
-        return cls(backend, template, bos, eos, special_tokens, tools, names)
+        return cls(backend, template, bos, ends, special_tokens, tools, names)
 
     @cached_property
     def text_table(self) -> list[bytes] | None:
@@ -283,19 +285,6 @@ class Tokenizer:
             return self.render_chat(chat["messages"], marked)
 
         return self._literals.encode(given, render)
-
-
-def _eos_token_ids(
-    path: Path, names: dict[str, str], backend: tokenizers.Tokenizer
-) -> frozenset[int]:
-    """Tokens that end an answer, from the first file that names any."""
-    for file in ("generation_config.json", "config.json"):
-        value = read_optional_json(path / file).get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
-        if ids and all(isinstance(i, int) for i in ids):
-            return frozenset(ids)
-    token_id = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
-    return frozenset() if token_id is None else frozenset([token_id])
 
 
 def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.hf_greedy import greedy
@@ -40,7 +41,7 @@ class Served:
     cluster: LocalCluster
     theirs: Any
     tokenizer: Tokenizer
-    eos: int
+    ends: tuple[int, ...]
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         asked = {"model": "tiny", "temperature": 0, "max_tokens": TOKENS, **body}
@@ -63,7 +64,7 @@ def serving(path: Path, family: str, shape: str, **changes: Any) -> Iterator[Ser
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, eos]}))
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
     with local_cluster("--model", str(path), *ONE_ROUTER, *options) as cluster:
-        yield Served(cluster, theirs, tokenizer, eos)
+        yield Served(cluster, theirs, tokenizer, load_config(path).eos_token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -104,11 +105,13 @@ def test_tokens_are_hugging_faces_over_both_workers(served: Served) -> None:
     assert served.cluster.total("pagewire_kv_transfer_segments_total") > 0
 
 
-def test_an_end_token_of_the_generation_config_ends_the_answer(served: Served) -> None:
+def test_an_end_token_that_any_file_names_ends_the_answer(served: Served) -> None:
+    assert {0, 1, 2} < set(served.ends)  # and the one of generation_config.json
     expected = greedy(served.theirs, PROMPT, TOKENS)
+    end = next(index for index, token in enumerate(expected) if token in served.ends)
     choice = served.post("completions", prompt=PROMPT, return_token_ids=True)["choices"][0]
     assert choice["finish_reason"] == "stop"
-    assert choice["token_ids"] == expected[: expected.index(served.eos) + 1]
+    assert choice["token_ids"] == expected[: end + 1]
 
 
 def test_chat_goes_through_the_models_own_template(served: Served) -> None:

@@ -73,7 +73,10 @@ class ServedModel:
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
         config = load_config(path, settings.model_impl)
         tokenizer = Tokenizer.from_dir(
-            path, settings.special_tokens_in_messages, settings.chat_template
+            path,
+            settings.special_tokens_in_messages,
+            settings.chat_template,
+            config.eos_token_ids,
         )
         syntax = ChatSyntax.choose(
             tokenizer.template_source,

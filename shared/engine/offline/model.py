@@ -58,6 +58,7 @@ class OfflineModel:
                 self.engine.model_path,
                 self.settings.special_tokens_in_messages,
                 self.settings.chat_template,
+                self.engine.config.eos_token_ids,
             )
         self._syntax = ChatSyntax()
         if self.tokenizer is not None:

@@ -170,12 +170,14 @@ def test_demo_model_equals_hugging_face(demo: Pair) -> None:
 
 def test_demo_model_writes_what_hugging_face_writes(demo: Pair) -> None:
     prompt = [demo.ours.config.bos_token_id or 0, 300, 41, 977, 260]
+    ends = list(demo.ours.config.eos_token_ids)
     text = demo.theirs.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=48,
         min_new_tokens=48,
         do_sample=False,
+        eos_token_id=ends,
         pad_token_id=0,
     )[0].tolist()
     paged = PagedModel(demo.ours, num_blocks=8, block_size=16, seed=6)
@@ -183,7 +185,6 @@ def test_demo_model_writes_what_hugging_face_writes(demo: Pair) -> None:
     paged.step([], [(sequence, len(prompt))])
     while sequence.remaining:
         paged.step([sequence], [])
-    ends = list(demo.ours.config.eos_token_ids)
     logits = torch.stack(sequence.logits[len(prompt) - 1 : -1])
     logits[:, ends] = -torch.inf  # as `min_new_tokens` has it
     assert logits.argmax(-1).tolist() == text[len(prompt) :]

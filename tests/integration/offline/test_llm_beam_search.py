@@ -27,8 +27,9 @@ def pair(
     path = tmp_path_factory.mktemp("models") / "tiny"
     theirs = write_tiny_model(path, "qwen3", "groups-of-2-odd-vocabulary")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": request.param}))
-    theirs.generation_config.eos_token_id = request.param
-    return LLM(str(path), device="cpu", dtype="float32"), theirs
+    llm = LLM(str(path), device="cpu", dtype="float32")
+    theirs.generation_config.eos_token_id = list(llm.engine.config.eos_token_ids)
+    return llm, theirs
 
 
 @torch.inference_mode()

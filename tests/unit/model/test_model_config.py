@@ -118,23 +118,37 @@ def test_a_type_under_its_older_name(tmp_path: Path) -> None:
     assert config.rope == RopeConfig("linear", 100.0, 4.0)
 
 
-@pytest.mark.parametrize(
-    ("generation", "expected"),
-    [
-        ({"eos_token_id": [7, 8]}, (7, 8)),
-        ({"eos_token_id": 9}, (9,)),
-        ({"eos_token_id": None}, (5,)),
-        ({}, (5,)),
-        (None, (5,)),
-    ],
-    ids=["list", "one", "null", "without", "no-file"],
-)
-def test_end_tokens_come_from_the_generation_config(
-    tmp_path: Path, generation: dict[str, Any] | None, expected: tuple[int, ...]
+_ENDS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str | None, tuple[int, ...]]] = {
+    "list": ({"eos_token_id": [7, 8]}, {"eos_token_id": 5}, None, (7, 8, 5)),
+    "one": ({"eos_token_id": 9}, {"eos_token_id": [5, 9]}, None, (9, 5)),
+    "null": ({"eos_token_id": None}, {"eos_token_id": 5}, None, (5,)),
+    "without": ({}, {"eos_token_id": 5}, None, (5,)),
+    "no-file": (None, {"eos_token_id": 5}, None, (5,)),
+    "null-in-config": ({"eos_token_id": 9}, {"eos_token_id": None}, None, (9,)),
+    "the-familys-default": (None, {}, None, (2,)),
+    "default-that-no-file-names": ({"eos_token_id": 9}, {}, None, (9,)),
+    "the-tokenizers": ({"eos_token_id": 9}, {"eos_token_id": 5}, "<|assistant|>", (9, 5, 4)),
+    "the-tokenizers-alone": (None, {"eos_token_id": None}, "<|assistant|>", (4,)),
+    "added-by-its-name": (None, {"eos_token_id": 5}, "<new>", (5, 2048)),
+    "named-twice": ({"eos_token_id": [4, 9]}, {"eos_token_id": 4}, "<|assistant|>", (4, 9)),
+    "without-a-row": (None, {"eos_token_id": 5, "vocab_size": 2048}, "<new>", (5,)),
+}
+
+
+@pytest.mark.parametrize(("generation", "config", "named", "expected"), _ENDS.values(), ids=_ENDS)
+def test_end_tokens_are_all_that_any_file_names(
+    tmp_path: Path,
+    generation: dict[str, Any] | None,
+    config: dict[str, Any],
+    named: str | None,
+    expected: tuple[int, ...],
 ) -> None:
-    _write(tmp_path, _llama(eos_token_id=5))
+    _write(tmp_path, _llama(**config))
     if generation is not None:
         _write(tmp_path, generation, "generation_config.json")
+    if named is not None:
+        shutil.copy(demo_model_path() / "tokenizer.json", tmp_path)
+        _write(tmp_path, {"eos_token": named}, "tokenizer_config.json")
     assert load_config(tmp_path).eos_token_ids == expected
 
 
@@ -162,6 +176,14 @@ def test_the_last_token_of_the_vocabulary_may_end_an_answer(tmp_path: Path) -> N
     assert load_config(tmp_path).eos_token_ids == (299, 0)
 
 
+def test_end_tokens_of_a_text_model_count(tmp_path: Path) -> None:
+    content = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}
+    _write(tmp_path, {"eos_token_id": 9}, "generation_config.json")
+    assert load_config(_write(tmp_path, content)).eos_token_ids == (9,)
+    content["text_config"] = {"eos_token_id": 106}
+    assert load_config(_write(tmp_path, content)).eos_token_ids == (9, 106)
+
+
 def test_a_familys_default_end_token_counts_only_in_its_vocabulary(tmp_path: Path) -> None:
     fields = {"architectures": ["CohereForCausalLM"]}
     assert load_config(_write(tmp_path, fields)).eos_token_ids == (255_001,)
@@ -179,6 +201,11 @@ def test_more_end_tokens_than_a_request_has_room_for_are_refused(tmp_path: Path)
     assert str(caught.value) == (
         f"{tmp_path}/generation_config.json: eos_token_id must be at most 64 token ids, not 65"
     )
+    _write(tmp_path, {"eos_token_id": ends}, "generation_config.json")
+    _write(tmp_path, _llama(eos_token_id=999))
+    with pytest.raises(ModelLoadError) as caught:
+        load_config(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: its files name 65 end tokens; at most 64 can be"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.text.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ MAX_BYTES = 8_000_000
 CLEAR_MARGIN = 5e-3
 
 TOKENIZER = Tokenizer.from_dir(demo_model_path())
+ENDS = load_config(demo_model_path()).eos_token_ids
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,8 @@ def complete(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=new_tokens,
         do_sample=False,
-        pad_token_id=min(TOKENIZER.eos_token_ids),
+        eos_token_id=list(ENDS),
+        pad_token_id=min(ENDS),
     )
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
@@ -48,7 +51,7 @@ def ask(model: Any, question: str) -> tuple[str, bool]:
     """The answer to one question, and whether it came to an end."""
     prompt = TOKENIZER.encode_chat([{"role": "user", "content": question}])
     tokens = complete(model, prompt, 150)
-    return TOKENIZER.decode(tokens), tokens[-1] in TOKENIZER.eos_token_ids
+    return TOKENIZER.decode(tokens), tokens[-1] in ENDS
 
 
 class TestFiles:
@@ -76,7 +79,7 @@ class TestFiles:
     def test_tokenizer_fits_the_model(self, model: Any) -> None:
         hf_tokenizer = AutoTokenizer.from_pretrained(demo_model_path())
         assert len(hf_tokenizer) == model.config.vocab_size == TOKENIZER.vocab_size
-        assert TOKENIZER.eos_token_ids == set(model.generation_config.eos_token_id)
+        assert set(ENDS) == set(model.generation_config.eos_token_id)
 
     def test_every_byte_is_a_token(self) -> None:
         for byte in range(256):

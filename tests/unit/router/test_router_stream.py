@@ -18,13 +18,15 @@ from pagewire.shared.control.protocol import (
     TokenBatch,
     TokenOutput,
 )
+from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.text.answer_text import TextAssembler, TextDelta, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
 
-TOKENIZER = Tokenizer.from_dir(demo_model_path())
+ENDS = load_config(demo_model_path()).eos_token_ids
+TOKENIZER = Tokenizer.from_dir(demo_model_path(), eos_token_ids=ENDS)
 PROMPT = TOKENIZER.encode("Once upon a time")
 
 
@@ -281,7 +283,7 @@ def test_a_backlog_has_all_tokens_in_order_and_in_parts_that_are_not_long(puts):
 
 # What a request says of its text
 
-EOS = min(TOKENIZER.eos_token_ids)
+EOS = min(ENDS)
 
 
 def text_by(rules: TextRules, token_ids: list[int], reason: str = "length") -> tuple[str, int]:
