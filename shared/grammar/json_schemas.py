@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 from llguidance import LLMatcher
 
+from pagewire.shared.grammar.references import check_references
 from pagewire.shared.grammar.schema_fit import changed, fitted
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
 
@@ -28,8 +29,8 @@ def json_grammar(
             `additionalProperties`.
 
     Raises:
-        ValueError: the text is not JSON or not a schema, has numbers that are too large, or is
-            nested too deeply.
+        ValueError: the text is not JSON or not a schema, has numbers that are too large or a
+            reference that leads nowhere, or is nested too deeply.
     """
     text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
     if text.strip() == "true":
@@ -38,6 +39,7 @@ def json_grammar(
         msgspec.json.decode(text)
         raise ValueError("a schema must be an object or true")
     decoded = msgspec.json.decode(text)
+    check_references(decoded)
     kept = fitted(decoded)
     kept = changed(kept, _closed) if closed else kept
     if kept != decoded:
@@ -60,5 +62,6 @@ def schema_rule(schema: dict[str, Any]) -> str:
     Raises:
         ValueError: the schema has numbers that are too large, or is nested too deeply.
     """
+    check_references(schema)
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
     return f"%json {msgspec.json.encode(fitted(schema) | options).decode()}"

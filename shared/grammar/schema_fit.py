@@ -26,8 +26,10 @@ _BOUNDS = (*_LOW, *_HIGH)
 _TEXTS = {"title", "description", "$comment"}
 # Keywords whose value is an object of schemas by name, and keywords whose value is not a schema.
 _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-_ANNOTATIONS = {"default", "examples"}
-_OF_VALUES = {"const", "enum", *_ANNOTATIONS}
+_EXAMPLES = {"default", "examples"}
+# Keywords that say nothing about values.
+ANNOTATIONS = {*_TEXTS, *_EXAMPLES, "$schema", "deprecated", "readOnly", "writeOnly"}
+_OF_VALUES = {"const", "enum", *_EXAMPLES}
 # What JSON Schema defines; llguidance refuses those that it cannot follow.
 _FORMATS = {
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname"),
@@ -36,7 +38,7 @@ _FORMATS = {
 }
 # Keywords that may have no effect, or whose value may change.
 _LOOKED_AT = {"propertyNames", "format", "maxLength", "uniqueItems", "pattern", "patternProperties"}
-_LOOKED_AT |= _TEXTS | _ANNOTATIONS
+_LOOKED_AT |= _TEXTS | _EXAMPLES
 _TOO_DEEP = "it is nested too deeply"
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
@@ -48,7 +50,7 @@ def fitted(schema: Any, lenient: bool = False, then: Change | None = None) -> An
     Args:
         schema: decoded from JSON.
         lenient: keywords with numbers that no grammar can express are left out.
-        then: another change of each schema in it, which resolves references.
+        then: a change of each schema in it before, which resolves references.
 
     Raises:
         ValueError: the schema has such numbers (unless lenient), has text in an annotation that
@@ -58,7 +60,7 @@ def fitted(schema: Any, lenient: bool = False, then: Change | None = None) -> An
 
     def change(each: dict[str, Any]) -> dict[str, Any]:
         if then is not None:
-            return then(_fitted(each, lenient))
+            return _fitted(then(each), lenient)
         if "$ref" in each:
             references.append(each["$ref"])
         return _fitted(each, lenient)
@@ -72,7 +74,7 @@ def fitted(schema: Any, lenient: bool = False, then: Change | None = None) -> An
 def _is_to_annotation(reference: Any) -> bool:
     """Whether a `$ref` may point into an annotation, which must stay then."""
     path = unquote(reference) if isinstance(reference, str) else ""
-    return any(f"/{name}" in path for name in _ANNOTATIONS)
+    return any(f"/{name}" in path for name in _EXAMPLES)
 
 
 def changed(schema: Any, change: Change) -> Any:
@@ -102,13 +104,38 @@ def _changed_in(key: str, value: Any, change: Change) -> Any:
     return value if key in _OF_VALUES else _changed(value, change)
 
 
+def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without keywords that are null: they count as left out."""
+    if None not in schema.values():
+        return schema
+    return {
+        key: value
+        for key, value in schema.items()
+        if value is not None or key == "const" or key in _EXAMPLES
+    }
+
+
+def with_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that says in JSON Schema's words what OpenAPI's `nullable: true` means."""
+    if schema.get("nullable") is not True:
+        return schema
+    kept = {key: value for key, value in schema.items() if key != "nullable"}
+    kinds = kept.get("type")
+    if kinds is None:
+        return {"anyOf": [kept, {"type": "null"}]}
+    kept["type"] = list(dict.fromkeys((*(kinds if isinstance(kinds, list) else [kinds]), "null")))
+    if isinstance(values := kept.get("enum"), list) and None not in values:
+        kept["enum"] = [*values, None]
+    return kept
+
+
 def _fitted(schema: dict[str, Any], lenient: bool, annotated: bool = False) -> dict[str, Any]:
-    kept = schema
+    schema = kept = with_null(without_nulls(schema))
     if not _LOOKED_AT.isdisjoint(schema):
         kept = {
             key: _exact(key, each)
             for key, each in schema.items()
-            if not _is_idle(key, each) and (annotated or key not in _ANNOTATIONS)
+            if not is_idle(key, each) and (annotated or key not in _EXAMPLES)
         }
     for fit, keys in _FITS:
         if keys.isdisjoint(kept):
@@ -122,7 +149,7 @@ def _fitted(schema: dict[str, Any], lenient: bool, annotated: bool = False) -> d
     return kept
 
 
-def _is_idle(key: str, value: Any) -> bool:
+def is_idle(key: str, value: Any) -> bool:
     """Whether a keyword has no effect, so that llguidance need not see it.
 
     Libraries write `"uniqueItems": false`, `"propertyNames": {"type": "string"}` for dictionaries,
@@ -145,7 +172,7 @@ def _exact(key: str, value: Any) -> Any:
 
     A `$ref` may point into an annotation, so the numbers in it must be in range, too.
     """
-    if key in _ANNOTATIONS:
+    if key in _EXAMPLES:
         return changed(value, lambda each: _fitted(each, lenient=True, annotated=True))
     if key == "pattern" and isinstance(value, str):
         return without_nul(value)

@@ -21,7 +21,7 @@ from pagewire.shared.tool_calls.harmony import ChannelParser
 from pagewire.shared.tool_calls.parser import ToolParser, new_call_id
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningSplitter
 from pagewire.shared.tool_calls.syntax import ChatSyntax
-from pagewire.shared.tool_calls.xml_calls import ArgumentKind
+from pagewire.shared.tool_calls.written_values import ParameterForms
 
 
 class AnswerReading(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
         reasoning: where an answer begins, see `Begins`; None if reasoning is not split off.
         include_reasoning: the client gets the reasoning.
         shown: special tokens that the text must contain so that it can be parsed.
-        kinds: types of the functions' arguments, for formats whose calls do not show them.
+        forms: how the functions' arguments are written, for formats whose calls do not show it.
     """
 
     names: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
     reasoning: Begins | None = None
     include_reasoning: bool = True
     shown: tuple[int, ...] = ()
-    kinds: dict[str, dict[str, ArgumentKind]] = {}
+    forms: dict[str, ParameterForms] = {}
 
 
 def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
@@ -75,7 +75,7 @@ class TaggedAnswer:
         if syntax.tools is not None and reading.names:
             most = 1 if reading.only_one else None
             self._tools = ToolParser(
-                syntax.tools, reading.names, most, kinds=reading.kinds, must_call=reading.must_call
+                syntax.tools, reading.names, most, forms=reading.forms, must_call=reading.must_call
             )
 
     @property

@@ -17,7 +17,7 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.grammar import CallsWanted, any_arguments
 from pagewire.shared.tool_calls.syntax import ChatSyntax
-from pagewire.shared.tool_calls.xml_calls import argument_kinds
+from pagewire.shared.tool_calls.written_values import parameter_forms
 
 PROMPT_END_TOKENS = 16  # enough for the end of a template that opens the reasoning
 
@@ -48,9 +48,9 @@ def answer_reading(
     elif syntax.reasoning is not None:
         end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         begins = syntax.begins(end)
-    kinds = {}
+    forms = {}
     if wanted is not None and syntax.tools is not None and syntax.tools.kind == "xml":
-        kinds = {each.name: argument_kinds(each) for each in wanted.functions}
+        forms = {each.name: parameter_forms(each) for each in wanted.functions}
     return AnswerReading(
         names=() if wanted is None else tuple(each.name for each in wanted.functions),
         only_one=wanted is not None and wanted.only_one,
@@ -59,7 +59,7 @@ def answer_reading(
         reasoning=begins,
         include_reasoning=include_reasoning,
         shown=tuple(syntax.tokens.values()),
-        kinds=kinds,
+        forms=forms,
     )
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ToolFormat
 from pagewire.shared.tool_calls.scanner import ValueScanner
-from pagewire.shared.tool_calls.xml_calls import ArgumentKinds, XmlCall
+from pagewire.shared.tool_calls.written_values import ParameterForms
+from pagewire.shared.tool_calls.xml_calls import XmlCall
 
 MAX_CALL_ID = 64  # characters
 # Characters from a name to the beginning of arguments: they are parsed again with each chunk.
@@ -243,16 +244,18 @@ class HeadedCall:
 CallReader = XmlCall | ObjectCall | HeadedCall
 
 
-def make_reader(form: ToolFormat, names: Collection[str], kinds: ArgumentKinds) -> CallReader:
+def make_reader(
+    form: ToolFormat, names: Collection[str], forms: Mapping[str, ParameterForms]
+) -> CallReader:
     """Return a reader of one call.
 
     Args:
         form: how the model writes calls.
         names: names of the functions that may be called.
-        kinds: how the functions' arguments are written, for formats whose calls do not show it.
+        forms: how the functions' arguments are written, for formats whose calls do not show it.
     """
     if form.kind == "xml":
-        return XmlCall(names, kinds)
+        return XmlCall(names, forms)
     if form.kind == "object":
         return ObjectCall(names)
     return HeadedCall(form, names)

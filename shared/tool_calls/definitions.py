@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,11 +10,21 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.grammar.references import DEFINITIONS, References, check_references
+from pagewire.shared.grammar.schema_fit import without_nulls
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 20  # size of all tools of a request, as JSON
 MAX_NAME_CHARS = 128
 NAME_PATTERN = rf"\A[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}\Z"
+
+_MAX_STEPS = 16  # of references from the root
+# Keywords next to a reference that say nothing about arguments, or what is known of them.
+_ASIDE = {*DEFINITIONS, "$schema", "$id", "$anchor", "$comment", "title", "description", "type"}
+_ASIDE |= {"default", "examples"}
+# Keywords with which a schema says itself which other properties there may be.
+_OPEN = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_OPEN |= {"$ref", "allOf", "anyOf", "oneOf"}
 
 FunctionName = Annotated[
     str,
@@ -40,12 +51,19 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Schema of the arguments; only declared ones are allowed, unless it says otherwise."""
-        declared = self.parameters
-        if declared is None:
-            declared = {"properties": {}}
-        closed = {"additionalProperties": False} if _is_plain(declared) else {}
-        return {**closed, **declared, "type": "object"}
+        """Schema of the arguments; only declared ones are allowed, unless it says otherwise.
+
+        A name that is required is declared by that.
+        """
+        declared = {"properties": {}} if self.parameters is None else _root(self.parameters)
+        if not _is_plain(declared):
+            return {**declared, "type": "object"}
+        properties, required = dict(declared["properties"]), declared.get("required")
+        for name in required if isinstance(required, list) else ():
+            if isinstance(name, str):
+                properties.setdefault(name, {})
+        closed = {"properties": properties, "additionalProperties": False}
+        return {**declared, "type": "object", **closed}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -112,8 +130,9 @@ def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
     """Check rules that types cannot express.
 
     Raises:
-        InvalidRequestError: a schema is not that of an object, a name is not unique, or the choice
-            names a tool that the request does not have; the error names the field.
+        InvalidRequestError: a schema is not that of an object or has a reference that leads
+            nowhere, a name is not unique, or the choice names a tool that the request does not
+            have; the error names the field.
     """
     if tools is None:
         if choice not in (None, "none"):
@@ -122,12 +141,7 @@ def check_tools(tools: Sequence[Tool] | None, choice: Choice) -> None:
     names: set[str] = set()
     for index, tool in enumerate(tools):
         field = f"tools[{index}].function"
-        parameters = tool.function.parameters
-        if parameters is not None and parameters.get("type", "object") != "object":
-            raise InvalidRequestError(
-                f'{field}.parameters must be a JSON schema with "type": "object"',
-                f"{field}.parameters",
-            )
+        _check_parameters(tool.function.parameters, f"{field}.parameters")
         if tool.function.name in names:
             raise InvalidRequestError(
                 f"{field}.name must be unique: there is another tool {tool.function.name!r}",
@@ -151,7 +165,40 @@ def check_tools_size(num_bytes: int) -> None:
         raise InvalidRequestError(f"tools must have at most {MAX_TOOLS_BYTES} bytes", "tools")
 
 
+def _check_parameters(parameters: dict[str, Any] | None, field: str) -> None:
+    if parameters is None:
+        return
+    try:
+        check_references(parameters)
+    except ValueError as exc:
+        raise InvalidRequestError(f"{field}: {exc}", field) from None
+    if _root(parameters).get("type", "object") != "object":
+        raise InvalidRequestError(f'{field} must be a JSON schema with "type": "object"', field)
+
+
+def _root(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without keywords that are null, and with what its root refers to.
+
+    Libraries write a definition and a `$ref` to it, or an `allOf` with that alone.
+    """
+    declared = without_nulls(schema)
+    for _ in range(_MAX_STEPS):
+        keys = declared.keys() - _ASIDE
+        parts = declared.get("allOf")
+        target: Any = None
+        if keys == {"$ref"} and isinstance(declared["$ref"], str):
+            with contextlib.suppress(LookupError):
+                target = References(declared).find(declared["$ref"])
+        elif keys == {"allOf"} and isinstance(parts, list) and len(parts) == 1:
+            target = parts[0]
+        if not isinstance(target, dict):
+            break
+        kept = {key: value for key, value in declared.items() if key not in keys}
+        found = {key: value for key, value in target.items() if key not in ("$id", "$anchor")}
+        declared = without_nulls({**found, **kept})
+    return declared
+
+
 def _is_plain(schema: dict[str, Any]) -> bool:
-    """Whether a schema lists all properties itself."""
-    others = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
-    return "properties" in schema and not any(key in schema for key in others)
+    """Whether a schema lists all properties itself, and does not say whether there are others."""
+    return isinstance(schema.get("properties"), dict) and schema.keys().isdisjoint(_OPEN)

@@ -17,7 +17,6 @@ from pagewire.shared.grammar.lark_rules import LarkRules, literal
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
     Keywords,
-    Parameters,
     json_rule,
     quoted,
     regex,
@@ -28,6 +27,7 @@ from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END
+from pagewire.shared.tool_calls.xml_grammar import Parameters
 
 MAX_CALLS = 32  # in one answer, so that a model that repeats itself ends
 

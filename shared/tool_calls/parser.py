@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from pagewire.shared.text.stop_strings import overlap
@@ -24,7 +24,7 @@ from pagewire.shared.tool_calls.events import (
     ToolEvent,
 )
 from pagewire.shared.tool_calls.formats import ToolFormat
-from pagewire.shared.tool_calls.xml_calls import ArgumentKinds
+from pagewire.shared.tool_calls.written_values import ParameterForms
 
 _MAX_PIECE = 4096  # characters that are parsed at a time: each step copies the rest
 _State = Literal["text", "open", "begin", "before", "call", "after", "next", "close", "rest"]
@@ -38,7 +38,7 @@ class ToolParser:
         names: names of the functions that may be called; a call of another one is content.
         most_calls: further calls are dropped.
         new_id: returns a new id for a call.
-        kinds: see `make_reader`.
+        forms: see `make_reader`.
         must_call: the answer has only calls, so nothing is content. Other text is the beginning of
             a call, or of a tag before it.
 
@@ -52,12 +52,12 @@ class ToolParser:
         names: Collection[str],
         most_calls: int | None = None,
         new_id: Callable[[], str] | None = None,
-        kinds: ArgumentKinds | None = None,
+        forms: Mapping[str, ParameterForms] | None = None,
         must_call: bool = False,
     ) -> None:
         self.num_calls = 0
         self._must_call = must_call
-        self._kinds = kinds or {}
+        self._forms = forms or {}
         self._form, self._names, self._most = form, names, most_calls
         self._new_id = new_id or (lambda: new_call_id(form))
         self._opens = form.opens
@@ -70,7 +70,7 @@ class ToolParser:
         self._raw: list[str] = []  # perhaps the beginning of a call; else content
         self._spaces: list[str] = []  # dropped if a call is next to them
         self._buffer = ""  # text that is not parsed yet
-        self._reader = make_reader(form, names, self._kinds)
+        self._reader = make_reader(form, names, self._forms)
         self._events: list[ToolEvent] = []
 
     def push(self, text: str) -> list[ToolEvent]:
@@ -175,7 +175,7 @@ class ToolParser:
             self._state = "begin"
 
     def _begin_call(self) -> None:
-        self._reader = make_reader(self._form, self._names, self._kinds)
+        self._reader = make_reader(self._form, self._names, self._forms)
         self._state = "before" if self._before else "call"
 
     def _match_begin(self, text: str) -> bool:

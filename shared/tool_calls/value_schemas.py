@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
-from urllib.parse import unquote
 
 import msgspec
 
 from pagewire.shared.grammar.lark_rules import LarkRules, check_size
+from pagewire.shared.grammar.references import DEFINITIONS, References
 from pagewire.shared.grammar.schema_fit import fitted
 
 # White space as in Python's `json`, as models are trained; fixed, so that it cannot be endless.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LENIENT = {"lenient": True, "coerce_one_of": True}
-_DEFINITIONS = ("$defs", "definitions")
 
 
 class _Part(NamedTuple):
@@ -41,6 +40,7 @@ class ValueSchemas:
 
     def __init__(self, root: dict[str, Any], rules: LarkRules, lenient: bool = False) -> None:
         self._root, self._rules, self._lenient = root, rules, lenient
+        self._references = References(root)
         self._keys: dict[str, str] = {}  # of definitions, by the references to them
         self._definitions: dict[str, _Part] = {}  # by the references to them
         self._names: dict[str, str] = {}  # of rules, by their schemas without definitions
@@ -70,7 +70,7 @@ class ValueSchemas:
         Raises:
             LookupError: the schema has definitions of its own, or see `_part`.
         """
-        if not schema.keys().isdisjoint(_DEFINITIONS):
+        if not schema.keys().isdisjoint(DEFINITIONS):
             raise LookupError("definitions of its own")
         part = self._part(schema)
         if part.text not in self._names:
@@ -93,7 +93,7 @@ class ValueSchemas:
                 references.append(reference)
                 key = self._keys.setdefault(reference, str(len(self._keys)))
                 each["$ref"] = f"#/$defs/{key}"
-            return {key: value for key, value in each.items() if key not in _DEFINITIONS}
+            return {key: value for key, value in each.items() if key not in DEFINITIONS}
 
         kept = fitted(schema, self._lenient, renamed)
         return _Part(msgspec.json.encode(kept).decode(), references)
@@ -108,7 +108,7 @@ class ValueSchemas:
             if key in needed:
                 continue
             if reference not in self._definitions:
-                self._definitions[reference] = self._part(referred(reference, self._root))
+                self._definitions[reference] = self._part(self._references.find(reference))
             needed[key], references = self._definitions[reference]
             waiting += references
             num_chars += len(needed[key])
@@ -117,7 +117,7 @@ class ValueSchemas:
 
     @cached_property
     def _all_definitions(self) -> dict[str, Any]:
-        given = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
+        given = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         found = fitted(given, self._lenient)
         return {key: msgspec.Raw(msgspec.json.encode(each)) for key, each in found.items()}
 
@@ -137,22 +137,3 @@ def json_expression(schema: str, definitions: Mapping[str, str], lenient: bool) 
         others["$defs"] = {key: msgspec.Raw(each.encode()) for key, each in definitions.items()}
     end = msgspec.json.encode(others).decode()
     return f"%json {schema[:-1]}{'' if schema == '{}' else ','}{end[1:]}"
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return the schema that a reference points to by its path.
-
-    Raises:
-        LookupError: there is none, or the reference is of another kind.
-    """
-    begin, *path = reference.split("/")
-    if begin != "#":
-        raise LookupError(f"{reference[:80]!r} is not a path")
-    found: Any = root
-    for part in path:
-        name = unquote(part).replace("~1", "/").replace("~0", "~")
-        is_index = isinstance(found, list) and name.isdecimal()
-        if not (is_index or isinstance(found, dict)):
-            raise LookupError(f"nothing is at {reference[:80]!r}")
-        found = found[int(name) if is_index else name]
-    return found

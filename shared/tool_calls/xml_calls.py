@@ -6,23 +6,19 @@
     </parameter>
     </function>
 
-A value itself does not show whether it is text or JSON; the function's schema does.
+A value itself does not show whether it is text or JSON; the function's schema does, see
+`written_values.py`. If a parameter is repeated, the first value counts.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from pagewire.shared.text.stop_strings import overlap
-from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.scanner import ValueScanner, escaped
-from pagewire.shared.tool_calls.value_schemas import referred
-
-# How a value is written. The value of a parameter that is not listed is text unless it is JSON.
-ArgumentKind = Literal["text", "json"]
-ArgumentKinds = Mapping[str, Mapping[str, ArgumentKind]]  # by function and parameter
+from pagewire.shared.tool_calls.written_values import ANY_VALUE, NULLS, ParameterForms
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -31,71 +27,8 @@ MAX_TAG = 1024  # characters of a tag with a name
 _CALL_END = "</tool_call>"  # models may forget to close the function first
 _VALUE_END = "\n" + PARAMETER_END
 _SPACES = " \t\r\n"
-_MAX_DEPTH = 8  # of references and lists of alternatives that show how a value is written
-
-
-def argument_kinds(function: Function) -> dict[str, ArgumentKind]:
-    """Return how the values of a function's parameters are written, where its schema shows it."""
-    return kinds_in(function.schema)
-
-
-def kinds_in(schema: Mapping[str, Any]) -> dict[str, ArgumentKind]:
-    """Return how the values of an object's properties are written, where its schema shows it."""
-    properties = schema.get("properties")
-    if not isinstance(properties, dict):
-        return {}
-    kinds = _Kinds(schema)
-    found = {name: kinds.of(each) for name, each in properties.items()}
-    return {name: kind for name, kind in found.items() if kind is not None}
-
-
-class _Kinds:
-    """Finds how values are written.
-
-    Args:
-        root: the function's whole schema, for references.
-    """
-
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        # By a reference and how deep it is. Otherwise, a definition whose alternatives all refer to
-        # itself would be read more often than any computer can.
-        self._known: dict[tuple[str, int], ArgumentKind | None] = {}
-
-    def of(self, schema: Any, depth: int = 0) -> ArgumentKind | None:
-        """Return how values that follow a schema are written; None if they may be text or JSON.
-
-        Args:
-            schema: schema of one parameter.
-            depth: how many references and lists of alternatives it is in.
-        """
-        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
-            return None
-        if isinstance(reference := schema.get("$ref"), str):
-            if (reference, depth) not in self._known:
-                self._known[reference, depth] = self._referred(reference, depth + 1)
-            return self._known[reference, depth]
-        for key in ("anyOf", "oneOf", "allOf"):
-            if isinstance(schema.get(key), list):
-                return _common({self.of(each, depth + 1) for each in schema[key]})
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
-            return _common({"text" if isinstance(each, str) else "json" for each in values})
-        types = schema.get("type")
-        names = types if isinstance(types, list) else [types]
-        if not all(isinstance(each, str) for each in names):
-            return None
-        return _common({"text" if each == "string" else "json" for each in names})
-
-    def _referred(self, reference: str, depth: int) -> ArgumentKind | None:
-        try:
-            return self.of(referred(reference, self._root), depth)
-        except LookupError:
-            return None
-
-
-def _common(kinds: Collection[ArgumentKind | None]) -> ArgumentKind | None:
-    return next(iter(kinds)) if len(kinds) == 1 else None
+_MAX_SPACES = 64  # before a value that is not text
+_NO_FORMS = ParameterForms()
 
 
 class XmlCall:
@@ -103,18 +36,20 @@ class XmlCall:
 
     Args:
         names: names of the functions that may be called.
-        kinds: how the functions' arguments are written.
+        forms: how the functions' arguments are written, by function.
     """
 
-    def __init__(self, names: Collection[str], kinds: ArgumentKinds) -> None:
+    def __init__(self, names: Collection[str], forms: Mapping[str, ParameterForms]) -> None:
         self.name: str | None = None
         self.is_done = self.has_failed = False
-        self._names, self._kinds = names, kinds
+        self._names, self._forms = names, forms
         self._state: Literal["next", "begin", "text", "whole", "json", "end"] = "next"
         self._buffer = ""  # text that was consumed but not parsed yet; short
         self._keys: set[str] = set()
-        self._kind: ArgumentKind | None = None  # kind of the current value
+        self._form = ANY_VALUE  # of the current value
+        self._is_dropped = False  # whether the current value is of an earlier parameter
         self._parts: list[str] = []  # of the current value, if it is parsed as a whole
+        self._raw: list[str] | None = None  # text of a value that is JSON so far, or text
         self._scanner = ValueScanner(python=True)
 
     @property
@@ -122,8 +57,10 @@ class XmlCall:
         """Text of the arguments that was consumed but not returned yet."""
         if self.has_failed:
             return self._buffer
+        if self._is_dropped:
+            return ""
         if self._state == "json":
-            return self._scanner.held
+            return self._scanner.held if self._raw is None else ""
         return escaped(self._buffer) if self._state == "text" else ""
 
     def push(self, text: str) -> tuple[str, int]:
@@ -160,6 +97,8 @@ class XmlCall:
 
     def _step(self, out: list[str]) -> bool:
         """Parse more of the buffer; return whether to call this again."""
+        if self._is_dropped and self._state != "next":
+            out = []
         match self._state:
             case "next":
                 return self._match_next(out)
@@ -171,7 +110,7 @@ class XmlCall:
                 return self._take_whole(out)
             case "json":
                 return self._take_json(out)
-        return self._match_end()
+        return self._match_end(out)
 
     def _match_next(self, out: list[str]) -> bool:
         """Decide whether a parameter begins or the call ends."""
@@ -181,14 +120,14 @@ class XmlCall:
             if not tag_end:
                 self.has_failed = len(self._buffer) >= MAX_TAG
                 return False
-            self.has_failed = key in self._keys
-            if not self.has_failed:
-                self._buffer = self._buffer[len(PARAMETER) + len(key) + 1 :]
+            self._buffer = self._buffer[len(PARAMETER) + len(key) + 1 :]
+            self._is_dropped = key in self._keys
+            if not self._is_dropped:
                 separator = ", " if self._keys else ""
                 out.append(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
-                self._keys.add(key)
-                self._kind = self._kinds.get(self.name or "", {}).get(key)
-                self._state = "begin"
+            self._keys.add(key)
+            self._form = self._forms.get(self.name or "", _NO_FORMS).of(key)
+            self._state = "begin"
             return True
         for end in (FUNCTION_END, _CALL_END):
             if self._buffer.startswith(end):
@@ -201,20 +140,28 @@ class XmlCall:
         return False
 
     def _begin_value(self, out: list[str]) -> bool:
-        """Decide how a value is parsed; return False if none of its text has come yet."""
-        if not self._buffer.removeprefix("\n"):
+        """Decide how a value is parsed; return False if that is not known yet."""
+        text, form = self._buffer.removeprefix("\n"), self._form
+        start = text.lstrip()
+        if not text or (not start and len(text) <= _MAX_SPACES):
             return False
-        self._buffer = self._buffer.removeprefix("\n")
-        self._parts = []
-        if self._kind == "text":
-            self._state = "text"
-            out.append('"')
-        elif self._kind == "json" and self._buffer[0] in "[{":
+        self._parts, self._raw = [], None
+        if form.any_text:
+            is_null = "null" in form.others and any(word.startswith(start[:4]) for word in NULLS)
+            if is_null and len(start) < 4:  # the length of both words
+                return False
+            if start and start[0] in form.containers:
+                self._state, self._scanner, self._raw = "json", ValueScanner(python=True), []
+            elif start and is_null:
+                self._state = "whole"
+            else:
+                self._state = "text"
+                out.append('"')
+        elif start[:1] in ("[", "{") and not form.texts:
             self._state, self._scanner = "json", ValueScanner(python=True)
         else:
             self._state = "whole"
-            # This line break may belong to the end tag.
-            self._buffer = "\n" + self._buffer
+        self._buffer = text
         return True
 
     def _take_text(self, out: list[str]) -> bool:
@@ -229,9 +176,8 @@ class XmlCall:
         part, is_whole = self._until_end()
         self._parts.append(part)
         if is_whole:
-            value = "".join(self._parts)
-            out.append(_as_json(value.removeprefix("\n"), self._kind))
-            self._parts, self._state = [], "next"
+            out.append(self._form.as_json("".join(self._parts)))
+            self._state = "next"
         return is_whole
 
     def _until_end(self) -> tuple[str, bool]:
@@ -246,31 +192,42 @@ class XmlCall:
 
     def _take_json(self, out: list[str]) -> bool:
         part, at = self._scanner.push(self._buffer)
-        out.append(part)
+        if self._raw is None:
+            out.append(part)
+        else:
+            self._parts.append(part)
+            self._raw.append(self._buffer[:at])
         self._buffer = self._buffer[at:]
-        self.has_failed = self._scanner.has_failed
-        if self.has_failed:
+        if self._scanner.has_failed:
+            if self._raw is not None:
+                return self._begin_text(out, self._raw)
+            self.has_failed = True
             self._buffer = self._scanner.held + self._buffer
         elif self._scanner.is_done:
             self._state = "end"
         return self._scanner.is_done
 
-    def _match_end(self) -> bool:
+    def _begin_text(self, out: list[str], raw: list[str]) -> bool:
+        """Parse a value again, as text: what began like JSON is something else."""
+        self._buffer = "".join((*raw, self._buffer))
+        self._state, self._raw = "text", None
+        out.append('"')
+        return True
+
+    def _match_end(self, out: list[str]) -> bool:
         """Consume the end tag of a JSON value."""
-        self._buffer = self._buffer.lstrip(_SPACES)
-        if self._buffer.startswith(PARAMETER_END):
-            self._buffer = self._buffer[len(PARAMETER_END) :]
+        start = self._buffer.lstrip(_SPACES)
+        if self._raw is not None:
+            self._raw.append(self._buffer[: len(self._buffer) - len(start)])
+        self._buffer = start
+        if start.startswith(PARAMETER_END):
+            self._buffer = start[len(PARAMETER_END) :]
             self._state = "next"
+            out += self._parts
             return True
-        self.has_failed = not PARAMETER_END.startswith(self._buffer)
+        if PARAMETER_END.startswith(start):
+            return False
+        if self._raw is not None:
+            return self._begin_text(out, self._raw)
+        self.has_failed = True
         return False
-
-
-def _as_json(text: str, kind: ArgumentKind | None) -> str:
-    """Return a value as JSON: converted if it is JSON or a Python literal, else as a string."""
-    scanner = ValueScanner(python=True)
-    out, at = scanner.push(text.strip() + "\n")
-    is_value = scanner.is_done and at >= len(text.strip())
-    if is_value and (kind == "json" or not out.startswith('"')):
-        return out
-    return f'"{escaped(text)}"'

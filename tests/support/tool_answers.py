@@ -14,7 +14,7 @@ from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.events import AnswerEvent, CallArguments, ContentText, ReasoningText
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS, ToolFormat
 from pagewire.shared.tool_calls.parser import ToolParser
-from pagewire.shared.tool_calls.xml_calls import ArgumentKinds, argument_kinds
+from pagewire.shared.tool_calls.written_values import ParameterForms, ValueForm, parameter_forms
 
 WEATHER = {
     "type": "function",
@@ -35,9 +35,9 @@ WEATHER = {
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS: list[dict[str, Any]] = [WEATHER, CLOCK]
 NAMES = ("get_weather", "clock")
-KINDS: ArgumentKinds = {
-    each["function"]["name"]: argument_kinds(Function(**each["function"])) for each in TOOLS
-}
+FORMS = {each["function"]["name"]: parameter_forms(Function(**each["function"])) for each in TOOLS}
+TEXT = ValueForm(others=())
+JSON = ValueForm(any_text=False)
 
 Call = tuple[str, dict[str, Any]]
 VALUES = st.recursive(
@@ -95,7 +95,7 @@ def parser(form: str | ToolFormat, names: Sequence[str] = NAMES, **options: Any)
     if isinstance(form, str):
         form = TOOL_FORMATS[form]
     ids = iter(range(1 << 20))
-    options.setdefault("kinds", KINDS)
+    options.setdefault("forms", FORMS)
     return ToolParser(form, names, new_id=lambda: f"id-{next(ids)}", **options)
 
 
@@ -142,12 +142,12 @@ def splits(draw: st.DrawFn, text: str) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def kinds_of(calls: Sequence[Call]) -> ArgumentKinds | None:
+def forms_of(calls: Sequence[Call]) -> dict[str, ParameterForms] | None:
     """Return how the arguments of calls are written; None if a name has more than one way."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, ValueForm]] = {}
     for name, arguments in calls:
         for key, value in arguments.items():
-            kind = "text" if isinstance(value, str) else "json"
-            if found.setdefault(name, {}).setdefault(key, kind) != kind:
+            form = TEXT if isinstance(value, str) else JSON
+            if found.setdefault(name, {}).setdefault(key, form) != form:
                 return None
-    return found
+    return {name: ParameterForms(each) for name, each in found.items()}

@@ -9,7 +9,7 @@ from pagewire.shared.tool_calls.events import AnswerEvent, CallBegin, ReasoningT
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
-from pagewire.tests.support.tool_answers import KINDS, NAMES, content_of, parsed, written
+from pagewire.tests.support.tool_answers import FORMS, NAMES, content_of, parsed, written
 
 CALLS = [("get_weather", {"city": "Oslo"}), ("clock", {})]
 TAGS = sorted({*REASONING_FORMATS} - {"harmony"})
@@ -19,7 +19,7 @@ def cut_answers(
     syntax: ChatSyntax, text: str, begins: Begins | None, is_cut: bool
 ) -> list[list[AnswerEvent]]:
     """Return what is found in each beginning of a text; it does not depend on the parts."""
-    reading = AnswerReading(NAMES, must_call=True, reasoning=begins, kinds=dict(KINDS))
+    reading = AnswerReading(NAMES, must_call=True, reasoning=begins, forms=dict(FORMS))
     found = []
     for at in range(len(text) + 1):
         whole, parts = (

@@ -13,7 +13,7 @@ from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.grammar import CallsWanted
 from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
-from pagewire.shared.tool_calls.xml_calls import argument_kinds
+from pagewire.shared.tool_calls.written_values import ANY_VALUE, ValueForm, parameter_forms
 from pagewire.tests.support.costly_schemas import SCHEMAS
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.unit.tools.test_tool_grammar import FORMATS, Allowed, calls_in
@@ -203,7 +203,7 @@ def test_a_grammar_that_becomes_too_large_is_refused_with_the_functions_name(for
 @pytest.mark.parametrize("kind", ["fan_to_itself", "fans"])
 def test_alternatives_that_refer_to_one_another_are_read_in_proportion(kind: str) -> None:
     def read(size: int) -> None:
-        argument_kinds(Function("f", parameters=SCHEMAS[kind](size)))
+        parameter_forms(Function("f", parameters=SCHEMAS[kind](size)))
 
     assert grows_in_proportion(read, 1 << 18)
 
@@ -224,5 +224,10 @@ def test_how_arguments_are_written_is_found_through_references() -> None:
             "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
         },
     }
-    kinds = argument_kinds(Function("f", parameters=parameters))
-    assert kinds == {"text": "text", "json": "json"}
+    assert parameter_forms(Function("f", parameters=parameters)).named == {
+        "text": ValueForm(others=()),
+        "json": ValueForm(any_text=False, others=("number",)),
+        "both": ValueForm(others=("number",)),
+        "loop": ValueForm(others=()),
+        "none": ANY_VALUE,
+    }

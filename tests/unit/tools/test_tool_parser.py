@@ -21,7 +21,7 @@ from pagewire.tests.support.tool_answers import (
     Call,
     calls_of,
     content_of,
-    kinds_of,
+    forms_of,
     parsed,
     parser,
     splits,
@@ -97,11 +97,11 @@ FRAGMENTS = st.sampled_from(
 def test_calls_are_found_whatever_the_cuts(
     name: str, data: st.DataObject, calls: list[Call]
 ) -> None:
-    form, kinds = TOOL_FORMATS[name], kinds_of(calls)
-    assume(kinds is not None)
+    form, forms = TOOL_FORMATS[name], forms_of(calls)
+    assume(forms is not None)
     before = data.draw(st.sampled_from(["", "Let me see.", "a < b"])) if form.open else ""
     text = before + data.draw(st.sampled_from(["", " ", "\n\n"])) + written(form, calls)
-    events = parsed(parser(name, kinds=kinds), data.draw(splits(text)))
+    events = parsed(parser(name, forms=forms), data.draw(splits(text)))
     assert calls_of(events) == calls
     assert content_of(events) == before
     begins = [event for event in events if isinstance(event, CallBegin)]
@@ -117,16 +117,16 @@ HARD = [
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_cut_in_two_gives_the_same(name: str) -> None:
-    form, kinds = TOOL_FORMATS[name], kinds_of(HARD)
+    form, forms = TOOL_FORMATS[name], forms_of(HARD)
     before, after = ("So: ", " \U0001f44b.") if form.open else ("", "")
     text = before + written(form, HARD) + after
-    whole = parsed(parser(name, kinds=kinds), [text])
+    whole = parsed(parser(name, forms=forms), [text])
     if form.kind != "xml":  # in which the text has the mark that ends a call
         assert calls_of(whole) == HARD
         assert content_of(whole).strip() == (before.strip() + after).strip()
     for at in range(len(text) + 1):
-        assert parsed(parser(name, kinds=kinds), [text[:at], text[at:]]) == whole, at
-    assert parsed(parser(name, kinds=kinds), text) == whole
+        assert parsed(parser(name, forms=forms), [text[:at], text[at:]]) == whole, at
+    assert parsed(parser(name, forms=forms), text) == whole
 
 
 @pytest.mark.parametrize("name", FORMATS)

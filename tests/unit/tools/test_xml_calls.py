@@ -15,7 +15,8 @@ from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
-from pagewire.shared.tool_calls.xml_calls import MAX_TAG, XmlCall, argument_kinds
+from pagewire.shared.tool_calls.written_values import ValueForm, parameter_forms
+from pagewire.shared.tool_calls.xml_calls import MAX_TAG, XmlCall
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import calls_of, content_of, parsed, parser, splits
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES
@@ -35,7 +36,7 @@ SCHEMA: dict[str, Any] = {
     "$defs": {"place": {"type": "object"}},
 }
 FUNCTION = Function("f", parameters=SCHEMA)
-KINDS = {"f": argument_kinds(FUNCTION)}
+FORMS = {"f": parameter_forms(FUNCTION)}
 FORM = "qwen3_coder"
 
 
@@ -49,22 +50,22 @@ def element(name: str, value: str) -> str:
 
 def read(text: str, parts: list[str] | None = None) -> tuple[str, str]:
     """Return the arguments of the calls in a text, and its content."""
-    events = parsed(parser(FORM, ["f"], kinds=KINDS), parts or [text])
+    events = parsed(parser(FORM, ["f"], forms=FORMS), parts or [text])
     arguments = [event.text for event in events if isinstance(event, CallArguments)]
     return "".join(arguments), content_of(events)
 
 
 def test_the_schema_says_what_is_text() -> None:
-    assert KINDS["f"] == {
-        "text": "text",
-        "count": "json",
-        "items": "json",
-        "flag": "json",
-        "size": "text",
-        "at": "json",
+    assert FORMS["f"].named == {
+        "text": ValueForm(others=()),
+        "count": ValueForm(any_text=False, others=("number",)),
+        "items": ValueForm(any_text=False, others=("array",)),
+        "flag": ValueForm(any_text=False, others=("boolean",)),
+        "maybe": ValueForm(others=("null",)),
+        "size": ValueForm(any_text=False, texts=("s", "m"), others=()),
+        "at": ValueForm(any_text=False, others=("object",)),
+        "any": ValueForm(),
     }
-    loop = {"properties": {"a": {"$ref": "#/properties/a"}, "b": {"$ref": "http://x/y"}}}
-    assert argument_kinds(Function("f", parameters=loop)) == {}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_the_schema_says_what_is_text() -> None:
         (element("at", '{\n  "x": "</parameter>"\n}'), {"at": {"x": "</parameter>"}}),
         (element("maybe", "null"), {"maybe": None}),
         (element("maybe", '"x"'), {"maybe": '"x"'}),
-        (element("more", "07") + element("other", "7"), {"more": "07", "other": 7}),
+        (element("more", "07") + element("other", "7"), {"more": "07", "other": "7"}),
         (element("text", "Łódź \\ \x01"), {"text": "Łódź \\ \x01"}),
     ],
 )
@@ -130,7 +131,7 @@ def test_answers_that_are_cut_or_wrong(
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    reader = parser(FORM, ["f"], kinds=KINDS)
+    reader = parser(FORM, ["f"], forms=FORMS)
     assert reader.push("a <tool_call>\n<functi") == [ContentText("a")]
     assert reader.push("on=f>\n<para") == [CallBegin(0, "id-0", "f"), CallArguments(0, "{")]
     assert reader.push("meter=text>\nLine") == [CallArguments(0, '"text": "Line')]
@@ -145,7 +146,7 @@ def test_long_values_take_time_in_proportion(name: str) -> None:
     begin = f"<function=f>\n<parameter={name}>\n"
 
     def run(pushes: int) -> None:
-        reader = XmlCall(["f"], KINDS)
+        reader = XmlCall(["f"], FORMS)
         reader.push(begin + ("[" if name == "items" else ""))
         for _ in range(pushes):
             reader.push("1,  ")
@@ -224,5 +225,5 @@ def test_parameters_come_in_the_schemas_order_and_undeclared_ones_where_they_may
 
 
 def test_calls_are_read_with_the_kinds_of_their_functions() -> None:
-    events = parsed(parser(FORM, ["f"], kinds=KINDS), [call(element("count", "1")) * 2])
+    events = parsed(parser(FORM, ["f"], forms=FORMS), [call(element("count", "1")) * 2])
     assert calls_of(events) == [("f", {"count": 1})] * 2

@@ -1,0 +1,124 @@
+"""Follows the references (`$ref`) of a JSON schema within its own document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+DEFINITIONS = ("$defs", "definitions")
+
+# Keywords whose value has schemas: one or a list of them, or an object of them by name.
+_SCHEMAS = (
+    *("items", "prefixItems", "additionalItems", "contains", "additionalProperties", "not"),
+    *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "if", "then", "else"),
+    *("anyOf", "oneOf", "allOf"),
+)
+_MAX_STEPS = 64  # of references that each lead to the next one
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
+
+
+class References:
+    """The places of one document to which its references lead.
+
+    Args:
+        root: the whole schema.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._names: dict[str, Any] | None = None  # parts by `$id`, and by `#` and `$anchor`
+
+    def find(self, reference: str) -> Any:
+        """Return what a reference leads to: a path (`#/$defs/a`), an anchor, or a part by its id.
+
+        Raises:
+            LookupError: it leads nowhere, or out of the document; the error says so.
+        """
+        base, _, fragment = reference.partition("#")
+        found: Any = self._root
+        if base and base != self._root.get("$id"):
+            found = self._named(base, f"$ref {reference[:80]!r} leads out of the schema")
+        if fragment and not fragment.startswith("/"):
+            return self._named(f"#{unquote(fragment)}", _nowhere(reference))
+        for part in unquote(fragment).split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            is_index = isinstance(found, list) and name.isdecimal()
+            try:
+                found = found[int(name) if is_index else name]
+            except (LookupError, TypeError, ValueError):
+                raise LookupError(_nowhere(reference)) from None
+        return found
+
+    def _named(self, name: str, problem: str) -> Any:
+        if self._names is None:
+            self._names = {}
+            for part in _parts(self._root):
+                for key, prefix in (("$id", ""), ("$anchor", "#")):
+                    if isinstance(text := part.get(key), str):
+                        self._names[prefix + text.removesuffix("#")] = part
+        if name not in self._names:
+            raise LookupError(f"{problem}; '#/$defs/a' leads to a part of it")
+        return self._names[name]
+
+
+def _nowhere(reference: str) -> str:
+    return f"$ref {reference[:80]!r} leads nowhere in the schema"
+
+
+def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+    """Return a schema and each schema in it."""
+    waiting = [schema]
+    while waiting:
+        match waiting.pop():
+            case list() as each:
+                waiting += each
+            case dict() as part:
+                yield part
+                waiting += [part[key] for key in _SCHEMAS if key in part]
+                for key in _BY_NAME:
+                    inner = part.get(key)
+                    waiting += inner.values() if isinstance(inner, dict) else ()
+
+
+def check_references(schema: Any) -> None:
+    """Check that each `$ref` of a schema leads to a part of it.
+
+    An argument's schema may have definitions of its own, to which paths from the whole schema do
+    not lead. Some libraries write such paths all the same.
+
+    Raises:
+        ValueError: one leads nowhere, out of the schema, or only to itself.
+    """
+    wanted: dict[str, None] = {}
+    own: set[str] = set()
+    for part in _parts(schema):
+        if isinstance(reference := part.get("$ref"), str):
+            wanted[reference] = None
+        for key in DEFINITIONS if part is not schema else ():
+            names = part.get(key)
+            own |= {f"#/{key}/{name}" for name in names} if isinstance(names, dict) else set()
+    references = References(schema) if wanted else None
+    for reference in wanted:
+        if references is None or "/".join(unquote(reference).split("/")[:3]) in own:
+            continue
+        try:
+            _check_end(reference, references)
+        except LookupError as exc:
+            raise ValueError(exc.args[0]) from None
+
+
+def _check_end(reference: str, references: References) -> None:
+    """Check that a reference leads to more than further references.
+
+    Raises:
+        LookupError: it leads nowhere, out of the document, or only to itself.
+    """
+    seen: set[str] = set()
+    step: Any = reference
+    while isinstance(step, str):
+        if step in seen or len(seen) > _MAX_STEPS:
+            raise LookupError(f"$ref {reference[:80]!r} leads only to itself or on and on")
+        seen.add(step)
+        found = references.find(step)
+        step = found.get("$ref") if isinstance(found, dict) else None

@@ -1,0 +1,127 @@
+"""Which arguments a function's schema allows, for formats that write them one by one.
+
+References and `allOf` at the root are followed. Other keywords that apply to all arguments at once,
+such as `anyOf`, have no grammar in these formats: they are refused, or ignored if that is allowed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pagewire.shared.grammar.references import References
+from pagewire.shared.grammar.schema_fit import without_nulls
+
+_MAX_DEPTH = 32  # of references and `allOf` in one another
+_NOT_FOLLOWED = (
+    *("anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "patternProperties"),
+    *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
+    *("dependentRequired", "dependentSchemas", "dependencies"),
+)
+_IDLE: dict[str, tuple[Any, ...]] = {
+    "minProperties": (0,),
+    "patternProperties": ({},),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+}
+
+
+class Shape(NamedTuple):
+    """The arguments of a call.
+
+    Attributes:
+        properties: schemas of arguments by name, in the schema's order.
+        required: names of those that a call must have.
+        others: schema of any others; False if there are none.
+    """
+
+    properties: dict[str, Any]
+    required: set[str]
+    others: Any
+
+    def schema_of(self, name: str) -> Any:
+        """Return the schema of an argument; False if it is not allowed."""
+        return self.properties.get(name, self.others)
+
+
+def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
+    """Return the arguments that a function's schema allows.
+
+    Args:
+        schema: the whole schema.
+        lenient: keywords that cannot be followed are ignored.
+
+    Raises:
+        ValueError: there are such keywords; the error names them. Or a required name is not
+            allowed.
+    """
+    found = _Shapes(References(schema), lenient).of(schema, 0)
+    properties = {name: each for name, each in found.properties.items() if each is not False}
+    for name in sorted(found.required - properties.keys()):
+        if found.schema_of(name) is not False:
+            properties[name] = found.others
+        elif not lenient:
+            raise ValueError(f"its schema requires {name[:80]!r}, which it does not allow")
+    return found._replace(properties=properties, required=found.required & properties.keys())
+
+
+class _Shapes:
+    def __init__(self, references: References, lenient: bool) -> None:
+        self._references, self._lenient = references, lenient
+
+    def of(self, schema: Any, depth: int) -> Shape:
+        if not isinstance(schema, dict):
+            return Shape({}, set(), schema is not False)
+        if depth > _MAX_DEPTH:
+            raise ValueError("its references and allOf are nested too deeply")
+        schema = without_nulls(schema)
+        self._check(schema)
+        properties, required = schema.get("properties"), schema.get("required")
+        found = Shape(
+            dict(properties) if isinstance(properties, dict) else {},
+            {each for each in required if isinstance(each, str)}
+            if isinstance(required, list)
+            else set(),
+            schema.get("additionalProperties", True),
+        )
+        parts = schema.get("allOf")
+        for part in parts if isinstance(parts, list) else ():
+            found = _both(found, self.of(part, depth + 1))
+        if isinstance(reference := schema.get("$ref"), str):
+            found = _both(found, self.of(self._find(reference), depth + 1))
+        return found
+
+    def _check(self, schema: dict[str, Any]) -> None:
+        wrong = [
+            key for key in _NOT_FOLLOWED if key in schema and schema[key] not in _IDLE.get(key, ())
+        ]
+        if wrong and not self._lenient:
+            raise ValueError(
+                "grammars of this format of calls cannot express these keywords of its schema: "
+                + ", ".join(wrong)
+            )
+
+    def _find(self, reference: str) -> Any:
+        try:
+            return self._references.find(reference)
+        except LookupError as exc:
+            if self._lenient:
+                return True
+            raise ValueError(exc.args[0]) from None
+
+
+def _both(one: Shape, other: Shape) -> Shape:
+    """Return the arguments that both allow."""
+    names = dict.fromkeys((*one.properties, *other.properties))
+    return Shape(
+        {name: _all_of(one.schema_of(name), other.schema_of(name)) for name in names},
+        one.required | other.required,
+        _all_of(one.others, other.others),
+    )
+
+
+def _all_of(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
+    if one in (True, {}) or one == other:
+        return other
+    return one if other in (True, {}) else {"allOf": [one, other]}

@@ -1,0 +1,318 @@
+"""How values are written where a call shows no types, as in XML-like elements: by the schema.
+
+Where the schema allows text, a value is text: `12345` is then a string, and so is `true`. There are
+two exceptions, of which the text would not say the same: the word `null` (`None` in the history of
+some templates) where null is allowed, too, and a whole list or object as JSON where that is. If the
+schema allows only certain texts, other values are JSON. A value that nothing is known of may have
+any type, so it is text with these exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from pagewire.shared.grammar.references import DEFINITIONS, References
+from pagewire.shared.grammar.schema_fit import is_idle, with_null, without_nulls
+from pagewire.shared.tool_calls.argument_shapes import shape_of
+from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.scanner import ValueScanner, escaped
+
+OtherType = Literal["null", "boolean", "number", "array", "object"]
+
+MAX_LENGTH = 8192  # longest text whose length a grammar counts
+NULLS = ("null", "None")
+
+_MAX_DEPTH = 32  # of references and alternatives in one another
+_MAX_RULES = 64  # alternatives of one text
+_OTHERS: frozenset[OtherType] = frozenset(("null", "boolean", "number", "array", "object"))
+_BY_NAME: dict[str, OtherType] = {"integer": "number", **{name: name for name in _OTHERS}}
+_DAY = (
+    r"[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|"
+    r"02-(0[1-9]|[12][0-9]))"
+)
+_OFFSET = r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_TIME = rf"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{{1,9}})?{_OFFSET}"
+_HEX = "[0-9a-fA-F]"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_PART, _LABEL = "[A-Za-z0-9_+-]{1,32}", "[A-Za-z0-9]{1,32}"
+# Texts that have a format. An address may have more characters than here.
+_FORMATS = {
+    "date": f"^{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}T{_TIME}$",
+    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "ipv4": rf"^{_BYTE}(\.{_BYTE}){{3}}$",
+    "email": rf"^{_PART}(\.{_PART}){{0,4}}@{_LABEL}(\.{_LABEL}){{1,4}}$",
+}
+
+
+class ValueForm(msgspec.Struct, frozen=True):
+    """How the values of one parameter are written.
+
+    Attributes:
+        any_text: a value may be any text.
+        texts: it may be these texts.
+        others: other types that it may have.
+    """
+
+    any_text: bool = True
+    texts: tuple[str, ...] = ()
+    others: tuple[OtherType, ...] = tuple(sorted(_OTHERS))
+
+    @property
+    def containers(self) -> str:
+        """First characters of the lists and objects that it may be."""
+        return ("[" if "array" in self.others else "") + ("{" if "object" in self.others else "")
+
+    def as_json(self, text: str) -> str:
+        """Return a value as JSON."""
+        word = text.strip()
+        if "null" in self.others and word in NULLS:
+            return "null"
+        is_text = self.any_text and word[:1] not in self.containers
+        if is_text or text in self.texts or not word:
+            return f'"{escaped(text)}"'
+        scanner = ValueScanner(python=True)
+        out, at = scanner.push(word + "\n")
+        is_value = scanner.is_done and at >= len(word)
+        return out if is_value else f'"{escaped(text)}"'
+
+
+ANY_VALUE = ValueForm()
+
+
+class ParameterForms(msgspec.Struct, frozen=True):
+    """How the values of a function's parameters are written.
+
+    Attributes:
+        named: by name.
+        others: of all others.
+    """
+
+    named: dict[str, ValueForm] = {}
+    others: ValueForm = ANY_VALUE
+
+    def of(self, name: str) -> ValueForm:
+        """Return how the values of a parameter are written."""
+        return self.named.get(name, self.others)
+
+
+def parameter_forms(function: Function) -> ParameterForms:
+    """Return how the values of a function's parameters are written."""
+    schema = function.schema
+    shape, values = shape_of(schema, lenient=True), Values(schema)
+    named = {name: values.form(each) for name, each in shape.properties.items()}
+    others = ANY_VALUE if shape.others is False else values.form(shape.others)
+    return ParameterForms(named, others)
+
+
+class TextRule(NamedTuple):
+    """Texts that a schema allows.
+
+    Attributes:
+        values: only these; None if any that fit the rest.
+        least: least number of characters.
+        most: most of them; None if any.
+        patterns: regular expressions that match them.
+        unfollowed: further keywords, which no grammar of texts expresses.
+    """
+
+    values: tuple[str, ...] | None = None
+    least: int = 0
+    most: int | None = None
+    patterns: tuple[str, ...] = ()
+    unfollowed: tuple[str, ...] = ()
+
+
+class Allowed(NamedTuple):
+    """Values that a schema allows.
+
+    Attributes:
+        texts: the texts, by one rule or another.
+        others: types of the other values.
+    """
+
+    texts: tuple[TextRule, ...] = (TextRule(),)
+    others: frozenset[OtherType] = _OTHERS
+
+    @property
+    def any_text(self) -> bool:
+        """Whether texts are allowed that are not listed."""
+        return any(rule.values is None for rule in self.texts)
+
+
+class Values:
+    """Finds the values that the schemas of parameters allow.
+
+    Args:
+        root: the function's whole schema, for references.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root, self._references = root, References(root)
+        # By reference; None while it is read: a schema that is an alternative of its own adds none.
+        self._known: dict[str, Allowed | None] = {}
+
+    def form(self, schema: Any) -> ValueForm:
+        """Return how values that follow a schema are written."""
+        try:
+            found = self.of(schema)
+        except ValueError:
+            return ANY_VALUE
+        texts = (each for rule in found.texts for each in rule.values or ())
+        others: list[OtherType] = sorted(found.others)
+        return ValueForm(found.any_text, tuple(dict.fromkeys(texts)), tuple(others))
+
+    def of(self, schema: Any, depth: int = 0) -> Allowed:
+        """Return the values that a schema allows.
+
+        Raises:
+            ValueError: the schema is nested too deeply, has too many alternatives, or has a
+                reference that leads nowhere.
+        """
+        if not isinstance(schema, dict):
+            return Allowed((), frozenset()) if schema is False else Allowed()
+        if depth > _MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if own := {key: schema[key] for key in DEFINITIONS if key in schema and not depth}:
+            kept = {key: value for key, value in schema.items() if key not in own}
+            return Values({**self._root, **own}).of(kept)
+        schema = with_null(without_nulls(schema))
+        found = _own(schema)
+        if isinstance(reference := schema.get("$ref"), str):
+            found = _both(found, self._referred(reference, depth + 1))
+        parts = schema.get("allOf")
+        for part in parts if isinstance(parts, list) else ():
+            found = _both(found, self.of(part, depth + 1))
+        for key in ("anyOf", "oneOf"):
+            parts = schema.get(key)
+            if isinstance(parts, list):
+                either = _either([self.of(part, depth + 1) for part in parts], key == "oneOf")
+                found = _both(found, either)
+        return found
+
+    def _referred(self, reference: str, depth: int) -> Allowed:
+        if reference not in self._known:
+            self._known[reference] = None
+            try:
+                target = self._references.find(reference)
+            except LookupError as exc:
+                del self._known[reference]
+                raise ValueError(exc.args[0]) from None
+            self._known[reference] = self.of(target, depth)
+        return self._known[reference] or Allowed((), frozenset())
+
+
+def _own(schema: dict[str, Any]) -> Allowed:
+    """Return the values that the keywords of a schema allow, its other schemas aside."""
+    kinds = schema.get("type")
+    names = kinds if isinstance(kinds, list) else [kinds]
+    others, has_texts = _OTHERS, True
+    if kinds is not None and all(name in ("string", *_BY_NAME) for name in names):
+        others = frozenset(_BY_NAME[str(name)] for name in names if name != "string")
+        has_texts = "string" in names
+    elif kinds is not None:
+        has_texts = False
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    texts: tuple[str, ...] | None = None
+    if isinstance(values, list):
+        texts = tuple(each for each in values if isinstance(each, str))
+        others &= {_type_of(each) for each in values if not isinstance(each, str)}
+        has_texts = has_texts and bool(texts)
+    return Allowed((_rule(schema, texts),) if has_texts else (), others)
+
+
+def _type_of(value: Any) -> OtherType:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case list():
+            return "array"
+        case dict():
+            return "object"
+    return "number"
+
+
+def _rule(schema: dict[str, Any], values: tuple[str, ...] | None) -> TextRule:
+    """Return the rule of a schema's texts."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    patterns = [each for each in (schema.get("pattern"),) if isinstance(each, str)]
+    unfollowed: list[str] = [key for key in ("not", "if") if key in schema]
+    for key, length in (("minLength", least), ("maxLength", most)):
+        if key in schema and not is_idle(key, length):
+            is_counted = type(length) is int and 0 <= length <= MAX_LENGTH
+            unfollowed += [] if is_counted else [key]
+    kind = schema.get("format")
+    if kind in _FORMATS:
+        patterns.append(_FORMATS[kind])
+    elif kind is not None and not is_idle("format", kind):
+        unfollowed.append("format")
+    return TextRule(
+        values,
+        0 if "minLength" in unfollowed else least,
+        None if "maxLength" in unfollowed or is_idle("maxLength", most) else most,
+        tuple(patterns),
+        tuple(unfollowed),
+    )
+
+
+def _both(one: Allowed, other: Allowed) -> Allowed:
+    """Return the values that both allow."""
+    if len(one.texts) * len(other.texts) > _MAX_RULES:
+        raise ValueError("it has too many alternatives")
+    rules = (_both_rules(a, b) for a in one.texts for b in other.texts)
+    texts = tuple(rule for rule in rules if rule.values != ())
+    return Allowed(texts, one.others & other.others)
+
+
+def _both_rules(one: TextRule, other: TextRule) -> TextRule:
+    values = one.values if other.values is None else other.values
+    if one.values is not None and other.values is not None:
+        known = set(other.values)
+        values = tuple(each for each in one.values if each in known)
+    mosts = [most for most in (one.most, other.most) if most is not None]
+    return TextRule(
+        values,
+        max(one.least, other.least),
+        min(mosts, default=None),
+        tuple(dict.fromkeys((*one.patterns, *other.patterns))),
+        (*one.unfollowed, *other.unfollowed),
+    )
+
+
+def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
+    """Return the values that any part allows.
+
+    Args:
+        parts: what each of several schemas allows.
+        only_one: no value may follow two of the schemas.
+    """
+    rules: dict[TextRule, None] = {}
+    values: dict[str, None] = {}
+    others: frozenset[OtherType] = frozenset()
+    num_with_texts = num_values = 0
+    for part in parts:
+        others |= part.others
+        num_with_texts += bool(part.texts)
+        for rule in part.texts:
+            if rule.values is not None and rule == TextRule(rule.values):
+                values |= dict.fromkeys(rule.values)
+                num_values += len(rule.values)
+            else:
+                rules[rule] = None
+    is_unclear = only_one and num_with_texts > 1 and (bool(rules) or num_values > len(values))
+    if TextRule() in rules:
+        rules, values = {TextRule(): None}, {}
+    if values:
+        rules[TextRule(tuple(values))] = None
+    if len(rules) > _MAX_RULES:
+        raise ValueError("it has too many alternatives")
+    extra = ("oneOf",) if is_unclear else ()
+    return Allowed(
+        tuple(rule._replace(unfollowed=(*rule.unfollowed, *extra)) for rule in rules), others
+    )

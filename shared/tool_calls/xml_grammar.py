@@ -1,0 +1,152 @@
+"""Grammar rules of arguments that are XML-like elements, as `xml_calls.py` reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pagewire.shared.grammar.lark_rules import LarkRules
+from pagewire.shared.grammar.schema_fit import ANNOTATIONS
+from pagewire.shared.tool_calls.argument_grammar import (
+    MAX_ARGUMENTS,
+    named,
+    other_name,
+    quoted,
+    regex,
+)
+from pagewire.shared.tool_calls.argument_shapes import shape_of
+from pagewire.shared.tool_calls.value_schemas import ValueSchemas
+from pagewire.shared.tool_calls.written_values import TextRule, Values
+from pagewire.shared.tool_calls.xml_calls import PARAMETER, PARAMETER_END
+
+_PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
+# Parts of patterns that are written in another way: those that Lark escapes, and classes that have
+# only ASCII characters, as in ECMAScript and in JSON here. Rust's have those of all of Unicode.
+_WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"} | {
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[0-9A-Za-z_]",
+    r"\W": "[^0-9A-Za-z_]",
+}
+_NAME = re.compile(r"[^<>\s]{1,256}")
+_VALUE_END = f"\n{PARAMETER_END}\n"
+_ANY_TEXT = TextRule()
+
+
+class Parameters:
+    """The rules of arguments in elements, made from the schema of an object.
+
+    Properties come in the schema's order, then any others that it allows. Each value that is
+    allowed follows the schema as it is read; it need not be the only way to write it.
+
+    Args:
+        prefix: prefix of the rules' names.
+        schema: schema of the object.
+        rules: the grammar's rules, to which these are added.
+        lenient: see `json_rule` and `shape_of`; keywords that no grammar of texts can express are
+            ignored.
+    """
+
+    def __init__(
+        self, prefix: str, schema: dict[str, Any], rules: LarkRules, lenient: bool = False
+    ) -> None:
+        self._prefix, self._rules, self._lenient = prefix, rules, lenient
+        self._shape = shape_of(schema, lenient)
+        self._values, self._schemas = Values(schema), ValueSchemas(schema, rules, lenient)
+
+    def add(self) -> str:
+        """Add the rules; return the expression of the elements, which may match no element."""
+        shape, parts = self._shape, []
+        names = named(shape, _NAME, self._lenient)
+        for index, name in enumerate(names):
+            rule = f"{self._prefix}_p{index}"
+            value = self._value(shape.properties[name], f"{self._prefix}_v{index}")
+            self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} {value}"
+            parts.append(rule if name in shape.required else f"{rule}?")
+        if shape.others is not False:
+            name = other_name(rf"{quoted(PARAMETER)}[^<>\s]{{1,64}}", ">\n", names)
+            rule = self._rules.add_shared(f"{self._prefix}_OTHER".upper(), name)
+            value = self._value(shape.others, f"{self._prefix}_other_value")
+            parts.append(f"({rule} {value}){{0,{MAX_ARGUMENTS}}}")
+        return " ".join(parts)
+
+    def _value(self, schema: Any, rule: str) -> str:
+        """Add the rules of a value; return the expression of the value and its end tag."""
+        if not isinstance(schema, dict) or schema.keys() <= ANNOTATIONS:
+            return self._text(_ANY_TEXT, "", rule)
+        found = self._values.of(schema)
+        containers = found.others & {"array", "object"} if found.any_text else frozenset()
+        first = ("[" if "array" in containers else "") + ("{" if "object" in containers else "")
+        parts = [
+            self._text(text, first, f"{rule}_{index}" if index else rule)
+            for index, text in enumerate(found.texts)
+            if _can_be_written(text)
+        ]
+        if found.any_text and "null" in found.others and _ANY_TEXT not in found.texts:
+            parts.append(_literal(f"null{_VALUE_END}"))
+        if others := containers if found.any_text else found.others:
+            kept = {"allOf": [schema, {"type": sorted(others)}]} if found.texts else schema
+            parts.append(f"{self._schemas.add(f'{rule}_json', kept)} {_literal(_VALUE_END)}")
+        if not parts:
+            raise ValueError("it has an argument for which no value can be written")
+        return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+
+    def _text(self, text: TextRule, not_first: str, rule: str) -> str:
+        """Add the rule of texts; return the expression of a text and its end tag.
+
+        Args:
+            text: which texts.
+            not_first: characters of JSON with which they cannot begin.
+            rule: name of the rule.
+        """
+        if text.unfollowed and not self._lenient:
+            raise ValueError(
+                "grammars of this format of calls cannot express these keywords of a text: "
+                + ", ".join(dict.fromkeys(text.unfollowed))
+            )
+        if text.values is not None and text == TextRule(text.values):
+            return f"({' | '.join(_literal(each + _VALUE_END) for each in _written(text.values))})"
+        name = f"{rule}[lazy]"
+        return self._rules.add_shared(name, _expression(text, not_first)).removesuffix("[lazy]")
+
+
+def _written(values: tuple[str, ...]) -> list[str]:
+    return [each for each in values if PARAMETER_END not in each]
+
+
+def _can_be_written(text: TextRule) -> bool:
+    return text.values is None or bool(_written(text.values))
+
+
+def _expression(text: TextRule, not_first: str) -> str:
+    """Return the expression of a text and its end tag.
+
+    The conditions apply to the text alone: with the end tag in each, they would cost much more.
+    """
+    if text.values is None:
+        most = "" if text.most is None else text.most
+        rules = [regex(f"(?s:.{{{text.least},{most}}})")]
+    else:
+        rules = [f"({' | '.join(map(_literal, _written(text.values)))})"]
+        if text.least or text.most is not None:
+            rules.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
+    rules.append("~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)"))
+    if not_first:
+        rules.append("~" + regex(rf"\s*[{quoted(not_first)}](?s:.*)"))
+    rules += [_matching(each) for each in text.patterns]
+    return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
+
+
+def _matching(pattern: str) -> str:
+    """Return the expression of texts in which a schema's pattern matches."""
+    parts = _PATTERN_PARTS.findall(pattern)
+    first, last = int(parts[:1] == ["^"]), len(parts) - (parts[-1:] == ["$"])
+    before = "" if first else "(?s:.*)"
+    after = "" if last < len(parts) else "(?s:.*)"
+    inner = "".join(_WRITTEN.get(part, part) for part in parts[first:last])
+    return regex(f"{before}({inner}){after}")
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
