@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
-from pagewire.shared.text.tool_arguments import decode_arguments
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.text.tool_arguments import said_arguments
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_CALLS = 128  # of one message
@@ -72,7 +72,8 @@ class CalledFunction(msgspec.Struct, frozen=True):
     """The function that an earlier answer has called.
 
     Attributes:
-        arguments: a JSON object, as text or as an object; null or no text: there are none.
+        arguments: a JSON object, as text or as an object; null or no text: there are none. Of
+            a text that is cut, or is not JSON, what can be read counts.
     """
 
     name: Name
@@ -176,8 +177,7 @@ def template_message(index: int, role: str, content: object, said: SaidMessage) 
         entry["name"] = said.name
     if said.tool_calls:
         _check_role(place, "tool_calls", role, "assistant")
-        calls = enumerate(said.tool_calls)
-        entry["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in calls]
+        entry["tool_calls"] = [_call(call) for call in said.tool_calls]
     if said.tool_call_id is not None:
         _check_role(place, "tool_call_id", role, "tool")
         entry["tool_call_id"] = said.tool_call_id
@@ -229,15 +229,11 @@ def _check_role(place: str, field: str, role: str, right: str) -> None:
         )
 
 
-def _call(place: str, call: CalledTool) -> dict[str, Any]:
+def _call(call: CalledTool) -> dict[str, Any]:
     """Return a call as templates take it: with its arguments as an object."""
-    arguments = call.function.arguments or {}
-    if isinstance(arguments, str):
-        field = f"{place}.function.arguments"
-        try:
-            arguments = decode_arguments(arguments)
-        except UNDECODABLE as exc:
-            raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
+    arguments = call.function.arguments
+    if not isinstance(arguments, dict):
+        arguments = said_arguments(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     named = {} if call.id is None else {"id": call.id}
     return {**named, "type": "function", "function": function}

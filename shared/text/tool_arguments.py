@@ -6,6 +6,9 @@ import sys
 from typing import Any
 
 import msgspec
+from pydantic import TypeAdapter
+
+from pagewire.shared.base.errors import UNDECODABLE
 
 _LARGEST = sys.float_info.max
 
@@ -16,6 +19,7 @@ def _number(text: str) -> float:
 
 
 _decoder = msgspec.json.Decoder(dict[str, Any], float_hook=_number)
+_cut = TypeAdapter(dict[str, Any])
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
@@ -25,3 +29,20 @@ def decode_arguments(text: str) -> dict[str, Any]:
         msgspec.DecodeError: this is not a JSON object.
     """
     return _decoder.decode(text)
+
+
+def said_arguments(text: str | None) -> dict[str, Any]:
+    """Return the arguments of an earlier call, as far as they can be read.
+
+    Models write texts that are not JSON, and an answer may have been cut within a call. OpenAI's
+    API takes any text back. Templates need an object.
+    """
+    try:
+        return decode_arguments(text or "{}")
+    except UNDECODABLE:
+        pass
+    try:
+        found = _cut.validate_json(text or "", experimental_allow_partial="trailing-strings")
+        return decode_arguments(msgspec.json.encode(found).decode())
+    except (ValueError, *UNDECODABLE):
+        return {}

@@ -3,7 +3,7 @@ import sys
 import msgspec
 import pytest
 
-from pagewire.shared.text.tool_arguments import decode_arguments
+from pagewire.shared.text.tool_arguments import decode_arguments, said_arguments
 
 MOST = sys.float_info.max
 
@@ -18,3 +18,30 @@ def test_numbers_beyond_float64_are_the_nearest_float64() -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_arguments(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        ('{"a": 1e999}', {"a": MOST}),
+        ('{"a": [1, {"b": "x', {"a": [1, {"b": "x"}]}),
+        ('{"a": "x", "b": tru', {"a": "x"}),
+        ('{"a": "x", "b', {"a": "x"}),
+        ('{"a": "\\u00', {"a": ""}),
+        ('{"a": 1} and more', {"a": 1}),
+        (None, {}),
+        ("a=1", {}),
+    ],
+)
+def test_arguments_of_a_history_are_read_as_far_as_they_can_be(
+    text: str | None, read: dict[str, object]
+) -> None:
+    assert said_arguments(text) == read
+
+
+def test_no_beginning_of_arguments_is_refused() -> None:
+    text = '{"a": "\\u00e9\\n", "b": [-1.5e3, {"c": null}], "d": {"e": [true, false]}, "f": 123}'
+    for at in range(len(text)):
+        found = said_arguments(text[:at])
+        assert list(found) == [key for key in "abdf" if key in found]
+        msgspec.json.encode(found)

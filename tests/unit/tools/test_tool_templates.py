@@ -207,12 +207,30 @@ def test_an_answer_may_be_reasoning_alone(field: str) -> None:
     assert (message["content"], message["reasoning"]) == ("", "Hm.")
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"{}"', "null"])
-def test_arguments_that_are_not_an_object_are_refused(arguments: str) -> None:
-    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(InvalidRequestError, match="must be a JSON object") as caught:
-        read_conversation([{"role": "assistant", "tool_calls": [call]}])
-    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+SAID: list[tuple[Any, dict[str, Any]]] = [
+    ('{"city": "Oslo", "days": 2}', {"city": "Oslo", "days": 2}),
+    ({"city": "Oslo"}, {"city": "Oslo"}),
+    ('{"city": "Osl', {"city": "Osl"}),  # an answer of ours that was cut
+    ('{"city": "Oslo", "da', {"city": "Oslo"}),
+    ('{"city": ', {}),
+    *[(text, {}) for text in ("", None, "{", "[]", "5", '"{}"', "null", "city: Oslo", "[" * 999)],
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_template_takes_back_any_arguments(pairs: dict[str, Pair], name: str) -> None:
+    for said, read in SAID:
+        call = {**CALL, "function": {"name": "get_weather", "arguments": said}}
+        clean = {**CALL, "function": {"name": "get_weather", "arguments": read}}
+        texts = []
+        for each in (call, clean):
+            answer = {"role": "assistant", "content": None, "tool_calls": [each]}
+            result = {"role": "tool", "content": "7", "tool_call_id": CALL["id"]}
+            chat = read_conversation(
+                [CHATS[0][0], answer, result, {"role": "user", "content": "x"}]
+            )
+            texts.append(pairs[name].ours.render_chat(chat, ChatOptions(PLAIN_TOOLS)))
+        assert texts[0] == texts[1]
 
 
 def test_a_template_that_drops_the_last_message_cannot_go_on_with_it(

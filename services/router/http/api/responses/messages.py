@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagewire.services.router.http.api.responses.bodies import Item, Part
-from pagewire.shared.base.errors import UNDECODABLE, InvalidRequestError
+from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
-from pagewire.shared.text.tool_arguments import decode_arguments
+from pagewire.shared.text.tool_arguments import said_arguments
 
 
 class Messages:
@@ -75,14 +75,10 @@ class Messages:
     def _add_call(self, item: Item, place: str) -> None:
         name = _needed(item.name, place, "name")
         call_id = _needed(item.call_id, place, "call_id")
-        field = f"{place}.arguments"
-        try:
-            arguments = decode_arguments(item.arguments or "{}")
-        except UNDECODABLE as exc:
-            raise InvalidRequestError(f"{field} must be a JSON object as text", field) from exc
+        arguments = said_arguments(item.arguments)
         message = self._open
         if message is None:
-            message = self._begin(field)
+            message = self._begin(f"{place}.arguments")
         calls = message.setdefault("tool_calls", [])
         calls.append(CalledTool(CalledFunction(name, arguments), call_id))
         if len(calls) > MAX_CALLS:
