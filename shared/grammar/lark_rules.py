@@ -40,10 +40,19 @@ class LarkRules(UserDict[str, str]):
             self._shared[expression] = name
         return self._shared[expression]
 
-    def text(self, start: str) -> str:
-        """Return the grammar whose answers the expression `start` describes."""
+    def text(self, start: str, forces: bool = True) -> str:
+        """Return the grammar whose answers the expression `start` describes.
+
+        Args:
+            start: the expression.
+            forces: where only one text is possible, only the tokens are into which the tokenizer
+                splits that text. Otherwise, the model chooses how it writes the text.
+        """
         rules = {"start": start, **self}
-        return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in rules.items())
+        options = "{}" if forces else '{"no_forcing": true}'
+        return f"%llguidance {options}\n" + "".join(
+            f"{name}: {rule}\n" for name, rule in rules.items()
+        )
 
 
 def check_size(num_chars: int) -> None:

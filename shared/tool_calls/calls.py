@@ -138,9 +138,9 @@ class ObjectCall:
         self._expected = "next"
         value = "".join(self._parts)
         if self._key in _NAME_KEYS:
-            name = json.loads(value)
             is_first = self._found is None
-            self._found = name if isinstance(name, str) and name in self._names else None
+            # Grammars know a name only as it is, without escapes.
+            self._found = next((name for name in self._names if value == f'"{name}"'), None)
             if self._found is None or not is_first:
                 self._fail()
         elif self._key in ARGUMENT_KEYS:

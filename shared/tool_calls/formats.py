@@ -29,6 +29,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         open: text before each call, or before the list of calls; if empty, the answer begins with
             a call.
         other_opens: texts that models write instead of `open`, although their template has `open`.
+        unopened: how a call begins if a model forgets `open`, wherever it is in the answer.
         may_open: text that an answer may begin with if `open` is empty.
         close: text after the call or list that `open` begins.
         is_list: all calls are in one list; otherwise each has its own `open` and `close`.
@@ -51,6 +52,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     kind: CallKind
     open: str = ""
     other_opens: tuple[str, ...] = ()
+    unopened: str = ""
     may_open: str = ""
     close: str = ""
     is_list: bool = False
@@ -86,6 +88,14 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     def opens(self) -> tuple[str, ...]:
         """Texts that may come before a call, without the spaces around them."""
         return tuple(text.strip() for text in (self.open, *self.other_opens) if text)
+
+    @property
+    def may_begin_unopened(self) -> bool:
+        """Whether an answer that begins with a call without `open` is a call.
+
+        Python's calls are not: a text may begin with one.
+        """
+        return bool(self.open) and not self.unopened and self.kind in ("object", "headed")
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -163,6 +173,7 @@ _ROWS = (
         name="qwen3_coder",
         kind="xml",
         open="<tool_call>\n",
+        unopened="<function=",
         close="\n</tool_call>",
         separator="\n",
         in_template=("<tool_call>", "<function=", "<parameter="),
@@ -188,6 +199,7 @@ _ROWS = (
         name="deepseek_v3",
         kind="headed",
         open="<｜tool▁calls▁begin｜>",
+        unopened="<｜tool▁call▁begin｜>",
         close="<｜tool▁calls▁end｜>",
         is_list=True,
         separator="\n",
@@ -200,6 +212,7 @@ _ROWS = (
         name="deepseek_v31",
         kind="headed",
         open="<｜tool▁calls▁begin｜>",
+        unopened="<｜tool▁call▁begin｜>",
         close="<｜tool▁calls▁end｜>",
         is_list=True,
         before="<｜tool▁call▁begin｜>",

@@ -3,13 +3,14 @@
 - A required or named call: only calls, after the reasoning if the model writes any.
 - `auto` with a form (structured output): the form or calls, after the reasoning.
 - `auto`: free text, or text and then calls. A call that has begun is of one of the request's
-  functions, and its arguments follow the schema. Text that only begins like a call is text.
+  functions, and its arguments follow the schema. Text that only begins like a call is text. So the
+  grammar knows all calls that the parser finds, those without the text before them included.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import msgspec
 
@@ -24,7 +25,7 @@ from pagewire.shared.tool_calls.argument_grammar import (
     schema_problems,
 )
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
+from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ID_PLACE, CallKind, ToolFormat
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END
 from pagewire.shared.tool_calls.xml_grammar import Parameters
@@ -32,6 +33,14 @@ from pagewire.shared.tool_calls.xml_grammar import Parameters
 MAX_CALLS = 32  # in one answer, so that a model that repeats itself ends
 
 _ANY_OBJECT = {"type": "object"}
+_SPACES, _SOME_SPACES = r"[ \t\r\n]*", r"[ \t\r\n]{0,16}"
+_PARTS = re.compile(r"\s+|[{\[:,]|[^\s{\[:,]+")
+# Beginnings of what parsers take for calls, in any order of keys and with any spaces.
+_CALLS: dict[CallKind, str] = {
+    "object": rf'\{{{{(?s:.*)"(name|function|tool_name)"{_SPACES}:{_SPACES}"({{names}})"',
+    "headed": rf"({{names}})(\[CALL_ID\][A-Za-z0-9_\-]*)?{_SPACES}\[ARGS\]",
+    "python": rf"({{names}}){_SPACES}\(",
+}
 
 
 class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +118,8 @@ class _Grammar:
             start = f"{before} ({content} | {calls})"
         else:
             start = f"{before} ({self._add_text()} | {self._add_triggered()})"
-        return self._rules.text(start)
+        # A model may write the end of a tag and the text after it as one token.
+        return self._rules.text(start, forces=False)
 
     def _literal(self, text: str) -> str:
         """Return the expression of a text; the place of a call's number stands for digits."""
@@ -153,47 +163,96 @@ class _Grammar:
         """Add the rules of text and calls after it; return their expression."""
         form = self._form
         if not form.open:
-            # One terminal: otherwise the bracket alone would already be text.
-            first = " | ".join(
-                f"{self._literal(form.begin + self._head(each))} body_{index}"
-                for index, each in enumerate(self._wanted.functions)
-            )
-            more = self._repeated(f"{self._literal(form.separator)} call")
-            return f"{self._may_open()} ({first}) {more} {self._end()}"
+            return f"{self._may_open()} {self._unopened()} {self._end()}"
         trigger = self._add_trigger()
         if form.is_list:
-            return f"{trigger} listed"
-        more = self._repeated(f"{self._literal(form.separator)} {self._literal(form.open)} closed")
-        return f"{trigger} closed {more}"
+            found = [f"{trigger} listed"]
+            rest = f"{self._literal(form.end)} ({self._literal(form.close)})?"
+        else:
+            # One text: otherwise the separator might be the beginning of `close`.
+            closed = f"{self._literal(form.separator + form.open)} closed"
+            rest = f"({self._literal(form.close)})? {self._repeated(closed)}"
+            found = [f"{trigger} closed {self._repeated(closed)}"]
+        if form.may_begin_unopened:
+            found.append(f"{self._unopened()} {rest}")
+        elif form.unopened:
+            found.append(f"{self._unopened_later()} {rest}")
+        return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+
+    def _unopened(self) -> str:
+        """Return the expression of calls with which an answer begins."""
+        first = " | ".join(
+            f"{self._first_head(each.name)} body_{index}"
+            for index, each in enumerate(self._wanted.functions)
+        )
+        return f"({first}) {self._more_listed()}"
+
+    def _more_listed(self) -> str:
+        form = self._form
+        return self._repeated(f"{self._literal(form.separator)} call") if form.is_list else ""
+
+    def _unopened_later(self) -> str:
+        """Return the expression of text and calls that begin with the format's `unopened`."""
+        begin, found = self._form.unopened, []
+        is_token = begin in self._markers.ids
+        for index, function in enumerate(self._wanted.functions):
+            head = self._head(function)
+            if is_token:
+                start = self._literal(head.removeprefix(begin))
+            else:  # with a name that is not a function's, it may be text
+                start = self._until(f"unopened_{index}", head)
+            found.append(f"{start} body_{index}")
+        first = self._until("unopened", begin) if is_token else ""
+        return f"{first} ({' | '.join(found)}) {self._more_listed()}"
+
+    def _first_head(self, name: str) -> str:
+        """Return the expression of the beginning of a call with which an answer begins.
+
+        It is one terminal with any spaces: a text that begins like the call must not fit better.
+        """
+        form = self._form
+        if form.kind == "headed":  # its mark is a token, which no text has
+            return self._literal(name)
+        if form.kind == "python":
+            return regex(f"{_loose(form.begin)}{quoted(name)}{_SOME_SPACES}\\(")
+        before, after = form.shape.partition("<arguments>")[0].split("<name>")
+        for key in ARGUMENT_KEYS:
+            after = after.replace(f'"{key}"', "<key>")
+        pattern = f"{_loose(form.begin + before)}{quoted(name)}{_loose(after)}"
+        pattern = pattern.replace("<key>", f'"({"|".join(ARGUMENT_KEYS)})"')
+        return regex(pattern.replace(ID_PLACE, "[0-9]{1,3}"))
 
     def _add_trigger(self) -> str:
         """Add the rules of text up to a call; return their expression."""
-        excluded, form = self._reasoning_open(), self._form
-        until = partial(_add_until, self._rules, self._markers)
-        trigger = until("call_begin", form.open, excluded)
+        form = self._form
+        trigger = self._until("call_begin", form.open)
         if not form.other_opens:
             return trigger
         others = [
-            until(f"other_begin_{index}", each, excluded)
-            for index, each in enumerate(form.other_opens)
+            self._until(f"other_begin_{index}", each) for index, each in enumerate(form.other_opens)
         ]
         return f"({' | '.join([trigger, *others])})"
 
-    def _reasoning_open(self) -> list[str]:
-        """Return the tag that begins reasoning, if plain text could also begin with it."""
-        form = self._reasoning
-        if form is None or self._begins == "inside" or form.open in self._markers.ids:
-            return []
-        return [form.open]
+    def _until(self, name: str, marker: str) -> str:
+        """Add the rule of text up to a marker; return the expression of both."""
+        return _add_until(self._rules, self._markers, name, marker, self._not_text())
+
+    def _not_text(self) -> list[str]:
+        """Return patterns of beginnings with which an answer is not text."""
+        found, form, begin = [], self._reasoning, self._form.begin
+        if form is not None and self._begins != "inside" and form.open not in self._markers.ids:
+            found.append(quoted(form.open))
+        if not self._form.open or self._form.may_begin_unopened:
+            names = "|".join(quoted(function.name) for function in self._wanted.functions)
+            before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
+            found.append(f"{before}{_CALLS[self._form.kind].format(names=names)}")
+        return found
 
     def _add_text(self) -> str:
         """Add the rule of an answer that is only text; return its expression."""
-        excluded = self._reasoning_open()
-        if not self._form.open:
-            functions = self._wanted.functions
-            excluded += [self._form.begin + self._head(function) for function in functions]
-            if self._reasoning is not None:
-                excluded.append("\n")  # else line breaks before a call would begin a text
+        excluded = self._not_text()
+        if not self._form.open and self._reasoning is not None:
+            excluded.append(quoted("\n"))  # else line breaks before a call would begin a text
         self._rules["TEXT"] = _text("", excluded)
         form = self._reasoning
         tags = (form.answer_open, form.answer_close) if form is not None else ()
@@ -234,6 +293,12 @@ class _Grammar:
         return arguments, form.tail if form.kind == "object" else ""
 
 
+def _loose(text: str) -> str:
+    """Return the pattern of a part of JSON with any spaces between its parts."""
+    parts = [part for part in _PARTS.findall(text) if not part.isspace()]
+    return "".join(quoted(part) + (_SOME_SPACES if part in "{[:," else "") for part in parts)
+
+
 def add_reasoning(rules: LarkRules, form: ReasoningFormat, begins: Begins, markers: Markers) -> str:
     """Add the rules of reasoning and the line breaks after it; return their expression.
 
@@ -261,7 +326,7 @@ def _add_until(
         markers: the markers that are tokens.
         name: name of the rule.
         marker: the marker as in the format.
-        excluded: texts that the text must not begin with.
+        excluded: patterns that the text must not begin with.
     """
     core = marker.strip()
     rest = literal(marker[marker.index(core) + len(core) :], markers)
@@ -280,8 +345,7 @@ def _text(end: str, excluded: Sequence[str]) -> str:
     text = regex(f"(?s:.*){end}")
     if not excluded:
         return text
-    any_of = "|".join(map(quoted, excluded))
-    wrong = regex(r"[ \t\r\n]*" + f"(?:{any_of})(?s:.*)")
+    wrong = regex(f"{_SPACES}(?:{'|'.join(excluded)})(?s:.*)")
     return f"{text} & ~{wrong}"
 
 

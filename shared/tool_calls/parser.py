@@ -3,7 +3,9 @@
     text -> open -> (begin) -> (before) -> call -> (after) -> next -> call, or (close) and text
 
 The events do not depend on how the text is split into chunks. If a call turns out not to be one
-before its arguments begin, all of its text is content. Spaces around calls are dropped.
+before its arguments begin, all of its text is content. Spaces around calls are dropped. Models may
+forget the text before a call: a call at the beginning of an answer, or one that begins in a way
+that no text does, is a call nevertheless.
 """
 
 from __future__ import annotations
@@ -66,12 +68,16 @@ class ToolParser:
         # The end of the calls. If a list has its own end, `close` comes after that.
         self._end = form.end.strip() if form.is_list and form.end else self._close
         self._state: _State = "text" if self._opens else "open"
+        self._is_unmarked = False  # nothing but the call itself says that it may be one
         # Text without events yet, in order. Only the buffer, which is short, is parsed again.
         self._raw: list[str] = []  # perhaps the beginning of a call; else content
         self._spaces: list[str] = []  # dropped if a call is next to them
         self._buffer = ""  # text that is not parsed yet
         self._reader = make_reader(form, names, self._forms)
         self._events: list[ToolEvent] = []
+        if form.may_begin_unopened:
+            self._is_unmarked = True
+            self._begin_calls()
 
     def push(self, text: str) -> list[ToolEvent]:
         """Add text; return the events that are certain."""
@@ -90,7 +96,8 @@ class ToolParser:
         """
         rest = "".join((*self._raw, *self._spaces, self._buffer))
         is_text = not (self.num_calls and (not rest.strip() or self._is_part_of_close(rest)))
-        if is_cut and (self.num_calls or (self._opens and self._state != "text")):
+        is_marked = self._opens and self._state != "text" and not self._is_unmarked
+        if is_cut and (self.num_calls or is_marked):
             is_text = False
         if self._state == "call" and self._reader.name is not None:
             if held := self._reader.held:  # the answer was cut within a number or an escape
@@ -139,15 +146,20 @@ class ToolParser:
 
     def _find_open(self) -> bool:
         """Emit the text before a call's marker as content, without the spaces before the marker."""
-        found = [(at, text) for text in self._opens if (at := self._buffer.find(text)) >= 0]
+        unopened = self._form.unopened
+        texts = (*self._opens, *([unopened] if unopened else ()))
+        found = [(at, text) for text in texts if (at := self._buffer.find(text)) >= 0]
         if not found:
-            held = max(overlap(self._buffer, text) for text in self._opens)
+            held = max(overlap(self._buffer, text) for text in texts)
             self._let_through(len(self._buffer) - held)
             return False
         at, text = min(found)
         self._let_through(at)
-        self._take_raw(len(text))
-        self._begin_calls()
+        if text == unopened:
+            self._begin_call()
+        else:
+            self._take_raw(len(text))
+            self._begin_calls()
         return True
 
     def _let_through(self, count: int) -> None:
@@ -210,7 +222,7 @@ class ToolParser:
         part, taken = reader.push(self._buffer)
         self._take_raw(taken)
         if reader.name is not None:
-            self._raw = []
+            self._raw, self._is_unmarked = [], False
             if not had_begun:
                 self.num_calls += 1
                 self._emit(CallBegin(self.num_calls - 1, self._new_id(), reader.name))
@@ -273,9 +285,15 @@ class ToolParser:
 
     def _give_up(self) -> None:
         """Emit the text of something that is not a call as content, and continue after it."""
-        self._content("".join(self._raw))
-        self._raw = []
+        text, self._raw = "".join(self._raw), []
+        if self._is_unmarked:  # a marker may be in it
+            self._buffer, self._is_unmarked = text + self._held_spaces() + self._buffer, False
+        else:
+            self._content(text)
         self._state = self._outside
+        unopened = self._form.unopened
+        if unopened and self._reader.name is None and self._buffer.startswith(unopened):
+            self._let_through(1)
 
     def _end_call(self) -> None:
         self._emit(CallEnd(self.num_calls - 1))
