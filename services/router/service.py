@@ -102,8 +102,8 @@ class RouterService:
         self.bodies = BodyMemory()
         self.body_reader = BodyReader(settings, self.model)
         self.grammar_checker = GrammarChecker(self.model)
-        tag = cluster_tag(settings.cluster_secret.get_secret_value())
-        self.responses = ResponseStore(responses, tag, settings.responses_bytes)
+        secret = settings.cluster_secret.get_secret_value()
+        self.responses = ResponseStore(responses, secret, settings.responses_bytes)
 
     def _compose_pages(self) -> None:
         """Make what operators and Prometheus see."""

@@ -13,7 +13,7 @@
     |   +-- HarmfulRequestError    it makes workers hang or die; it must not be sent again
     +-- ProtocolError          a control message that does not decode or is not allowed
     |   +-- VersionMismatchError   the peer speaks another protocol version
-    |   +-- SealError              a worker record that no member of the cluster wrote
+    |   +-- SealError              a record in Redis that no member of the cluster wrote
     +-- ChannelError           a control connection refuses, is full or is gone
     +-- RedisUnavailableError  Redis did not answer, or answered nonsense, at run time
     +-- TransferError          KV blocks could not be transferred

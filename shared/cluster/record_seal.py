@@ -1,4 +1,4 @@
-"""The cluster's seal on records: only members of the cluster can add workers or routers in Redis.
+"""The cluster's seal on records: only its members can add workers, routers and responses in Redis.
 
 A sealed record is its HMAC-SHA256, 32 bytes, and the record. The key derives from the cluster
 secret. The record has the id and epoch of its worker or router. The HMAC covers its name in Redis,
@@ -31,7 +31,7 @@ class RecordSeal:
 
         Args:
             name: the record's name in Redis.
-            record: the record in msgpack.
+            record: the encoded record.
         """
         return self._seal_of(name, record) + record
 

@@ -151,9 +151,8 @@ class _Keeper:
         """Store the response if it is to be; return it, which says whether it is stored."""
         form = self._form
         if form.is_stored:
-            response, items = msgspec.Raw(form.finished(usage)), msgspec.Raw(form.conversation())
-            stored = StoredResponse(self._record.key, response, items)
-            form.is_stored = await self._store.put(form.id, stored)
+            response, items = form.finished(usage), form.conversation()
+            form.is_stored = await self._store.put(form.id, self._record.key, response, items)
         return form.finished(usage)
 
     async def kept_at_end(self, rest: Deltas, answers: AnswerSet) -> Deltas:

@@ -1,6 +1,6 @@
 """Responses that clients may continue: in Redis, for an hour, within a bound in bytes.
 
-    pagewire:<tag>:r:<id>    a `StoredResponse` as JSON
+    pagewire:<tag>:r:<id>    a `StoredResponse` as JSON, with a seal
     pagewire:<tag>:rs        sorted set: "<id> <bytes>" of each, by when it ends, ms
     pagewire:<tag>:rb        bytes of all
 
@@ -8,25 +8,37 @@ Several routers share a store: any of them can continue a response of another. T
 cluster's Redis unless it has one of its own; its bound keeps it from displacing other data there.
 Each response is stored with its whole conversation. So continuing one needs a single read, however
 many turns came before.
+
+The seal (`record_seal.py`) covers the id, the owner, the response, the conversation before it and
+the time when it ends. A value without it counts as missing: someone who can only write to Redis
+can remove responses, but not change them, move them to another id or key, or bring them back after
+an hour. A deleted one that is put back counts as missing at the router that deleted it. Keys of a
+wrong type are garbage: read as none, overwritten.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import time
+from typing import Any
 
 import msgspec
 from redis.asyncio import Redis
 
 from pagewire.services.router.http.api.responses.inputs import MAX_STORED_BYTES
 from pagewire.services.router.http.errors import ResponseNotFoundError, StoreUnavailableError
-from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError
-from pagewire.shared.cluster.redis_client import redis_call
+from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
+from pagewire.shared.cluster.record_seal import RecordSeal
+from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
 
 logger = logging.getLogger(__name__)
 
 TTL_S = 3600
 TIMEOUT_S = 1.0
+CLOCKS_S = 300  # by which the clocks of two routers may differ
+MAX_DELETED = 10_000  # ids that a router remembers
+_MAX_LOGGED_IDS = 256
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -38,11 +50,13 @@ local ttl, bound = tonumber(ARGV[4]), tonumber(ARGV[5])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if #value > bound then return 0 end
-local total = tonumber(redis.call('GET', sum) or '-1')
+if type(redis.pcall('ZCARD', all)) == 'table' then redis.call('DEL', all) end
+local total = redis.pcall('GET', sum)
+total = type(total) == 'string' and tonumber(total) or -1
 if total < 0 then -- lost: Redis may remove any key where its memory is full
   total = 0
   for _, each in ipairs(redis.call('ZRANGE', all, 0, -1)) do
-    total = total + tonumber(string.match(each, ' (%d+)$'))
+    total = total + (tonumber(string.match(each, ' (%d+)$')) or 0)
   end
 end
 while true do
@@ -50,9 +64,11 @@ while true do
   if #first == 0 then total = 0 break end
   if total + #value <= bound and tonumber(first[2]) > now then break end
   local name, size = string.match(first[1], '^(%S+) (%d+)$')
-  redis.call('DEL', prefix .. name)
   redis.call('ZREM', all, first[1])
-  total = total - tonumber(size)
+  if name then
+    redis.call('DEL', prefix .. name)
+    total = total - tonumber(size)
+  end
 end
 redis.call('SET', prefix .. id, value, 'PX', ttl)
 redis.call('ZADD', all, now + ttl, id .. ' ' .. #value)
@@ -64,13 +80,20 @@ return 1
 # Remove a value. KEYS: sorted set, sum. ARGV: key prefix, id.
 REMOVE = """
 local key = ARGV[1] .. ARGV[2]
-local size = redis.call('STRLEN', key)
-if redis.call('DEL', key) == 1 and
-   redis.call('ZREM', KEYS[1], ARGV[2] .. ' ' .. size) == 1 and
+local size = redis.pcall('STRLEN', key)
+if redis.call('DEL', key) == 1 and type(size) == 'number' and
+   redis.pcall('ZREM', KEYS[1], ARGV[2] .. ' ' .. size) == 1 and
    redis.call('EXISTS', KEYS[2]) == 1 then
-  redis.call('DECRBY', KEYS[2], size)
+  redis.pcall('DECRBY', KEYS[2], size)
 end
 return 1
+"""
+
+# Return a value up to a bound; for a value of a wrong type, a text without a seal.
+# KEYS: the value. ARGV: place of the last byte.
+GET = """
+local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
+return type(value) == 'string' and value or 'of a wrong type'
 """
 
 
@@ -81,11 +104,13 @@ class StoredResponse(msgspec.Struct, frozen=True):
         owner: name of the API key that it was made with; None: no key was needed.
         response: the response object.
         items: the conversation, a JSON list.
+        ends_s: when it ends, in seconds since 1970 by the clock of the router that stored it.
     """
 
     owner: str | None
     response: msgspec.Raw
     items: msgspec.Raw
+    ends_s: int
 
 
 class ResponseStore:
@@ -93,24 +118,37 @@ class ResponseStore:
 
     Args:
         redis: where they are.
-        tag: of the cluster, see `cluster_tag`.
+        cluster_secret: separates the cluster's keys from those of others, and seals the responses.
         max_bytes: of all responses; 0: none is stored.
     """
 
-    def __init__(self, redis: Redis, tag: str, max_bytes: int) -> None:
+    def __init__(self, redis: Redis, cluster_secret: str, max_bytes: int) -> None:
         self._redis, self._max_bytes = redis, max_bytes
+        self._seal = RecordSeal(cluster_secret)
+        tag = cluster_tag(cluster_secret)
         self._prefix = f"pagewire:{tag}:r:"
         self._keys = (f"pagewire:{tag}:rs", f"pagewire:{tag}:rb")
+        self._deleted: dict[str, None] = {}  # in the order of deletion
+        self._logged: set[str] = set()
 
-    async def put(self, response_id: str, stored: StoredResponse) -> bool:
-        """Store a response; return whether that worked. Never raises: the client has its answer."""
-        value = msgspec.json.encode(stored)
+    async def put(self, response_id: str, owner: str | None, response: bytes, items: bytes) -> bool:
+        """Store a response; return whether that worked. Never raises: the client has its answer.
+
+        Args:
+            response_id: of the response.
+            owner: name of the API key that it was made with; None: no key was needed.
+            response: the response object.
+            items: the conversation, a JSON list.
+        """
+        ends_s = int(time.time()) + TTL_S
+        stored = StoredResponse(owner, msgspec.Raw(response), msgspec.Raw(items), ends_s)
+        value = self._seal.seal(self._prefix + response_id, msgspec.json.encode(stored))
         if len(value) > MAX_STORED_BYTES:
             logger.info("a response of %d bytes is too large to be stored", len(value))
             return False
         arguments = (self._prefix, response_id, value, TTL_S * 1000, self._max_bytes)
         try:
-            return bool(await self._run(PUT, *arguments))
+            return bool(await self._run(PUT, self._keys, *arguments))
         except StoreUnavailableError as exc:
             logger.warning("a response is not stored: %s", exc)
             return False
@@ -127,16 +165,11 @@ class ResponseStore:
             ResponseNotFoundError: there is none that is this owner's.
             StoreUnavailableError: Redis does not answer.
         """
-        if not _ID.fullmatch(response_id):
+        if not _ID.fullmatch(response_id) or response_id in self._deleted:
             raise ResponseNotFoundError(response_id, param)
-        try:
-            value = await redis_call(self._redis.get(self._prefix + response_id), TIMEOUT_S)
-        except RedisUnavailableError as exc:
-            raise StoreUnavailableError(str(exc)) from exc
-        try:
-            stored = msgspec.json.decode(value or b"null", type=StoredResponse | None)
-        except UNDECODABLE as exc:
-            raise ResponseNotFoundError(response_id, param) from exc
+        name = self._prefix + response_id
+        value = await self._run(GET, (name,), MAX_STORED_BYTES)
+        stored = self._opened(response_id, name, value) if value else None
         if stored is None or stored.owner != owner:
             raise ResponseNotFoundError(response_id, param)
         return stored
@@ -149,11 +182,33 @@ class ResponseStore:
             StoreUnavailableError: Redis does not answer.
         """
         await self.get(response_id, owner, None)
-        await self._run(REMOVE, self._prefix, response_id)
+        await self._run(REMOVE, self._keys, self._prefix, response_id)
+        self._deleted[response_id] = None
+        if len(self._deleted) > MAX_DELETED:
+            del self._deleted[next(iter(self._deleted))]
 
-    async def _run(self, script: str, *arguments: str | bytes | int) -> object:
+    def _opened(self, response_id: str, name: str, value: bytes) -> StoredResponse | None:
+        """Return the response in a value; None if it has ended or is not the cluster's."""
         try:
-            call = self._redis.eval(script, len(self._keys), *self._keys, *arguments)
-            return await redis_call(call, TIMEOUT_S)
+            stored = msgspec.json.decode(self._seal.open(name, value), type=StoredResponse)
+        except SealError as exc:
+            if response_id not in self._logged and len(self._logged) < _MAX_LOGGED_IDS:
+                self._logged.add(response_id)
+                logger.warning(
+                    "the stored response %s counts as missing: %s; an earlier release of Pagewire "
+                    "wrote it, or somebody who is not of the cluster",
+                    response_id,
+                    exc,
+                )
+            return None
+        except UNDECODABLE:  # it is of another release
+            return None
+        return stored if time.time() < stored.ends_s + CLOCKS_S else None
+
+    async def _run(self, script: str, keys: tuple[str, ...], *arguments: str | bytes | int) -> Any:
+        try:
+            return await redis_call(
+                self._redis.eval(script, len(keys), *keys, *arguments), TIMEOUT_S
+            )
         except RedisUnavailableError as exc:
             raise StoreUnavailableError(str(exc)) from exc
