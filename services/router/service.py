@@ -172,6 +172,17 @@ class RouterService:
         """Longest prompt plus answer, in tokens."""
         return self.selector.max_model_len(self.model.max_model_len)
 
+    def tenant_of(self, key: str | None) -> str | None:
+        """Return whose cached blocks a request shares; None: cached blocks are everybody's.
+
+        Args:
+            key: name of the request's API key; None if it has none.
+        """
+        keys = self.api_keys
+        if keys is None or not keys.has_several_names or self.settings.share_prefix_cache:
+            return None
+        return key
+
     @property
     def can_serve(self) -> bool:
         """Whether a request would find a decode worker."""

@@ -40,6 +40,7 @@ from pagewire.shared.request.sampling_types import (
     NumChoices,
     NumTop,
     OutputKind,
+    OwnerName,
     Penalty,
     PromptLength,
     RepetitionPenalty,
@@ -88,6 +89,10 @@ class RequestSpec(
         log_id: names the request in the logs of all services; None: it has no name.
         cache_salt: goes into the block hashes, so that cached blocks are shared only with requests
             of the same salt. None counts as a salt.
+        owner: who takes turns with other owners where requests wait: the name of an API key, or an
+            address; None counts as an owner.
+        tenant: name of the API keys whose requests share cached blocks with this one; None: cached
+            blocks are not divided by keys.
     """
 
     temperature: Temperature = 1.0
@@ -111,11 +116,18 @@ class RequestSpec(
     grammar: Grammar | None = None
     log_id: LogId | None = None
     cache_salt: CacheSalt | None = None
+    owner: OwnerName | None = None
+    tenant: OwnerName | None = None
 
     @property
     def hash_extra(self) -> bytes:
-        """What block hashes depend on besides tokens, see `BlockHasher`."""
-        return (self.cache_salt or "").encode(errors="surrogatepass")
+        """What block hashes depend on besides tokens, see `BlockHasher`.
+
+        A tenant's name stands between two bytes that no UTF-8 text has, so that no other tenant and
+        salt have the same, and no salt alone.
+        """
+        salt = (self.cache_salt or "").encode(errors="surrogatepass")
+        return salt if self.tenant is None else b"\xff%b\xff%b" % (self.tenant.encode(), salt)
 
     def validate(self) -> None:
         """Check types and ranges, and what goes together.

@@ -51,6 +51,9 @@ Grammar = Annotated[
 LogId = Annotated[
     str, Meta(min_length=1, max_length=128, description="a text of at most 128 characters")
 ]
+OwnerName = Annotated[
+    str, Meta(min_length=1, max_length=64, description="a name of at most 64 characters")
+]
 CacheSalt = Annotated[
     str,
     Meta(

@@ -269,6 +269,12 @@ class RouterSettings(ClusterSettings):
         unset="none",
         panel=NETWORK,
     )
+    share_prefix_cache: bool = described(
+        False,
+        "Let requests of API keys with different names reuse each other's cached prefixes; `usage` "
+        "and the time to a first token then show one client what another one has sent.",
+        panel=NETWORK,
+    )
     responses_redis_url: str | None = RESPONSES_REDIS_URL
     responses_bytes: Annotated[int, Field(ge=0)] = RESPONSES_BYTES
     cors_origins: Origins | None = described(

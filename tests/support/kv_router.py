@@ -78,6 +78,7 @@ class Router:
         prompt_logprobs: int | None = None,
         forks: tuple[str, ...] = (),
         cache_salt: str | None = None,
+        tenant: str | None = None,
         **fields: Any,
     ) -> None:
         """Post a request, and with it `forks`, which differ in their seeds."""
@@ -94,6 +95,7 @@ class Router:
                     logprobs=logprobs,
                     prompt_logprobs=prompt_logprobs,
                     cache_salt=cache_salt,
+                    tenant=tenant,
                 ),
                 prefill_workers=list(workers),
                 forks=[

@@ -105,20 +105,21 @@ def test_a_moved_request_goes_on_where_it_was() -> None:
     run_async(scenario())
 
 
-def test_no_worker_shares_cached_blocks_between_salts() -> None:
+def test_no_worker_shares_cached_blocks_between_salts_and_tenants() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
             prompt, most = prompt_of(13), 12  # blocks of all salts fit
-            cases = [("a", 0), ("b", 0), ("a", most), ("b", most), (None, 0), (None, most)]
-            for number, (salt, cached) in enumerate(cases):
+            salts = [("a", None), ("a", "b"), (None, "a")]
+            cases = [(salt, cached) for cached in (0, most) for salt in salts]
+            for number, ((salt, tenant), cached) in enumerate(cases):
                 name = f"r{number}"
-                router.generate(name, prompt, cache_salt=salt)
+                router.generate(name, prompt, cache_salt=salt, tenant=tenant)
                 await router.answer(name)
                 first, *_ = router.outputs[name]
                 assert first.cached_tokens == cached
             computed = [ticket.first_block for ticket in p.taken(Prefill)]
-            assert computed[:2] == [0, 0]
+            assert computed[: len(salts)] == [0] * len(salts)
             begun = router.tokens("r0")[:2]
             for number, (salt, cached) in enumerate([("c", 0), ("a", most)]):
                 name = f"moved{number}"

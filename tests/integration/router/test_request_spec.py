@@ -48,7 +48,9 @@ OTHERS: dict[str, Any] = {
     "allowed_token_ids": (1, 5),
     "bad_words": ((4, 6), (2,)),
     "log_id": "req-1",
-    "cache_salt": "tenant",
+    "cache_salt": "salt",
+    "owner": "127.0.0.1",
+    "tenant": "team",
     "grammar": 'start: "import" | "this"',
 }
 SPEC = RequestSpec(
@@ -66,11 +68,12 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
         body = msgspec.to_builtins(SPEC) | {"bad_words": ["import this"]}
         body["guided_grammar"] = body.pop("grammar")
         router.http.headers["x-request-id"] = body.pop("log_id")
+        del body["owner"], body["tenant"]  # of the client's key and address
         response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
         encode = Tokenizer.from_dir(demo_model_path()).encode_word
         words = bad_word_ids(["import this"], encode)
-        expected = msgspec.structs.replace(SPEC, bad_words=words)
+        expected = msgspec.structs.replace(SPEC, bad_words=words, tenant=None)
         assert [message.spec for message in worker.generated] == [expected]
 
     with RedisServer() as redis:

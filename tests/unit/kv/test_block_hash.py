@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.kv.block_hash import HASH_BYTES, BlockHasher
 from pagewire.shared.kv.model_identity import ModelIdentity
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.kv_layouts import model_identity
 
 OTHERS = {
@@ -86,6 +87,25 @@ def test_block_size_extra_and_parent_matter() -> None:
     first, second = blocks.hash_prompt([*range(4), *range(4)])
     assert [first] == plain != [second]
     assert hasher(block_size=8).hash_prompt(range(8)) != hasher().hash_prompt(range(8))[1:]
+
+
+SALTS = [None, "c", "bc", "abc", "a", "\u00ff", "\u00ffa\u00ff", "\xff", "\udcff", "\0"]
+TENANTS = [None, "a", "ab", "abc", "b", "c"]
+
+
+def test_no_two_tenants_and_salts_have_the_same_hashes() -> None:
+    pairs = [(tenant, salt) for tenant in TENANTS for salt in dict.fromkeys(SALTS)]
+    extras = [
+        RequestSpec(tenant=tenant, cache_salt=salt, owner=tenant).hash_extra
+        for tenant, salt in pairs
+    ]
+    hashes = [hasher().hash_prompt(range(4), extra)[0] for extra in extras]
+    assert len(set(hashes)) == len(pairs)
+
+
+def test_without_a_tenant_hashes_are_those_of_the_salt_alone() -> None:
+    extras = [RequestSpec(cache_salt=salt, owner="10.0.0.1").hash_extra for salt in (None, "bc")]
+    assert extras == [b"", b"bc"]
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3]], ids=["empty", "partial"])

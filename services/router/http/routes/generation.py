@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from msgspec import UNSET
 from starlette.responses import Response
 
+from pagewire.services.router.dispatch.sender import Sender
 from pagewire.services.router.http.api.anthropic.format import model_info, model_list
 from pagewire.services.router.http.api.openai import objects
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet, Usage
@@ -181,7 +182,12 @@ async def answer(
     service, record = service_of(request), record_of(request.scope)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
     record.answers = answers = AnswerSet(
-        service.dispatcher, service.model, asked, record.request_id, record.start, trace
+        service.dispatcher,
+        service.model,
+        asked,
+        Sender(record.request_id, record.owner, service.tenant_of(record.key)),
+        record.start,
+        trace,
     )
     try:
         if not asked.stream:

@@ -7,11 +7,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.dispatch.embeddings import EmbeddingSet
+from pagewire.services.router.dispatch.sender import Sender
 from pagewire.services.router.dispatch.times import Watch
 from pagewire.services.router.http.api.openai.backlog import Backlog
 from pagewire.services.router.http.api.openai.generation import GenerationInput
@@ -72,7 +72,7 @@ class AnswerSet:
         dispatcher: has workers generate the answers.
         model: the model, whose tokenizer turns tokens into text.
         asked: the checked request.
-        request_id: names the request in the logs of all services.
+        sender: who sent it.
         start: arrival of the request, on the monotonic clock; None means now.
         trace: the request's span, if it is traced.
 
@@ -101,7 +101,7 @@ class AnswerSet:
         dispatcher: Dispatcher,
         model: ServedModel,
         asked: GenerationInput,
-        request_id: str,
+        sender: Sender,
         start: float | None = None,
         trace: str | None = None,
     ) -> None:
@@ -109,8 +109,7 @@ class AnswerSet:
         self._start = self._admitted_at if start is None else start
         self._ended_at: float | None = None
         requests = (
-            (prompt.token_ids, msgspec.structs.replace(prompt.spec, log_id=request_id), asked.n)
-            for prompt in asked.prompts
+            (prompt.token_ids, sender.sign(prompt.spec), asked.n) for prompt in asked.prompts
         )
         watch = Watch(asked.timings, bool(asked.rules.stops), trace)
         self._sources = dispatcher.open(requests, watch)

@@ -1,0 +1,82 @@
+"""Whose cached blocks a request shares, as a router tells its workers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
+from pagewire.tests.support.live_router import MODEL, LiveRouter, with_worker
+
+ALICE, BOB, BOBS_OTHER = "key-of-alice", "key-of-bob-1", "key-of-bob-2"
+TWO_NAMES = f"alice: {ALICE}\nbob: {BOB}\nbob: {BOBS_OTHER}\n"
+HELLO = [{"role": "user", "content": "Hello"}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "n": 2},
+    "/v1/completions": {"prompt": ["Hello", "Good day"], "n": 2},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": HELLO, "max_tokens": 9},
+}
+
+
+async def tenants(router: LiveRouter, worker: FakeDecodeWorker, key: str) -> set[str | None]:
+    """Return whose blocks the requests of a key share, on each route, as streams and whole."""
+    worker.generated.clear()
+    for path, body in REQUESTS.items():
+        for stream in (False, True):
+            asked = {"model": MODEL, "stream": stream, "cache_salt": "salt", **body}
+            response = await router.http.post(path, json=asked, headers={"x-api-key": key})
+            assert response.status_code == 200, response.text
+    assert {message.spec.cache_salt for message in worker.generated} == {"salt"}
+    assert len(worker.generated) == 16
+    return {message.spec.tenant for message in worker.generated}
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_keys_of_several_names_share_no_prefix_unless_the_operator_says_so(
+    redis_url: str, tmp_path: Path, shares: bool
+) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        found = [await tenants(router, worker, key) for key in (ALICE, BOB, BOBS_OTHER)]
+        assert found == ([{None}] * 3 if shares else [{"alice"}, {"bob"}, {"bob"}])
+
+    file = tmp_path / "keys"
+    file.write_text(TWO_NAMES)
+    with_worker(redis_url, scenario, api_key_file=file, share_prefix_cache=shares)
+
+
+def test_one_name_changes_nothing_until_another_one_is_added(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        assert await tenants(router, worker, BOB) == {None}
+        file.write_text(TWO_NAMES)
+        for _ in range(200):
+            if await tenants(router, worker, BOB) == {"bob"}:
+                break
+            await asyncio.sleep(0.05)
+        assert await tenants(router, worker, ALICE) == {"alice"}
+
+    file = tmp_path / "keys"
+    file.write_text(f"bob: {BOB}\nbob: {BOBS_OTHER}\n")
+    with_worker(redis_url, scenario, api_key_file=file)
+
+
+def test_the_key_that_is_not_in_the_file_is_a_name_too(redis_url: str, tmp_path: Path) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        assert await tenants(router, worker, ALICE) == {"default"}
+        assert await tenants(router, worker, BOB) == {"bob"}
+
+    file = tmp_path / "keys"
+    file.write_text(f"bob: {BOB}\n")
+    with_worker(redis_url, scenario, api_key_file=file, api_key=ALICE)
+
+
+def test_without_keys_nothing_changes(redis_url: str) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        assert await tenants(router, worker, ALICE) == {None}
+
+    with_worker(redis_url, scenario)
