@@ -5,8 +5,9 @@ It is logic alone: it starts nothing, waits for nothing and knows no clock.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from pagewire.shared.base.errors import OverloadedError
@@ -26,9 +27,16 @@ class FairQueue(Generic[OwnerT, ItemT]):
     Args:
         max_items: how many items of all owners may wait.
         max_each: how many items of one owner may wait.
+        max_turns: how many turns of one owner may go on at once.
     """
 
-    def __init__(self, max_items: int, max_each: int) -> None:
+    def __init__(
+        self,
+        max_items: int = sys.maxsize,
+        max_each: int = sys.maxsize,
+        max_turns: int = sys.maxsize,
+    ) -> None:
+        self.max_turns = max_turns
         self._max_items, self._max_each = max_items, max_each
         self._num_items = 0
         self._lines: OrderedDict[OwnerT, OrderedDict[ItemT, None]] = OrderedDict()
@@ -36,6 +44,19 @@ class FairQueue(Generic[OwnerT, ItemT]):
 
     def __len__(self) -> int:
         return self._num_items
+
+    def __iter__(self) -> Iterator[ItemT]:
+        """Yield all items, those of the next owner first, then those of the one after it."""
+        for owner in sorted(self._lines, key=self._turns.__getitem__):
+            yield from self._lines[owner]
+
+    def num_waiting(self, owner: OwnerT) -> int:
+        """Return how many items of an owner wait."""
+        return len(self._lines.get(owner, ()))
+
+    def num_turns(self, owner: OwnerT) -> int:
+        """Return how many turns of an owner have not ended."""
+        return self._turns[owner]
 
     def push(self, owner: OwnerT, item: ItemT) -> None:
         """Put an item at the end of its owner's line, unless it waits there already.
@@ -54,6 +75,13 @@ class FairQueue(Generic[OwnerT, ItemT]):
         self._lines[owner] = line
         self._num_items += 1
 
+    def push_first(self, owner: OwnerT, item: ItemT) -> None:
+        """Put back an item that has had a turn, at the front of its owner's line, bound or not."""
+        line = self._lines.setdefault(owner, OrderedDict())
+        line[item] = None
+        line.move_to_end(item, last=False)
+        self._num_items += 1
+
     def remove(self, owner: OwnerT, item: ItemT) -> None:
         """Take an item out of its owner's line; do nothing if it does not wait there."""
         line = self._lines.get(owner)
@@ -65,17 +93,21 @@ class FairQueue(Generic[OwnerT, ItemT]):
             del self._lines[owner]
 
     def pop(self) -> tuple[OwnerT, ItemT] | None:
-        """Begin a turn: return its owner and the owner's first item; None if nothing waits.
+        """Begin a turn: return its owner and the owner's first item; None if nothing may run.
 
         The caller ends the turn with `end_turn`.
         """
-        owner = min(self._lines, key=lambda each: self._turns[each], default=None)
-        if owner is None:
+        owner = min(self._lines, key=self._turns.__getitem__, default=None)
+        if owner is None or self._turns[owner] >= self.max_turns:
             return None
         item = next(iter(self._lines[owner]))
         self.remove(owner, item)
-        self._turns[owner] += 1
+        self.begin_turn(owner)
         return owner, item
+
+    def begin_turn(self, owner: OwnerT) -> None:
+        """Begin a turn of an owner, of which no item has to wait."""
+        self._turns[owner] += 1
 
     def end_turn(self, owner: OwnerT) -> None:
         """End a turn of an owner, whose line then comes after those of the others."""

@@ -25,7 +25,7 @@ from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
 from pagewire.shared.request.sampling import RequestSpec
-from pagewire.shared.request.sampling_types import LogId
+from pagewire.shared.request.sampling_types import LogId, OwnerName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PROTOCOL_VERSION = 20
@@ -145,6 +145,7 @@ class Embed(Message, frozen=True, kw_only=True):
         dimensions: how many of its first numbers to return; None: all.
         log_id: names the client's request in logs.
         strikes: how strongly the request is suspected of making workers hang or die.
+        owner: see `RequestSpec.owner`.
     """
 
     request_id: Id
@@ -154,6 +155,7 @@ class Embed(Message, frozen=True, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_BYTES // 4)] | None = None
     log_id: LogId | None = None
     strikes: Strikes = 0
+    owner: OwnerName | None = None
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

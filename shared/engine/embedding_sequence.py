@@ -10,12 +10,14 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.request.sampling import RequestSpec
 
 
-def pooled_sequence(request_id: str, token_ids: list[int], mode: PoolingMode) -> Sequence:
+def pooled_sequence(
+    request_id: str, token_ids: list[int], mode: PoolingMode, owner: str | None = None
+) -> Sequence:
     """Return a sequence that computes a prompt's embedding.
 
     It ends with its first token, which is sampled like any other and ignored.
     """
-    spec = RequestSpec(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+    spec = RequestSpec(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0, owner=owner)
     sequence = new_sequence(request_id, token_ids, spec, ())
     sequence.pooling = mode
     return sequence

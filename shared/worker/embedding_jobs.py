@@ -138,7 +138,7 @@ class EmbeddingJobs:
         """Queue a job's sequence. Runs in the engine's thread."""
         asked = job.message
         try:
-            sequence = pooled_sequence(job.engine_id, asked.token_ids, asked.pooling)
+            sequence = pooled_sequence(job.engine_id, asked.token_ids, asked.pooling, asked.owner)
             sequence.strikes = asked.strikes
             core.add(sequence)
         except InvalidRequestError as exc:

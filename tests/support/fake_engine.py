@@ -37,6 +37,7 @@ def make_sequence(
     remote_prefill: bool = False,
     prefill_only: bool = False,
     seed: int = 0,
+    owner: str | None = None,
 ) -> Sequence:
     """Return a sequence as `new_sequence` makes them."""
     return Sequence(
@@ -44,7 +45,7 @@ def make_sequence(
         token_ids=[*prompt, *(replayed or [])],
         num_prompt_tokens=len(prompt),
         num_replayed_tokens=len(replayed or []),
-        spec=RequestSpec(max_tokens=max_tokens, seed=seed),
+        spec=RequestSpec(max_tokens=max_tokens, seed=seed, owner=owner),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
         prefill_only=prefill_only,

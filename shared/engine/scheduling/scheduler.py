@@ -3,7 +3,8 @@
 The scheduler is pure: it uses no clocks, sockets or kernels, and it returns its decision rather
 than calling anybody.
 
-Sequences wait in arrival order, run in a batch, and end. A step is scheduled before the tokens of
+Owners of sequences take turns, each owner's sequences wait in arrival order. They run in a batch,
+and end. A step is scheduled before the tokens of
 the previous step are known. So a running sequence may have one token in flight: the device has its
 value, the scheduler has already counted it. Deciding and accounting are one: the scheduler takes
 the blocks at once, and `num_computed_tokens` includes what the step will compute.
@@ -15,7 +16,8 @@ with what is left of the token budget.
 Suspected sequences run one at a time: see `suspects.py`.
 
 When blocks run out, the youngest running sequence is preempted: it gives up all its blocks and
-waits, first in the queue, to be computed again.
+waits, first of its owner's, to be computed again. So is one of the owner that has most, if there is
+no room for the only sequence of another owner: nobody waits for all answers of another one.
 
 A decode row that needs no block and does not end costs the scheduler nothing: see `DecodeBatch`.
 """
@@ -49,7 +51,6 @@ class Scheduler(SequenceTable):
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
-    num_preemptions: int = 0
     _num_plans: int = 0
     _suspects: Suspects = field(default_factory=Suspects)
 
@@ -292,13 +293,12 @@ class Scheduler(SequenceTable):
 
     def _admit(self, decision: Schedule) -> Sequence | None:
         """Give the first in the queue its blocks and a device slot, if there are enough of both."""
-        if (
-            not self._free_device_slots
-            or (sequence := self._suspects.first_of(self.waiting)) is None
-        ):
+        if (sequence := self._suspects.first_of(self.waiting)) is None:
             return None
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
+        if not self._free_device_slots:
+            return self._make_way(sequence, 0, decision)
         if sequence.remote_prefill and self._draft.copies:
             return None  # arriving KV could overwrite a block that this plan still copies from
         decision.touched.append(sequence)
@@ -311,20 +311,19 @@ class Scheduler(SequenceTable):
         cached = [block for table in tables for block in table.held]
         available = self.pool.num_available - self.pool.num_evictable(cached)
         if sum(missing) + later + reserve > available:
-            return None
+            return self._make_way(sequence, sum(missing) + later, decision)
         self.pool.acquire(cached)
         sequence.tables = tables  # before anything can fail, so that they are released in any case
         for table, count in zip(tables, missing, strict=True):
             table.block_ids += self.pool.allocate(count)
-        self.waiting.remove(sequence)
+        self.waiting.remove(sequence.spec.owner, sequence)
         self._suspects.admit(sequence)
         sequence.remote_prefill = is_remote
         sequence.num_computed_tokens = num_cached * self.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             decision.admitted.append(sequence)
-        sequence.device_slot = self._free_device_slots.pop()
-        self._draft.add_device_slot(sequence)
+        self._take_device_slot(sequence)
         self._let_run_or_reserve(sequence, decision)
         return sequence
 
@@ -373,27 +372,29 @@ class Scheduler(SequenceTable):
                 later += min(needed, layout.blocks_for(chunk)) - num_cached
         return missing, later
 
-    def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
-        """Return the cached blocks of a sequence, without its last token: that must be computed."""
-        is_whole = sequence.awaits_scores or sequence.pooling is not None
-        if not self.pool.enable_caching or is_whole:
-            return [BlockTable() for _ in range(len(self.pool.layout.groups))]
-        sequence.extend_hashes(self.hasher)
-        most = (len(sequence.token_ids) - 1) // self.block_size
-        return self.pool.lookup(sequence.block_hashes[:most])
-
     def _preempt_youngest(self, decision: Schedule) -> Sequence:
-        victim = self.running[-1]
+        return self._preempt(self.running[-1], decision)
+
+    def _preempt(self, victim: Sequence, decision: Schedule) -> Sequence:
         decision.touched.append(victim)
         decision.preempted.append(victim)
         self.preempt(victim)
         return victim
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take from a running sequence all that it holds; it waits, first in the queue."""
-        self.running.remove(sequence)
-        sequence.transition(RequestStatus.PREEMPTED)
-        self.waiting.appendleft(sequence)
-        self._give_up_device_slot(sequence)
-        self._give_up_blocks(sequence)
-        self.num_preemptions += 1
+    def _make_way(self, sequence: Sequence, num_blocks: int, decision: Schedule) -> None:
+        """Preempt a sequence of the owner that has most, for the first one of another owner.
+
+        The next step admits that one. It must leave half of the blocks to the others.
+
+        Args:
+            sequence: finds no room now.
+            num_blocks: that it lacks.
+            decision: the step so far.
+        """
+        turns = self.waiting.num_turns
+        if turns(sequence.spec.owner) or 2 * num_blocks > self.pool.num_blocks:
+            return
+        victims = [each for each in reversed(self.running) if not each.prefill_only]
+        victim = max(victims, key=lambda each: turns(each.spec.owner), default=None)
+        if victim is not None and turns(victim.spec.owner) > 1:
+            self._preempt(victim, decision)

@@ -11,18 +11,21 @@ The changes that follow on the device are collected in the draft of the next pla
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagewire.shared.base.fair_queue import FairQueue
+from pagewire.shared.base.shares import has_room
 from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
 from pagewire.shared.engine.scheduling.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
+from pagewire.shared.kv.block_table import BlockTable
 
 _BLOCKS_ARE_GOOD = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
 
@@ -32,12 +35,14 @@ class SequenceTable:
     """The queue, the running batch and the block pool that they share.
 
     Attributes:
-        waiting: the queue; first those that were preempted.
+        waiting: the queue. Owners take turns; of each, first those that were preempted. A turn
+            lasts as long as a sequence has its device slot.
         running: in the order of their admission.
         reserved: by name; their blocks wait for another worker's KV.
         block_size: tokens of a block.
         awaiting_send: by name; finished prefill jobs whose blocks are still being sent.
         unforked: children whose parents' prompts are not computed yet.
+        num_preemptions: how many there were.
 
     Raises:
         ConfigError: the longest sequence needs more blocks than there are.
@@ -46,11 +51,12 @@ class SequenceTable:
     limits: SchedulerLimits
     pool: BlockPool
     hasher: BlockHasher
-    waiting: deque[Sequence] = field(default_factory=deque)
+    waiting: FairQueue[str | None, Sequence] = field(default_factory=FairQueue)
     running: list[Sequence] = field(default_factory=list)
     reserved: dict[str, Sequence] = field(default_factory=dict)
     awaiting_send: dict[str, Sequence] = field(default_factory=dict)
     unforked: set[Sequence] = field(default_factory=set)
+    num_preemptions: int = 0
     block_size: int = field(init=False)
     _free_device_slots: list[int] = field(init=False)
     _decoding: DecodeBatch = field(init=False)
@@ -91,7 +97,7 @@ class SequenceTable:
 
         Raises:
             InvalidRequestError: it could never run here.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or its owner has too many in it.
         """
         if not 1 <= len(sequence.token_ids) < self.limits.max_model_len:
             raise InvalidRequestError(
@@ -99,15 +105,23 @@ class SequenceTable:
                 f"between 1 and {self.limits.max_model_len - 1} are possible here",
                 "prompt",
             )
-        if self.num_waiting + len(children) >= self.limits.max_waiting:
-            raise OverloadedError(f"{self.num_waiting} requests are waiting already")
+        self._check_room(sequence.spec.owner, 1 + len(children))
         for each in (sequence, *children):
             if not each.prefill_only:  # such a one has nothing to run after its first token
                 longest = each.num_prompt_tokens + each.spec.max_tokens
                 each.run_until = min(longest, self.limits.max_model_len) - 1
-        self.waiting.append(sequence)
+        self.waiting.push(sequence.spec.owner, sequence)
         sequence.children = children
         self.unforked.update(children)
+
+    def _check_room(self, owner: str | None, count: int) -> None:
+        waiting, bound = self.num_waiting, self.limits.max_waiting
+        if waiting + count <= bound:
+            return
+        own = self.waiting.num_waiting(owner)
+        own += sum(each.spec.owner == owner for each in self.unforked)
+        if not has_room(bound, own + count, waiting + count):
+            raise OverloadedError(f"{waiting} requests are waiting already, {own} of this owner")
 
     def finish(self, sequence: Sequence, status: RequestStatus) -> None:
         """End a sequence and free what it has, unless its blocks are still to be sent."""
@@ -121,7 +135,7 @@ class SequenceTable:
         elif sequence in self.unforked:
             self.unforked.remove(sequence)
         else:
-            self.waiting.remove(sequence)
+            self.waiting.remove(sequence.spec.owner, sequence)
         self._pass_on_children(sequence)
         self._give_up_device_slot(sequence)
         if sequence.prefill_only and status in _BLOCKS_ARE_GOOD:
@@ -146,20 +160,29 @@ class SequenceTable:
         self.running.append(sequence)
 
     def recompute_locally(self, sequence: Sequence) -> None:
-        """Put a reserved sequence first in the queue: its prompt is computed here after all."""
+        """Put a reserved sequence back in the queue: its prompt is computed here after all."""
         sequence.transition(RequestStatus.WAITING)
         del self.reserved[sequence.request_id]
         sequence.remote_prefill = False
         self._draft.withdraw(sequence)
         self._give_up_device_slot(sequence)
         self._give_up_blocks(sequence)
-        self.waiting.appendleft(sequence)
+        self.waiting.push_first(sequence.spec.owner, sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take from a running sequence all that it holds; it waits, first of its owner's."""
+        self.running.remove(sequence)
+        sequence.transition(RequestStatus.PREEMPTED)
+        self.waiting.push_first(sequence.spec.owner, sequence)
+        self._give_up_device_slot(sequence)
+        self._give_up_blocks(sequence)
+        self.num_preemptions += 1
 
     def fork_children(self, parent: Sequence) -> None:
         """Let the children of a sequence run, whose prompt has been computed.
 
         They share its full blocks; the last one, if it is partial, is copied by the next plan.
-        Those that find no room wait at the front of the queue.
+        Those that find no room wait, first of their owner's.
         """
         queued = []
         for child in parent.children:
@@ -174,7 +197,8 @@ class SequenceTable:
                 queued.append(child)
             self.unforked.remove(child)
         parent.children = ()
-        self.waiting.extendleft(reversed(queued))
+        for child in reversed(queued):
+            self.waiting.push_first(child.spec.owner, child)
 
     def _has_blocks_to_fork(self) -> bool:
         """Whether each group has a block to spare for the copy of a partial block."""
@@ -193,7 +217,7 @@ class SequenceTable:
             heir, *others = children
             heir.children = tuple(others)
             self.unforked.remove(heir)
-            self.waiting.appendleft(heir)
+            self.waiting.push_first(heir.spec.owner, heir)
 
     def _run_fork(self, parent: Sequence, child: Sequence) -> None:
         known = len(child.token_ids) - 1  # the newest token runs again: it is sampled from
@@ -205,8 +229,7 @@ class SequenceTable:
         child.num_computed_tokens = child.num_cached_tokens = known
         child.remote_prefill = False  # if it is preempted, it is computed again here
         child.strikes = 0  # its parent has the same prompt, and stays suspected
-        child.device_slot = self._free_device_slots.pop()
-        self._draft.add_device_slot(child)
+        self._take_device_slot(child)
         child.transition(RequestStatus.RUNNING)
         self.running.append(child)
 
@@ -225,6 +248,20 @@ class SequenceTable:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _usable_prefix(self, sequence: Sequence) -> list[BlockTable]:
+        """Return the cached blocks of a sequence, without its last token: that must be computed."""
+        is_whole = sequence.awaits_scores or sequence.pooling is not None
+        if not self.pool.enable_caching or is_whole:
+            return [BlockTable() for _ in range(len(self.pool.layout.groups))]
+        sequence.extend_hashes(self.hasher)
+        most = (len(sequence.token_ids) - 1) // self.block_size
+        return self.pool.lookup(sequence.block_hashes[:most])
+
+    def _take_device_slot(self, sequence: Sequence) -> None:
+        sequence.device_slot = self._free_device_slots.pop()
+        self._draft.add_device_slot(sequence)
+        self.waiting.begin_turn(sequence.spec.owner)
+
     def _give_up_device_slot(self, sequence: Sequence) -> None:
         sequence.num_late_tokens = sequence.num_in_flight_tokens
         sequence.decodes_from_device = False
@@ -233,6 +270,7 @@ class SequenceTable:
             self._free_device_slots.append(sequence.device_slot)
             self._draft.free_device_slot(sequence.device_slot)
             sequence.device_slot = None
+            self.waiting.end_turn(sequence.spec.owner)
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         if sequence.num_exported_blocks:

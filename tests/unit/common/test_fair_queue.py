@@ -134,3 +134,36 @@ def test_whatever_happens_nobody_is_overtaken_twice(
         assert all(len(set(others)) == len(others) for others in had_one.values())
         assert len(queue) == sum(map(len, waiting.values()))
         assert len(running) == slots or not len(queue)
+
+
+def test_what_comes_back_is_first_of_its_owner_and_never_refused() -> None:
+    queue = make(max_items=2, max_each=2)
+    queue.push("a", 1)
+    queue.push("a", 2)
+    queue.push_first("a", 3)
+    queue.push_first("b", 4)
+    assert list(queue) == [3, 1, 2, 4] and len(queue) == 4
+    assert drain(queue) == [("a", 3), ("b", 4), ("a", 1), ("a", 2)]
+
+
+def test_items_are_looked_through_in_the_order_of_their_owners_turns() -> None:
+    queue = make()
+    for owner, item in [("a", 1), ("a", 2), ("b", 3), ("c", 4)]:
+        queue.push(owner, item)
+    for owner in ("a", "a", "b"):
+        queue.begin_turn(owner)
+    assert list(queue) == [4, 3, 1, 2]
+    assert [queue.num_turns(owner) for owner in "abcd"] == [2, 1, 0, 0]
+    assert [queue.num_waiting(owner) for owner in "abcd"] == [2, 1, 1, 0]
+
+
+def test_an_owner_has_no_more_turns_at_once_than_it_may() -> None:
+    queue: FairQueue[str, int] = FairQueue(max_turns=2)
+    for item in range(4):
+        queue.push("a", item)
+    assert [queue.pop() for _ in range(3)] == [("a", 0), ("a", 1), None]
+    queue.push("b", 4)
+    assert queue.pop() == ("b", 4)
+    assert queue.pop() is None and len(queue) == 2
+    queue.end_turn("a")
+    assert queue.pop() == ("a", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -35,6 +36,7 @@ class Arrival:
         abort_after: iterations from its arrival until it is aborted; None: it is not.
         children: for each child, its `abort_after`.
         strikes: how strongly it is suspected, with its children.
+        owner: who sent it.
     """
 
     at: int
@@ -49,6 +51,7 @@ class Arrival:
     abort_after: int | None
     children: list[int | None]
     strikes: int
+    owner: str | None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         abort_after=draw(st.sampled_from([None] * 14 + [0, 1, 2, 3, 5, 8])),
         children=draw(st.lists(st.sampled_from([None, None, 0, 1, 3, 6]), max_size=3)),
         strikes=draw(st.sampled_from([0, 0, 0, 1])),
+        owner=draw(st.sampled_from([None, None, "a", "b"])),
     )
 
 
@@ -238,6 +242,7 @@ class Simulation:
             stop=parent.stop_token_ids,
             seed=2 + index,
             remote_prefill=parent.remote_prefill,
+            owner=parent.spec.owner,
         )
 
     def make(self, number: int, arrival: Arrival) -> Sequence:
@@ -249,6 +254,7 @@ class Simulation:
             seed=arrival.seed,
             remote_prefill=arrival.kind == "remote",
             prefill_only=arrival.kind == "prefill only",
+            owner=arrival.owner,
         )
         if plain.prefill_only or not arrival.prompt:
             return plain
@@ -344,6 +350,8 @@ class Simulation:
         used = [s.device_slot for s in scheduler.holders() if s.device_slot is not None]
         num_slots = min(self.world.max_num_seqs, self.world.budget)
         assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
+        turns = Counter(s.spec.owner for s in scheduler.holders() if s.device_slot is not None)
+        assert {owner: scheduler.waiting.num_turns(owner) for owner in turns} == turns
 
     def check_errors(self) -> None:
         """Check that one sequence fails with a step, of those whose blocks nobody else has."""

@@ -1,0 +1,23 @@
+"""How much of something bounded each owner may hold: arithmetic alone."""
+
+from __future__ import annotations
+
+
+def has_room(bound: int, own: int, total: int) -> bool:
+    """Whether an owner may hold `own` of the `total` that would be held.
+
+    Each owner may hold as many as are left of twice the bound. Alone that is the bound. An owner
+    that comes when another one holds all of it finds half of the bound, the next one a quarter, and
+    so on: none of them can keep the next one out. All together hold less than twice the bound.
+
+    Args:
+        bound: what an owner may hold alone.
+        own: what the owner would hold.
+        total: what all owners would hold, this one included.
+    """
+    return own + total <= 2 * bound
+
+
+def divided(bound: int, parts: int) -> int:
+    """Return the bound of one of several that count for themselves, at least 1."""
+    return -(-bound // max(1, parts))

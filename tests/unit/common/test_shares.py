@@ -1,0 +1,39 @@
+"""How much of something bounded each owner may hold."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.shared.base.shares import divided, has_room
+
+
+def take_all(bound: int, owners: int) -> list[int]:
+    """Return what owners get that come one after the other and take as much as they can."""
+    held: list[int] = []
+    for _ in range(owners):
+        own = 0
+        while has_room(bound, own + 1, sum(held) + own + 1):
+            own += 1
+        held.append(own)
+    return held
+
+
+def test_a_lone_owner_gets_all_and_those_that_come_find_half_of_the_rest() -> None:
+    assert take_all(1024, 6) == [1024, 512, 256, 128, 64, 32]
+
+
+@given(st.integers(0, 300), st.integers(1, 12))
+def test_all_together_hold_less_than_twice_the_bound(bound: int, owners: int) -> None:
+    held = take_all(bound, owners)
+    assert held[0] == bound
+    assert sum(held) < 2 * bound or bound == 0
+    assert held == sorted(held, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("bound", "parts", "share"), [(10, 1, 10), (10, 2, 5), (10, 3, 4), (1, 4, 1), (7, 0, 7)]
+)
+def test_a_bound_is_divided_and_nobody_gets_nothing(bound: int, parts: int, share: int) -> None:
+    assert divided(bound, parts) == share
