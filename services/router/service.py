@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from contextlib import AbstractContextManager, AsyncExitStack
+from functools import partial
 from typing import Any
 
 from redis.asyncio import Redis
@@ -28,6 +30,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.base.open_files import connection_bound
+from pagewire.shared.base.shares import divided
 from pagewire.shared.base.tracing import Tracing, open_tracing
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.routers import RouterState
@@ -90,7 +93,7 @@ class RouterService:
             self.members.decode_links,
             in_flight,
             self.metrics,
-            Admission(settings.max_queue),
+            Admission(settings.max_queue, partial(self._share, settings.max_queue_per_key)),
             settings.request_timeout_s,
         )
 
@@ -188,25 +191,29 @@ class RouterService:
         """Whether a request would find a decode worker."""
         return not self.is_draining and bool(self.selector.decode_records())
 
-    def check_room(self) -> None:
-        """Check that there is room for a request, before its body is read.
+    def check_room(self, owner: str) -> None:
+        """Check that there is room for a request of an owner, before its body is read.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue is full, or the owner holds as much of it as it may.
         """
         self._check_serving()
-        self.dispatcher.admission.check_room()
+        self.dispatcher.admission.check_room(owner)
 
-    def admit(self) -> AbstractContextManager[None]:
+    def admit(self, owner: str) -> AbstractContextManager[None]:
         """Check again when a request's body has arrived, and count the request while it is read.
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full (raised on entering the context).
+            OverloadedError: as for `check_room` (raised on entering the context).
         """
         self._check_serving()
-        return self.dispatcher.admission.reading()
+        return self.dispatcher.admission.reading(owner)
+
+    def _share(self, bound: int | None) -> int:
+        """Return this router's part of a key's bound: each of those that are alive has one."""
+        return sys.maxsize if bound is None else divided(bound, self.members.num_routers)
 
     def _check_serving(self) -> None:
         if self.is_draining:

@@ -82,6 +82,20 @@ class OverloadedError(PagewireError):
         self.retry_after_s = retry_after_s
 
 
+class KeyLimitError(OverloadedError):
+    """An API key, or an address where there are no keys, holds as much as it may.
+
+    The message is for the client. Trying again helps once some of it has ended.
+
+    Attributes:
+        limit: name of the setting that bounds it.
+    """
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(f"{message}, as many as {limit} allows")
+        self.limit = limit
+
+
 class BusyError(PagewireError):
     """The clock ran out before the work was done, through no fault of the client.
 

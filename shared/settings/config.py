@@ -300,7 +300,17 @@ class RouterSettings(ClusterSettings):
         panel=NETWORK,
     )
     max_queue: Positive = described(
-        1024, "Requests in one router process at once; more are answered 429.", panel=NETWORK
+        1024,
+        "Answers of one API key, or of one client's address where there are no keys, that run or "
+        "wait in one router process at once, fewer if others have many; more are answered 429.",
+        panel=NETWORK,
+    )
+    max_queue_per_key: Positive | None = described(
+        None,
+        "Answers of one API key, or of one client's address where there are no keys, that run or "
+        "wait in all routers at once, each of which takes an equal part; more are answered 429.",
+        unset="as many as max_queue allows",
+        panel=NETWORK,
     )
     max_connections: Positive | None = described(
         None,

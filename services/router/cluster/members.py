@@ -95,6 +95,11 @@ class ClusterMembers:
         """Return the records of the other routers that are alive, by id."""
         return self._routers.others()
 
+    @property
+    def num_routers(self) -> int:
+        """How many routers take requests, this one included."""
+        return 1 + sum(each.state != "draining" for each in self.other_routers())
+
     def all_routers(self) -> list[RouterRecord]:
         """Return the records of the routers that are alive, this one first."""
         return [self.own_record(), *self.other_routers()]

@@ -367,7 +367,8 @@ class Dispatcher:
         """Admit all answers of a request, or none. The caller runs all at once, and closes each.
 
         Args:
-            requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`.
+            requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`;
+                at least one, all of one owner.
             watch: what is measured of them.
 
         Raises:
@@ -375,7 +376,8 @@ class Dispatcher:
             OverloadedError: the queue is full.
         """
         requests = list(requests)
-        places = iter(self.admission.enter(sum(count for _, _, count in requests)))
+        owner = requests[0][1].owner
+        places = iter(self.admission.enter(sum(count for _, _, count in requests), owner))
         streams = []
         for ids, spec, count in requests:
             lengths = self.metrics.answers(count)

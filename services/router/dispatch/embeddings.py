@@ -62,7 +62,8 @@ class EmbeddingSet:
         self._vectors = [b""] * len(prompts)
         self._todo = deque(range(len(prompts)))
         admission = dispatcher.admission
-        self._places = admission.enter(min(len(prompts), MAX_AT_ONCE, admission.max_request))
+        num_places = min(len(prompts), MAX_AT_ONCE, admission.max_request)
+        self._places = admission.enter(num_places, template.owner)
 
     async def run(self) -> list[bytes]:
         """Return the embeddings in the order of their prompts, as little-endian float32.

@@ -15,6 +15,7 @@ from pagewire.shared.base.errors import (
     BusyError,
     HarmfulRequestError,
     InvalidRequestError,
+    KeyLimitError,
     ModelNotFoundError,
     NoWorkerError,
     OverloadedError,
@@ -141,6 +142,8 @@ def describe(exc: Exception) -> ApiError:
         case OverloadedError():
             headers = _retry_after(exc.retry_after_s)
             message = "The server is overloaded: it holds all the requests it can. Try again later."
+            if isinstance(exc, KeyLimitError):
+                message = f"Too many at once: {exc}. Try again when some have ended."
             return ApiError(429, message, "rate_limit_error", None, "rate_limit_exceeded", headers)
         case BusyError():
             message = f"The server is busy: {exc}. Send the request again in a moment."

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
+from pagewire.shared.base.errors import KeyLimitError, OverloadedError
+
 
 class KeyMeter:
     """Counts requests at their end. There are only as many labels as the operator has named keys.
@@ -26,6 +28,19 @@ class KeyMeter:
             ["key", "kind"],
             registry=registry,
         )
+
+        self._refusals = Counter(
+            "pagewire_key_refusals",
+            "Requests that were answered 429, by the name of their API key (- if they have none) "
+            "and by the limit: a setting that bounds each key, or shared",
+            ["key", "limit"],
+            registry=registry,
+        )
+
+    def count_refusal(self, key: str | None, refusal: OverloadedError) -> None:
+        """Count a request that is refused because of what it or others hold."""
+        limit = refusal.limit if isinstance(refusal, KeyLimitError) else "shared"
+        self._refusals.labels(key or "-", limit).inc()
 
     def count_request(self, key: str, outcome: str) -> None:
         """Count a request that has ended."""

@@ -37,7 +37,8 @@ class StateCollector:
             yield of_model(self.model_name, name, text, value)
         yield GaugeMetricFamily(
             "pagewire_queue_limit",
-            "Sequences that this router takes at once; more are refused",
+            "Sequences of one API key or address that this router takes at once, fewer if others "
+            "have many; more are refused",
             value=self.admission.max_queue,
         )
         yield GaugeMetricFamily(

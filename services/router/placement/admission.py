@@ -1,20 +1,24 @@
-"""Admission control: counts a router's sequences and refuses those above its limit."""
+"""Admission control: counts a router's sequences and refuses those above its limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.errors import InvalidRequestError, KeyLimitError, OverloadedError
+from pagewire.shared.base.shares import has_room
 
 REQUEST_SHARE = 4  # one request takes at most this part of the queue
+MAX_EACH = "max_queue_per_key"
 
 
 class Place:
     """One sequence's place in the queue, from its admission until its last token has arrived."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    def __init__(self, admission: Admission, owner: str | None) -> None:
+        self._admission, self._owner = admission, owner
         self._is_running = False
         self._is_held = True
 
@@ -30,6 +34,7 @@ class Place:
         if not self._is_held:
             return
         self._is_held = False
+        self._admission.let_go(self._owner)
         if self._is_running:
             self._admission.num_running -= 1
         else:
@@ -37,63 +42,88 @@ class Place:
 
 
 class Admission:
-    """Counts sequences, and refuses those above the limit.
+    """Counts sequences, and refuses those above the limits.
+
+    Sequences have owners, see `RequestRecord.owner`. One owner alone may fill the queue; then
+    others may still enter, see `has_room`.
+
+    Args:
+        max_queue: limit of one owner's sequences plus its requests whose bodies are being read.
+        max_of_owner: returns a further limit of that, if the operator has set one.
 
     Attributes:
-        max_queue: limit of sequences plus requests whose bodies are being read.
-        max_request: limit of sequences of one request, a quarter of `max_queue`.
+        max_queue: see above.
         num_reading: requests whose bodies are being decoded and tokenized.
         num_waiting: sequences before their first token.
         num_running: sequences past their first token.
     """
 
-    def __init__(self, max_queue: int) -> None:
-        self.max_queue = max_queue
-        self.max_request = max(1, max_queue // REQUEST_SHARE)
+    def __init__(
+        self, max_queue: int, max_of_owner: Callable[[], int] = lambda: sys.maxsize
+    ) -> None:
+        self.max_queue, self._max_of_owner = max_queue, max_of_owner
         self.num_reading = self.num_waiting = self.num_running = 0
+        self._held: Counter[str | None] = Counter()
+
+    @property
+    def max_request(self) -> int:
+        """Limit of the sequences of one request: a quarter of the queue, or its owner's limit."""
+        return max(1, min(self.max_queue // REQUEST_SHARE, self._max_of_owner()))
 
     @property
     def num_sequences(self) -> int:
         """Sequences in the system."""
         return self.num_waiting + self.num_running
 
-    def check_room(self, count: int = 1) -> None:
-        """Check that there is room for this many more sequences.
+    def check_room(self, owner: str | None = None, count: int = 1) -> None:
+        """Check that there is room for this many more sequences of an owner.
 
         Raises:
-            OverloadedError: the queue is full.
+            KeyLimitError: the owner holds as many as the operator allows.
+            OverloadedError: the queue is full, or the owner holds too much of it.
         """
-        held = self.num_sequences + self.num_reading
-        if held + count > self.max_queue:
-            raise OverloadedError(f"{held} requests are in the system")
+        own, held = self._held[owner], self.num_sequences + self.num_reading
+        if own + count > self._max_of_owner():
+            raise KeyLimitError(f"{own} answers of this API key or address run or wait", MAX_EACH)
+        if not has_room(self.max_queue, own + count, held + count):
+            raise OverloadedError(f"{held} requests are in the system, {own} of this owner")
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, owner: str | None = None) -> Iterator[None]:
         """Count a request while it is read: its number of sequences is not known yet.
 
         Raises:
-            OverloadedError: the queue is full.
+            OverloadedError: see `check_room`.
         """
-        self.check_room()
+        self.check_room(owner)
         self.num_reading += 1
+        self._held[owner] += 1
         try:
             yield
         finally:
             self.num_reading -= 1
+            self.let_go(owner)
 
-    def enter(self, count: int) -> list[Place]:
-        """Admit sequences, all or none.
+    def enter(self, count: int, owner: str | None = None) -> list[Place]:
+        """Admit sequences of an owner, all or none.
 
         Raises:
             InvalidRequestError: these are more than one request may have.
-            OverloadedError: the queue is full.
+            OverloadedError: see `check_room`.
         """
-        if count > self.max_request:
+        if count > (most := self.max_request):
             raise InvalidRequestError(
                 f"n: this request wants {count} answers, prompts times n; one request may have "
-                f"{self.max_request} here, a quarter of the queue: send several requests",
+                f"{most} here: send several requests",
                 "n",
             )
-        self.check_room(count)
+        self.check_room(owner, count)
         self.num_waiting += count
-        return [Place(self) for _ in range(count)]
+        self._held[owner] += count
+        return [Place(self, owner) for _ in range(count)]
+
+    def let_go(self, owner: str | None) -> None:
+        """Stop counting one sequence or request for its owner; for `Place` and `reading`."""
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pagewire.services.router.placement.admission import Admission
-from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
+from pagewire.shared.base.errors import InvalidRequestError, KeyLimitError, OverloadedError
 
 
 def counts(admission: Admission) -> tuple[int, int, int]:
@@ -55,3 +55,46 @@ def test_a_request_that_is_read_takes_room() -> None:
         with pytest.raises(OverloadedError), admission.reading():
             pass
     assert counts(admission) == (0, 0, 0)
+
+
+def test_others_find_room_when_one_owner_holds_the_whole_queue() -> None:
+    admission = Admission(64)
+    of_a = [place for _ in range(4) for place in admission.enter(16, "a")]
+    with pytest.raises(OverloadedError, match="64 requests are in the system, 64 of this owner"):
+        admission.check_room("a")
+    admission.check_room("b")
+    of_b = [place for _ in range(2) for place in admission.enter(16, "b")]
+    with pytest.raises(OverloadedError, match="32 of this owner"):
+        admission.enter(1, "b")
+    with admission.reading("c"):
+        admission.enter(15, "c")
+    for place in of_a[:32]:
+        place.leave()
+    with pytest.raises(OverloadedError):  # b has come meanwhile: a gets no more than its share
+        admission.enter(16, "a")
+    for place in (*of_a, *of_b):
+        place.leave()
+        place.leave()
+    admission.enter(16, "a")
+
+
+def test_an_owner_is_bounded_as_the_operator_says_now() -> None:
+    bounds = [10]
+    admission = Admission(1024, lambda: bounds[0])
+    with pytest.raises(InvalidRequestError, match="may have 10 here"):
+        admission.enter(11, "a")
+    places = admission.enter(8, "a")
+    with pytest.raises(KeyLimitError, match="as many as max_queue_per_key allows"):
+        admission.enter(3, "a")
+    with admission.reading("a"), admission.reading("a"):
+        with pytest.raises(KeyLimitError, match="10 answers"):
+            admission.check_room("a")
+        admission.enter(8, "b")
+    bounds[0] = 5  # another router has started
+    places[0].leave()
+    with pytest.raises(KeyLimitError, match="7 answers"):
+        admission.check_room("a")
+    for place in places:
+        place.leave()
+    admission.enter(5, "a")
+    assert admission.num_sequences == 13

@@ -40,6 +40,7 @@ class RequestRecord:
     """
 
     __slots__ = (
+        "_network",
         "answers",
         "error",
         "key",
@@ -60,6 +61,7 @@ class RequestRecord:
         self.error: str | None = None
         self.answers: Answers | None = None
         self.span: TracedSpan | None = None
+        self._network: str | None = None
 
     @property
     def owner(self) -> str:
@@ -69,6 +71,11 @@ class RequestRecord:
         """
         if self.key is not None:
             return self.key
+        if self._network is None:
+            self._network = self._find_network()
+        return self._network
+
+    def _find_network(self) -> str:
         client = self.scope.get("client")
         address = ip_address(client[0] if client else "::")
         if isinstance(address, IPv4Address):

@@ -54,6 +54,7 @@ async def _answer(request: Request) -> Response:
         normalize=form.normalize,
         dimensions=form.dimensions,
         log_id=record.request_id,
+        owner=record.owner,
     )
     prompts = [prompt.token_ids for prompt in asked.prompts]
     embeddings = EmbeddingSet(service.dispatcher, prompts, template)

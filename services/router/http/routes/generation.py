@@ -229,10 +229,11 @@ async def read_request(
     """
     service = service_of(request)
     with_timings = wants_timings(request.headers.get(HEADER))
-    service.check_room()
+    owner = record_of(request.scope).owner
+    service.check_room(owner)
     service.selector.wake_idle()
     async with received_body(request, service.bodies) as raw:
-        with service.admit():
+        with service.admit(owner):
             framed = raw if frame is None else await frame(raw)
             asked = await _read(request, kind, framed)
             asked = await _check_grammar(request, asked)

@@ -25,7 +25,7 @@ from pagewire.services.router.http.server.access_log import AccessLog
 from pagewire.services.router.http.server.cut import CutRequests
 from pagewire.services.router.http.server.key_check import KeyCheck
 from pagewire.services.router.service import RouterService
-from pagewire.shared.base.errors import PagewireError
+from pagewire.shared.base.errors import OverloadedError, PagewireError
 
 ROUTERS = (*PUBLIC_ROUTERS, docs_router)
 METHOD_NOT_ALLOWED = 405
@@ -85,6 +85,8 @@ async def _on_error(request: Request, exc: Exception) -> Response:
     record.fail(exc)
     service: RouterService = request.app.state.service
     service.metrics.request_errors.labels(error.status).inc()
+    if isinstance(exc, OverloadedError):
+        service.key_meter.count_refusal(record.key, exc)
     return error_response(error, request.scope)
 
 
