@@ -103,7 +103,9 @@ class RouterService:
         bound = connection_bound(settings.max_connections)
         self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
         self.bodies = BodyMemory()
-        self.body_reader = BodyReader(settings, self.model)
+        self.body_reader = BodyReader(
+            settings, self.model, partial(self._share, settings.max_body_processes_per_key)
+        )
         self.grammar_checker = GrammarChecker(self.model)
         secret = settings.cluster_secret.get_secret_value()
         self.responses = ResponseStore(responses, secret, settings.responses_bytes)

@@ -312,6 +312,14 @@ class RouterSettings(ClusterSettings):
         unset="as many as max_queue allows",
         panel=NETWORK,
     )
+    max_body_processes_per_key: Positive | None = described(
+        None,
+        "Processes that read bodies of more than 64 KiB, of which each router has two, that may be "
+        "busy with one API key, or one client's address where there are no keys, in all routers; "
+        "each takes an equal part.",
+        unset="all",
+        panel=NETWORK,
+    )
     max_connections: Positive | None = described(
         None,
         "Open connections of one router. Those that wait for their clients make room for new "

@@ -47,7 +47,7 @@ def mine() -> list[int]:
 def test_a_body_that_takes_too_much_memory_is_refused_alone(bodies: BodyReader, raw: bytes) -> None:
     async def scenario() -> None:
         def read(each: bytes) -> Awaitable[GenerationInput]:
-            return bodies.read_elsewhere("chat", each, CONTEXT)
+            return bodies.read_elsewhere("chat", each, CONTEXT, "a")
 
         assert (await read(ORDINARY)).prompts
         (before,) = mine()
@@ -70,7 +70,7 @@ def test_such_a_body_is_read_where_there_is_more_memory() -> None:
 
     async def scenario() -> None:
         for raw in (LISTS, WORD):
-            assert (await bodies.read_elsewhere("chat", raw, CONTEXT)).prompts
+            assert (await bodies.read_elsewhere("chat", raw, CONTEXT, "a")).prompts
 
     try:
         run_async(scenario())

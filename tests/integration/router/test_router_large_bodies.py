@@ -227,3 +227,30 @@ def test_processes_end_with_their_router(redis_url):
 
     with_worker(redis_url, scenario)
     assert mine() == []
+
+
+def test_owners_take_turns_at_the_processes(redis_url, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("alice: key-of-alice\nbob: key-of-bob-1\n")
+    answered: list[str] = []
+
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        async def ask(key: str) -> None:
+            body = {"model": MODEL, "prompt": "Hi", "filler": LONG}
+            response = await router.http.post(
+                "/v1/completions", json=body, headers={"x-api-key": key}
+            )
+            assert response.status_code == 200
+            answered.append(key)
+
+        router.http.headers["x-api-key"] = "key-of-alice"
+        reading = router.service.dispatcher.admission
+        async with stopped_body_processes(router, PROCESSES) as held:
+            tasks = []
+            for number, key in enumerate(["key-of-alice"] * 8 + ["key-of-bob-1"], PROCESSES + 1):
+                tasks.append(asyncio.create_task(ask(key)))
+                await eventually(lambda number=number: reading.num_reading == number)
+        await asyncio.gather(held(), *tasks)
+        assert "key-of-bob-1" in answered[: PROCESSES + 1]
+
+    with_worker(redis_url, scenario, api_key_file=file)

@@ -1,6 +1,7 @@
 """Reads bodies: small ones at once, larger ones in a thread, large ones in a process.
 
-A request that brings its own chat template is read in a process, whatever its size.
+A request that brings its own chat template is read in a process, whatever its size. Owners take
+turns in each of the three places.
 
 Decoding, templates and lists of token ids hold Python's interpreter lock: a thread with a body of
 13 MB would stall the event loop, and all streams, for a second.
@@ -13,6 +14,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
@@ -28,6 +30,7 @@ from pagewire.services.router.http.body_processes.protocol import (
     too_costly,
     too_slow,
 )
+from pagewire.services.router.http.body_processes.turns import Turns
 from pagewire.services.router.text.served_model import ServedModel, UnboundedHereError
 from pagewire.shared.base.errors import ChannelError, OverloadedError, RequestFailedError
 from pagewire.shared.settings.config import RouterSettings
@@ -47,18 +50,29 @@ class BodyReader:
     """Reads the bodies of one router. Processes start with the first body that needs them.
 
     Close it with `close`.
+
+    Args:
+        settings: the router's.
+        model: that it serves.
+        max_processes: returns how many processes may read bodies of one owner at once.
     """
 
-    def __init__(self, settings: RouterSettings, model: ServedModel) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        model: ServedModel,
+        max_processes: Callable[[], int] = lambda: PROCESSES,
+    ) -> None:
         self._model = model
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="body")
         own = settings.model_dump(mode="json", exclude=_NOT_ITS_OWN)
         own |= {"model": str(model.path), "served_model_name": model.names}
         self._pool = ChildPool(_PROGRAM, own, PROCESSES, "large-body")
-        self._turn = asyncio.Lock()
+        self._here, self._in_threads = Turns(1), Turns(THREADS)
+        self._in_processes = Turns(PROCESSES, max_processes)
 
     async def read_here(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
     ) -> GenerationInput:
         """Check and tokenize a body of up to `INLINE_BODY_BYTES`, one in each pass of the loop.
 
@@ -67,14 +81,17 @@ class BodyReader:
         Raises:
             InvalidRequestError: the client's fault; names the field.
         """
-        async with self._turn:
+        await self._here.begin(owner)
+        try:
             await asyncio.sleep(0)
             with suppress(UnboundedHereError):
                 return self._read(kind, raw, max_model_len)
-        return await self._run(self._pool.threads, self._read_in_process, kind, raw, max_model_len)
+        finally:
+            self._here.end(owner)
+        return await self._read_by_process(kind, raw, max_model_len, owner)
 
     async def read_elsewhere(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
     ) -> GenerationInput:
         """Check and tokenize a larger body, off the event loop. Cancelling it in line ends it.
 
@@ -85,30 +102,33 @@ class BodyReader:
             RequestFailedError: the process that reads it ended, or takes too long.
         """
         if len(raw) <= THREAD_BODY_BYTES:
+            read = partial(self._read, kind, raw, max_model_len)
             with suppress(UnboundedHereError):
-                return await self._run(self._threads, self._read, kind, raw, max_model_len)
-        return await self._run(self._pool.threads, self._read_in_process, kind, raw, max_model_len)
+                return await self._run(self._in_threads, self._threads, read, owner)
+        return await self._read_by_process(kind, raw, max_model_len, owner)
+
+    async def _read_by_process(
+        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
+    ) -> GenerationInput:
+        read = partial(self._read_in_process, kind, raw, max_model_len)
+        return await self._run(self._in_processes, self._pool.threads, read, owner)
 
     async def _run(
         self,
+        turns: Turns,
         threads: ThreadPoolExecutor,
-        read: Callable[[BodyKind, bytes | bytearray, int], GenerationInput],
-        kind: BodyKind,
-        raw: bytes | bytearray,
-        max_model_len: int,
+        read: Callable[[], GenerationInput],
+        owner: str,
     ) -> GenerationInput:
-        bodies = [raw]
-
-        def read_it() -> GenerationInput:
-            return read(kind, bodies.pop(), max_model_len)
-
         try:
             async with asyncio.timeout(WAIT_S):
-                return await asyncio.get_running_loop().run_in_executor(threads, read_it)
+                await turns.begin(owner)
+                reading = asyncio.get_running_loop().run_in_executor(threads, read)
+                # A thread cannot be interrupted, so the turn outlasts a request that is cancelled.
+                reading.add_done_callback(lambda _: turns.end(owner))
+                return await asyncio.shield(reading)
         except TimeoutError as exc:
             raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
-        finally:
-            bodies.clear()  # what is cancelled stays in line: then without its bytes
 
     def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
         return read_body(kind, raw, self._model, max_model_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
@@ -19,19 +20,22 @@ from pagewire.services.router.http.connection.error_forms import end_with_error
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import OverloadedError, PagewireError
+from pagewire.shared.base.shares import has_room
 from pagewire.shared.text.answer_text import TextDelta
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
-MAX_BODIES_BYTES = 256 << 20  # of all requests together, beyond the first bytes of each
+MAX_BODIES_BYTES = 256 << 20  # of an owner's requests together, beyond the first bytes of each
 UNCOUNTED_BYTES = 64 << 10  # the first ones of each body
 BODY_TIMEOUT_S = 60.0
 BODY_SILENCE_S = 10.0  # without a byte of it
 
 
 class BodyMemory:
-    """Bounds the memory of all request bodies while they arrive and are read.
+    """Bounds the memory of request bodies while they arrive and are read.
+
+    One owner alone may use `limit`; then others may still use some, see `has_room`.
 
     Bytes are counted, not requests, so that a client that sends slowly does not block others. The
     first `UNCOUNTED_BYTES` of each body are not: the number of connections bounds them, and usual
@@ -39,31 +43,42 @@ class BodyMemory:
 
     Attributes:
         held: bytes in use now.
-        limit: most bytes in use at once.
+        limit: most bytes of one owner in use at once.
     """
 
     def __init__(self, limit: int = MAX_BODIES_BYTES) -> None:
         self.limit = limit
         self.held = 0
+        self._of_owner: Counter[str] = Counter()
 
-    def grow(self, before: int, after: int) -> None:
+    def grow(self, owner: str, before: int, after: int) -> None:
         """Count the bytes by which a body grows.
 
         Args:
+            owner: who sends it.
             before: its size so far.
             after: its size with what has arrived.
 
         Raises:
-            OverloadedError: the limit is reached.
+            OverloadedError: the owner has too many, or all have.
         """
         nbytes = _counted(after) - _counted(before)
-        if nbytes and self.held + nbytes > self.limit:
-            raise OverloadedError(f"{self.held} bytes of request bodies are being read")
+        if not nbytes:
+            return
+        own = self._of_owner[owner]
+        if not has_room(self.limit, own + nbytes, self.held + nbytes):
+            raise OverloadedError(f"{self.held} bytes of bodies are read, {own} of this owner")
         self.held += nbytes
+        self._of_owner[owner] = own + nbytes
 
-    def give_back(self, size: int) -> None:
+    def give_back(self, owner: str, size: int) -> None:
         """Stop counting a body of this size."""
-        self.held -= _counted(size)
+        if not (nbytes := _counted(size)):
+            return
+        self.held -= nbytes
+        self._of_owner[owner] -= nbytes
+        if not self._of_owner[owner]:
+            del self._of_owner[owner]
 
 
 def _counted(size: int) -> int:
@@ -77,7 +92,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     Raises:
         BodyEncodingError: it is compressed.
         BodyTooLargeError: it has more than `MAX_BODY_BYTES`.
-        OverloadedError: the bodies of all requests are too many.
+        OverloadedError: the bodies of all requests are too many, or those of this owner.
         BodyTimeoutError: it did not arrive in time.
         ClientGoneError: the client left.
     """
@@ -86,7 +101,7 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
         await _receive(request, body, memory)
         yield body
     finally:
-        memory.give_back(len(body))
+        memory.give_back(record_of(request.scope).owner, len(body))
 
 
 async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> None:
@@ -97,7 +112,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
-    loop = asyncio.get_running_loop()
+    loop, owner = asyncio.get_running_loop(), record_of(request.scope).owner
     end = loop.time() + BODY_TIMEOUT_S
     try:
         async with asyncio.timeout(BODY_SILENCE_S) as silence:
@@ -105,7 +120,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
                 silence.reschedule(min(loop.time() + BODY_SILENCE_S, end))
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise _too_large()
-                memory.grow(len(body), len(body) + len(chunk))
+                memory.grow(owner, len(body), len(body) + len(chunk))
                 body += chunk
     except TimeoutError as exc:
         raise errors.BodyTimeoutError(

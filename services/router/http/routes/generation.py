@@ -245,11 +245,12 @@ async def read_request(
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
     service = service_of(request)
     reader, max_model_len = service.body_reader, service.max_model_len
+    owner = record_of(request.scope).owner
     try:
         if len(raw) <= INLINE_BODY_BYTES:
-            return await reader.read_here(kind, raw, max_model_len)
+            return await reader.read_here(kind, raw, max_model_len, owner)
         return await cancel_on_disconnect(
-            request.receive, reader.read_elsewhere(kind, raw, max_model_len)
+            request.receive, reader.read_elsewhere(kind, raw, max_model_len, owner)
         )
     except ContextLengthError as exc:
         why = service.selector.why_no_longer(service.model.max_model_len)
