@@ -108,7 +108,8 @@ class RouterService:
         )
         self.grammar_checker = GrammarChecker(self.model)
         secret = settings.cluster_secret.get_secret_value()
-        self.responses = ResponseStore(responses, secret, settings.responses_bytes)
+        bounds = settings.responses_bytes, settings.responses_bytes_per_key
+        self.responses = ResponseStore(responses, secret, *bounds)
 
     def _compose_pages(self) -> None:
         """Make what operators and Prometheus see."""

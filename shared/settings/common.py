@@ -87,5 +87,6 @@ RESPONSES_REDIS_URL: Any = described(
 )
 RESPONSES_BYTES: Any = described(
     64 << 20,
-    "Bytes of all stored responses; the oldest make room for new ones. 0: none is stored.",
+    "Bytes of all stored responses; the oldest of the API key, or of the client's address, that "
+    "has most make room for new ones. 0: none is stored.",
 )

@@ -1,10 +1,10 @@
 """Settings of the services, and the one reader of the environment.
 
 Each field can be given as `PAGEWIRE_<NAME>` in the environment; the command line overrides it.
-Names, types, defaults and descriptions are only here and in two modules that this one imports:
-`base_settings.py` has the settings of all services, `common_settings.py` those of several. The
-command line's options are made from them; tests compare `.env.example` and docs/configuration.md
-with them.
+Names, types, defaults and descriptions are only here and in three modules that this one imports:
+`base.py` has the settings of all services, `common.py` those of several, `keys.py` those of API
+keys. The command line's options are made from them; tests compare `.env.example` and
+docs/configuration.md with them.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pagewire.shared.settings.common import (
     SPECIAL_TOKENS,
     TOOL_PARSER,
 )
+from pagewire.shared.settings.keys import KeySettings
 from pagewire.shared.settings.names import (
     check_environment,
     check_keywords,
 )
 from pagewire.shared.settings.texts import ENGINE, MAIN, NETWORK, described, description
 from pagewire.shared.settings.types import (
-    ApiKeyText,
     BlockSize,
     Device,
     Dtype,
@@ -226,7 +226,7 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         return value
 
 
-class RouterSettings(ClusterSettings):
+class RouterSettings(ClusterSettings, KeySettings):
     """The router."""
 
     # Of the model, the router reads only its tokenizer and configuration.
@@ -256,25 +256,6 @@ class RouterSettings(ClusterSettings):
         panel=NETWORK,
     )
     port: Port = described(8000, "Port of the HTTP endpoint.", panel=NETWORK)
-    api_key: ApiKeyText | None = described(
-        None,
-        "A key that clients must send; the commands that talk to an endpoint send it, too. Its "
-        "name in logs and metrics is `default`.",
-        unset="none: without this and a file of keys, the endpoint is open to all who reach it",
-    )
-    api_key_file: Path | None = described(
-        None,
-        "File of keys of which clients must send one: a line `NAME: KEY` for each, where KEY may "
-        "be `sha256:` and a hash. It is read again within 2 s of a change.",
-        unset="none",
-        panel=NETWORK,
-    )
-    share_prefix_cache: bool = described(
-        False,
-        "Let requests of API keys with different names reuse each other's cached prefixes; `usage` "
-        "and the time to a first token then show one client what another one has sent.",
-        panel=NETWORK,
-    )
     responses_redis_url: str | None = RESPONSES_REDIS_URL
     responses_bytes: Annotated[int, Field(ge=0)] = RESPONSES_BYTES
     cors_origins: Origins | None = described(
@@ -303,21 +284,6 @@ class RouterSettings(ClusterSettings):
         1024,
         "Answers of one API key, or of one client's address where there are no keys, that run or "
         "wait in one router process at once, fewer if others have many; more are answered 429.",
-        panel=NETWORK,
-    )
-    max_queue_per_key: Positive | None = described(
-        None,
-        "Answers of one API key, or of one client's address where there are no keys, that run or "
-        "wait in all routers at once, each of which takes an equal part; more are answered 429.",
-        unset="as many as max_queue allows",
-        panel=NETWORK,
-    )
-    max_body_processes_per_key: Positive | None = described(
-        None,
-        "Processes that read bodies of more than 64 KiB, of which each router has two, that may be "
-        "busy with one API key, or one client's address where there are no keys, in all routers; "
-        "each takes an equal part.",
-        unset="all",
         panel=NETWORK,
     )
     max_connections: Positive | None = described(

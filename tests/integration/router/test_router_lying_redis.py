@@ -248,7 +248,7 @@ async def store_at(url: str, max_bytes: int = 1 << 20) -> AsyncIterator[tuple[Re
 def test_keys_of_a_wrong_type_or_content_heal(any_redis_url: str, name: str, kind: str) -> None:
     async def scenario() -> None:
         async with store_at(any_redis_url) as (store, client):
-            await store.put("resp_" + "0" * 32, "alice", b"{}", b"[]")
+            await store.put("resp_" + "0" * 32, "alice", "alice", b"{}", b"[]")
             await client.delete(name)
             match kind:
                 case "string":
@@ -265,12 +265,11 @@ def test_keys_of_a_wrong_type_or_content_heal(any_redis_url: str, name: str, kin
                     await client.zadd(name, {"no size": 0, "x": 2**60, "a b c": 1, "y 9": 2**60})
             with pytest.raises(ResponseNotFoundError):
                 await store.get(OTHER_ID, "alice", None)
-            assert await store.put(OTHER_ID, "alice", b'{"a":1}', b"[]")
+            assert await store.put(OTHER_ID, "alice", "alice", b'{"a":1}', b"[]")
             assert bytes((await store.get(OTHER_ID, "alice", None)).response) == b'{"a":1}'
-            assert int(await client.get(f"{PREFIX}b")) > 0
-            assert await client.zscore(
-                f"{PREFIX}s", f"{OTHER_ID} {await client.strlen(f'{PREFIX}:{OTHER_ID}')}"
-            )
+            assert int(await client.hget(f"{PREFIX}b", "alice")) > 0
+            size = await client.strlen(f"{PREFIX}:{OTHER_ID}")
+            assert await client.zscore(f"{PREFIX}s", f"{OTHER_ID} {size} alice")
             await client.delete(f"{PREFIX}s", f"{PREFIX}b")
             await client.set(f"{PREFIX}s", "x")
             await client.set(f"{PREFIX}b", "y")
@@ -280,20 +279,36 @@ def test_keys_of_a_wrong_type_or_content_heal(any_redis_url: str, name: str, kin
     run_async(scenario())
 
 
+@pytest.mark.parametrize("field", ["", "a", "b"], ids=["all", "own", "other"])
 @pytest.mark.parametrize("lie", ["1e300", "inf", "nan", "-1", "9" * 400, "x"])
-def test_a_wrong_sum_leaves_the_bound(any_redis_url: str, lie: str) -> None:
+def test_a_wrong_sum_leaves_the_bound(any_redis_url: str, lie: str, field: str) -> None:
     bound = 4000
 
     async def scenario() -> None:
         async with store_at(any_redis_url, bound) as (store, client):
             for number in range(40):
                 if number == 8:
-                    await client.set(f"{PREFIX}b", lie)
-                assert await store.put(f"resp_{number:032x}", None, b'{"a":1}', b"[]")
+                    await client.hset(f"{PREFIX}b", field, lie)
+                assert await store.put(f"resp_{number:032x}", None, "a", b'{"a":1}', b"[]")
             stored = await client.keys(f"{PREFIX}:*")
             sizes = [await client.strlen(key) for key in stored]
             assert 0 < sum(sizes) <= bound
-            assert int(await client.get(f"{PREFIX}b")) == sum(sizes)
+            assert int(await client.hget(f"{PREFIX}b", "")) == sum(sizes)
             await store.get(f"resp_{39:032x}", None, None)
+
+    run_async(scenario())
+
+
+def test_a_large_response_of_a_new_holder_displaces_those_of_others(any_redis_url: str) -> None:
+    async def scenario() -> None:
+        async with store_at(any_redis_url, 4000) as (store, _client):
+            for number in range(12):
+                holder = "abc"[number % 3]
+                assert await store.put(f"resp_{number:032x}", None, holder, b"{}", b"[]")
+            assert await store.put(OTHER_ID, None, "d", b'"%s"' % (b"x" * 3000), b"[]")
+            await store.get(OTHER_ID, None, None)
+            await store.get(f"resp_{11:032x}", None, None)
+            with pytest.raises(ResponseNotFoundError):
+                await store.get(f"resp_{0:032x}", None, None)
 
     run_async(scenario())

@@ -52,7 +52,9 @@ def stored_bytes(server: RedisServer) -> int:
     """The bytes of all stored responses; the store's own count must be the same."""
     with server.client() as client:
         found = sum(client.strlen(key) for key in client.scan_iter(f"{PREFIX}:*"))
-        assert int(client.get(f"{PREFIX}b") or 0) == found
+        assert int(client.hget(f"{PREFIX}b", "") or 0) == found
+        of_each = client.hgetall(f"{PREFIX}b")
+        assert sum(map(int, of_each.values())) == 2 * found
         return found
 
 
@@ -268,6 +270,68 @@ def test_all_responses_together_are_bounded(redis_server: RedisServer) -> None:
             await client.responses.delete(kept[-2])
 
     with_worker(redis_server.url, main, responses_bytes=bound)
+
+
+BOUND = 12_000
+
+
+@pytest.mark.parametrize("lost", [None, "b", "s"])
+def test_a_key_that_floods_the_store_displaces_its_own_responses(
+    redis_server: RedisServer, tmp_path: Path, lost: str | None
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-of-alice\nbob: key-of-bob-2\n")
+
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        async with (
+            client_of(router, "key-of-alice") as alice,
+            client_of(router, "key-of-bob-2") as bob,
+        ):
+            of_bob = await bob.responses.create(model=MODEL, input="Hi")
+            of_alice = []
+            for number in range(12):
+                if number == 9 and lost is not None:
+                    with redis_server.client() as redis:
+                        redis.delete(f"{PREFIX}{lost}")
+                text = f"{number} " * 200
+                of_alice.append((await alice.responses.create(model=MODEL, input=text)).id)
+            with redis_server.client() as redis:
+                sums = {name.decode(): int(n) for name, n in redis.hgetall(f"{PREFIX}b").items()}
+            assert sums["alice"] + sums.get("bob", 0) == sums[""] <= BOUND
+            assert (await bob.responses.retrieve(of_bob.id)).id == of_bob.id
+            assert (await alice.responses.retrieve(of_alice[-1])).id == of_alice[-1]
+            if lost != "s":  # else it is there until its hour is over
+                with pytest.raises(openai.NotFoundError):
+                    await alice.responses.retrieve(of_alice[0])
+            await bob.responses.delete(of_bob.id)
+            await alice.responses.delete(of_alice[-1])
+
+    with_worker(redis_server.url, main, api_key_file=keys, responses_bytes=BOUND)
+
+
+def test_a_keys_own_bound_displaces_only_its_own(redis_server: RedisServer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alice: key-of-alice\nbob: key-of-bob-2\n")
+
+    async def main(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        kept: dict[str, list[str]] = {"key-of-bob-2": [], "key-of-alice": []}
+        for key, ids in kept.items():
+            async with client_of(router, key) as client:
+                for number in range(6):
+                    answer = await client.responses.create(model=MODEL, input=f"{number} " * 200)
+                    assert answer.model_extra["store"] is True
+                    ids.append(answer.id)
+                await client.responses.retrieve(ids[-1])
+                with pytest.raises(openai.NotFoundError):
+                    await client.responses.retrieve(ids[0])
+                large = await client.responses.create(model=MODEL, input="word " * 900)
+                assert large.model_extra["store"] is False
+        stored_bytes(redis_server)
+        with redis_server.client() as redis:
+            for name in ("alice", "bob"):
+                assert 2000 < int(redis.hget(f"{PREFIX}b", name)) <= 4000
+
+    with_worker(redis_server.url, main, api_key_file=keys, responses_bytes_per_key=4000)
 
 
 def test_responses_end_after_an_hour(redis_server: RedisServer) -> None:

@@ -1,4 +1,4 @@
-"""Lets a few pieces of work run at once, and owners take turns."""
+"""Lets a few tasks run at once, and owners take turns."""
 
 from __future__ import annotations
 

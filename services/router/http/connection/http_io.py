@@ -55,7 +55,7 @@ class BodyMemory:
         """Count the bytes by which a body grows.
 
         Args:
-            owner: who sends it.
+            owner: of the request.
             before: its size so far.
             after: its size with what has arrived.
 

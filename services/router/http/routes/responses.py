@@ -152,7 +152,8 @@ class _Keeper:
         form = self._form
         if form.is_stored:
             response, items = form.finished(usage), form.conversation()
-            form.is_stored = await self._store.put(form.id, self._record.key, response, items)
+            key, holder = self._record.key, self._record.owner
+            form.is_stored = await self._store.put(form.id, key, holder, response, items)
         return form.finished(usage)
 
     async def kept_at_end(self, rest: Deltas, answers: AnswerSet) -> Deltas:

@@ -1,19 +1,19 @@
 """Responses that clients may continue: in Redis, for an hour, within a bound in bytes.
 
     pagewire:<tag>:r:<id>    a `StoredResponse` as JSON, with a seal
-    pagewire:<tag>:rs        sorted set: "<id> <bytes>" of each, by when it ends, ms
-    pagewire:<tag>:rb        bytes of all
+    pagewire:<tag>:rs        sorted set: "<id> <bytes> <holder>" of each, by when it ends, ms
+    pagewire:<tag>:rb        hash: bytes of each holder, and of all (the field "")
 
 Several routers share a store: any of them can continue a response of another. The store is in the
 cluster's Redis unless it has one of its own; its bound keeps it from displacing other data there.
-Each response is stored with its whole conversation. So continuing one needs a single read, however
-many turns came before.
+A holder is an API key, or an address where there are no keys. When the store is full, the holder
+that has most makes room. Each response is stored with its whole conversation. So continuing one
+needs a single read, however many turns came before.
 
 The seal (`record_seal.py`) covers the id, the owner, the response, the conversation before it and
 the time when it ends. A value without it counts as missing: someone who can only write to Redis
 can remove responses, but not change them, move them to another id or key, or bring them back after
-an hour. A deleted one that is put back counts as missing at the router that deleted it. Keys of a
-wrong type are garbage: read as none, overwritten.
+an hour. A deleted one that is put back counts as missing at the router that deleted it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import msgspec
 from redis.asyncio import Redis
 
 from pagewire.services.router.http.api.responses.inputs import MAX_STORED_BYTES
+from pagewire.services.router.http.api.responses.store_scripts import GET, PUT, REMOVE
 from pagewire.services.router.http.errors import ResponseNotFoundError, StoreUnavailableError
 from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
@@ -42,72 +43,20 @@ _MAX_LOGGED_IDS = 256
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
-# Store a value; those that expire first make room. Returns whether it is stored.
-# KEYS: sorted set, sum. ARGV: key prefix, id, value, TTL in ms, bound in bytes.
-PUT = """
-local all, sum, prefix, id, value = KEYS[1], KEYS[2], ARGV[1], ARGV[2], ARGV[3]
-local ttl, bound = tonumber(ARGV[4]), tonumber(ARGV[5])
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-if #value > bound then return 0 end
-if type(redis.pcall('ZCARD', all)) == 'table' then redis.call('DEL', all) end
-local total = redis.pcall('GET', sum)
-total = type(total) == 'string' and tonumber(total) or -1
-if total < 0 then -- lost: Redis may remove any key where its memory is full
-  total = 0
-  for _, each in ipairs(redis.call('ZRANGE', all, 0, -1)) do
-    total = total + (tonumber(string.match(each, ' (%d+)$')) or 0)
-  end
-end
-while true do
-  local first = redis.call('ZRANGE', all, 0, 0, 'WITHSCORES')
-  if #first == 0 then total = 0 break end
-  if total + #value <= bound and tonumber(first[2]) > now then break end
-  local name, size = string.match(first[1], '^(%S+) (%d+)$')
-  redis.call('ZREM', all, first[1])
-  if name then
-    redis.call('DEL', prefix .. name)
-    total = total - tonumber(size)
-  end
-end
-redis.call('SET', prefix .. id, value, 'PX', ttl)
-redis.call('ZADD', all, now + ttl, id .. ' ' .. #value)
-redis.call('SET', sum, total + #value, 'PX', ttl)
-redis.call('PEXPIRE', all, ttl)
-return 1
-"""
-
-# Remove a value. KEYS: sorted set, sum. ARGV: key prefix, id.
-REMOVE = """
-local key = ARGV[1] .. ARGV[2]
-local size = redis.pcall('STRLEN', key)
-if redis.call('DEL', key) == 1 and type(size) == 'number' and
-   redis.pcall('ZREM', KEYS[1], ARGV[2] .. ' ' .. size) == 1 and
-   redis.call('EXISTS', KEYS[2]) == 1 then
-  redis.pcall('DECRBY', KEYS[2], size)
-end
-return 1
-"""
-
-# Return a value up to a bound; for a value of a wrong type, a text without a seal.
-# KEYS: the value. ARGV: place of the last byte.
-GET = """
-local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
-return type(value) == 'string' and value or 'of a wrong type'
-"""
-
 
 class StoredResponse(msgspec.Struct, frozen=True):
     """A response that is stored.
 
     Attributes:
         owner: name of the API key that it was made with; None: no key was needed.
+        holder: whose bytes it counts as.
         response: the response object.
         items: the conversation, a JSON list.
         ends_s: when it ends, in seconds since 1970 by the clock of the router that stored it.
     """
 
     owner: str | None
+    holder: str
     response: msgspec.Raw
     items: msgspec.Raw
     ends_s: int
@@ -120,10 +69,14 @@ class ResponseStore:
         redis: where they are.
         cluster_secret: separates the cluster's keys from those of others, and seals the responses.
         max_bytes: of all responses; 0: none is stored.
+        max_each: bytes of one holder's responses; None: as many as all may have.
     """
 
-    def __init__(self, redis: Redis, cluster_secret: str, max_bytes: int) -> None:
+    def __init__(
+        self, redis: Redis, cluster_secret: str, max_bytes: int, max_each: int | None = None
+    ) -> None:
         self._redis, self._max_bytes = redis, max_bytes
+        self._max_each = max_bytes if max_each is None else max_each
         self._seal = RecordSeal(cluster_secret)
         tag = cluster_tag(cluster_secret)
         self._prefix = f"pagewire:{tag}:r:"
@@ -131,22 +84,26 @@ class ResponseStore:
         self._deleted: dict[str, None] = {}  # in the order of deletion
         self._logged: set[str] = set()
 
-    async def put(self, response_id: str, owner: str | None, response: bytes, items: bytes) -> bool:
+    async def put(
+        self, response_id: str, owner: str | None, holder: str, response: bytes, items: bytes
+    ) -> bool:
         """Store a response; return whether that worked. Never raises: the client has its answer.
 
         Args:
             response_id: of the response.
             owner: name of the API key that it was made with; None: no key was needed.
+            holder: whose bytes it counts as.
             response: the response object.
             items: the conversation, a JSON list.
         """
         ends_s = int(time.time()) + TTL_S
-        stored = StoredResponse(owner, msgspec.Raw(response), msgspec.Raw(items), ends_s)
+        stored = StoredResponse(owner, holder, msgspec.Raw(response), msgspec.Raw(items), ends_s)
         value = self._seal.seal(self._prefix + response_id, msgspec.json.encode(stored))
         if len(value) > MAX_STORED_BYTES:
             logger.info("a response of %d bytes is too large to be stored", len(value))
             return False
-        arguments = (self._prefix, response_id, value, TTL_S * 1000, self._max_bytes)
+        bounds = self._max_bytes, holder, self._max_each
+        arguments = (self._prefix, response_id, value, TTL_S * 1000, *bounds)
         try:
             return bool(await self._run(PUT, self._keys, *arguments))
         except StoreUnavailableError as exc:
@@ -181,8 +138,8 @@ class ResponseStore:
             ResponseNotFoundError: there is none that is this owner's.
             StoreUnavailableError: Redis does not answer.
         """
-        await self.get(response_id, owner, None)
-        await self._run(REMOVE, self._keys, self._prefix, response_id)
+        stored = await self.get(response_id, owner, None)
+        await self._run(REMOVE, self._keys, self._prefix, response_id, stored.holder)
         self._deleted[response_id] = None
         if len(self._deleted) > MAX_DELETED:
             del self._deleted[next(iter(self._deleted))]
