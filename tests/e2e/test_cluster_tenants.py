@@ -1,4 +1,4 @@
-"""Two API keys at one cluster: neither learns of the other's prompts."""
+"""Two API keys at one cluster: neither learns of the other's prompts, nor waits for its answers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from typing import Any
 import httpx
 import pytest
 
+from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
 pytestmark = pytest.mark.timeout(180)
 
 ALICE, BOB = "key-of-alice", "key-of-bob-1"
 BATCH = "more than one"
+MODEL = "pagewire-demo"
+ENDED = "vllm:request_success_total"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"alice: {ALICE}\nbob: {BOB}\n")
-    with local_cluster("--device", "cpu", "--api-key-file", str(file)) as running:
+    options = ["--device", "cpu", "--max-num-seqs", "16", "--api-key-file", str(file)]
+    with local_cluster(*options) as running:
         yield running
 
 
@@ -44,7 +48,7 @@ def request_of(api: str, text: str) -> tuple[str, dict[str, Any]]:
 def cached_tokens(cluster: LocalCluster, key: str, api: str, text: str) -> int:
     """Return how many tokens of a request's prompts were cached, as its usage says."""
     path, body = request_of(api, text)
-    body["model"] = "pagewire-demo"
+    body["model"] = MODEL
     answer = httpx.post(cluster.url + path, json=body, headers={"x-api-key": key}, timeout=60)
     assert answer.status_code == 200, answer.text
     usage = answer.json()["usage"]
@@ -58,6 +62,29 @@ def test_usage_tells_a_key_only_what_it_has_sent_itself(cluster: LocalCluster, a
     for key in (ALICE, BOB):
         assert cached_tokens(cluster, key, api, text) == 0
         assert cached_tokens(cluster, key, api, text) >= 64
+
+
+def test_chats_are_answered_while_another_keys_flood_runs(cluster: LocalCluster) -> None:
+    """The flood is one request of 256 answers, each of 256 tokens, for 16 device slots."""
+    flood = {
+        "model": MODEL,
+        "prompt": [f"Flood {number}" for number in range(64)],
+        "n": 4,
+        "max_tokens": 256,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    before, headers = cluster.total(ENDED), {"x-api-key": ALICE}
+    url = f"{cluster.url}/v1/completions"
+    with httpx.stream("POST", url, json=flood, headers=headers, timeout=60) as running:
+        events = running.iter_lines()
+        next(events)  # it has tokens
+        for number in range(4):
+            for api in ("chat", "batch", "embedding"):
+                cached_tokens(cluster, BOB, api, f"Question {number}")
+        assert cluster.total(ENDED) - before < 64 + 4 * 4  # a quarter of the flood, and the chats
+        next(events)
+    wait_until(lambda: not any(cluster.used_blocks().values()))
 
 
 def test_embeddings_tell_nothing(cluster: LocalCluster) -> None:

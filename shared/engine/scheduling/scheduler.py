@@ -298,7 +298,8 @@ class Scheduler(SequenceTable):
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
         if not self._free_device_slots:
-            return self._make_way(sequence, 0, decision)
+            self._make_way(sequence, 0, decision)
+            return None
         if sequence.remote_prefill and self._draft.copies:
             return None  # arriving KV could overwrite a block that this plan still copies from
         decision.touched.append(sequence)
@@ -311,7 +312,8 @@ class Scheduler(SequenceTable):
         cached = [block for table in tables for block in table.held]
         available = self.pool.num_available - self.pool.num_evictable(cached)
         if sum(missing) + later + reserve > available:
-            return self._make_way(sequence, sum(missing) + later, decision)
+            self._make_way(sequence, sum(missing) + later, decision)
+            return None
         self.pool.acquire(cached)
         sequence.tables = tables  # before anything can fail, so that they are released in any case
         for table, count in zip(tables, missing, strict=True):
@@ -384,12 +386,7 @@ class Scheduler(SequenceTable):
     def _make_way(self, sequence: Sequence, num_blocks: int, decision: Schedule) -> None:
         """Preempt a sequence of the owner that has most, for the first one of another owner.
 
-        The next step admits that one. It must leave half of the blocks to the others.
-
-        Args:
-            sequence: finds no room now.
-            num_blocks: that it lacks.
-            decision: the step so far.
+        The next step admits that one, if it lacks at most half of all blocks.
         """
         turns = self.waiting.num_turns
         if turns(sequence.spec.owner) or 2 * num_blocks > self.pool.num_blocks:
