@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,8 +28,14 @@ class References:
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
-        self._names: dict[str, Any] | None = None  # parts by `$id`, and by `#` and `$anchor`
+        self._root, self._own = root, dict[str, Any]()
+        self._names = _Names(root)
+
+    def inside(self, own: dict[str, Any]) -> References:
+        """Return the references of a part with definitions of its own, which come first."""
+        found = copy(self)
+        found._own = own
+        return found
 
     def find(self, reference: str) -> Any:
         """Return what a reference leads to: a path (`#/$defs/a`), an anchor, or a part by its id.
@@ -41,8 +49,12 @@ class References:
             found = self._named(base, f"$ref {reference[:80]!r} leads out of the schema")
         if fragment and not fragment.startswith("/"):
             return self._named(f"#{unquote(fragment)}", _nowhere(reference))
-        for part in unquote(fragment).split("/")[1:]:
-            name = part.replace("~1", "/").replace("~0", "~")
+        path = [
+            part.replace("~1", "/").replace("~0", "~") for part in unquote(fragment).split("/")[1:]
+        ]
+        if path and path[0] in self._own:
+            found = self._own
+        for name in path:
             is_index = isinstance(found, list) and name.isdecimal()
             try:
                 found = found[int(name) if is_index else name]
@@ -51,15 +63,27 @@ class References:
         return found
 
     def _named(self, name: str, problem: str) -> Any:
-        if self._names is None:
-            self._names = {}
-            for part in _parts(self._root):
-                for key, prefix in (("$id", ""), ("$anchor", "#")):
-                    if isinstance(text := part.get(key), str):
-                        self._names[prefix + text.removesuffix("#")] = part
-        if name not in self._names:
+        found = self._names.found
+        if name not in found:
             raise LookupError(f"{problem}; '#/$defs/a' leads to a part of it")
-        return self._names[name]
+        return found[name]
+
+
+class _Names:
+    """The parts of a schema that have a name."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+
+    @cached_property
+    def found(self) -> dict[str, Any]:
+        """The parts by `$id`, and by `#` and `$anchor`."""
+        return {
+            prefix + text.removesuffix("#"): part
+            for part in _parts(self._root)
+            for key, prefix in (("$id", ""), ("$anchor", "#"))
+            if isinstance(text := part.get(key), str)
+        }
 
 
 def _nowhere(reference: str) -> str:

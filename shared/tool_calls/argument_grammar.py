@@ -104,10 +104,11 @@ def named(shape: Shape, right: re.Pattern[str], lenient: bool) -> list[str]:
     Raises:
         ValueError: a name cannot be expressed.
     """
-    wrong = [name for name in shape.properties if right.fullmatch(name) is None]
-    if wrong and not lenient:
-        raise ValueError(f"this format of calls has no arguments with the name {wrong[0][:80]!r}")
-    return [name for name in shape.properties if name not in wrong]
+    names = [name for name in shape.properties if right.fullmatch(name)]
+    if len(names) < len(shape.properties) and not lenient:
+        wrong = next(name for name in shape.properties if not right.fullmatch(name))
+        raise ValueError(f"this format of calls has no arguments with the name {wrong[:80]!r}")
+    return names
 
 
 def other_name(pattern: str, end: str, names: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import without_nulls
 
-_MAX_DEPTH = 32  # of references and `allOf` in one another
+_MAX_PARTS = 64  # schemas that the root refers to or has in `allOf`, and so on
 _NOT_FOLLOWED = (
     *("anyOf", "oneOf", "not", "if", "then", "else", "enum", "const", "patternProperties"),
     *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
@@ -52,9 +52,9 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
 
     Raises:
         ValueError: there are such keywords; the error names them. Or a required name is not
-            allowed.
+            allowed, or the root refers to too many schemas.
     """
-    found = _Shapes(References(schema), lenient).of(schema, 0)
+    found = _Shapes(References(schema), lenient).of(schema)
     properties = {name: each for name, each in found.properties.items() if each is not False}
     for name in sorted(found.required - properties.keys()):
         if found.schema_of(name) is not False:
@@ -67,12 +67,14 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
 class _Shapes:
     def __init__(self, references: References, lenient: bool) -> None:
         self._references, self._lenient = references, lenient
+        self._num_parts = 0
 
-    def of(self, schema: Any, depth: int) -> Shape:
+    def of(self, schema: Any) -> Shape:
         if not isinstance(schema, dict):
             return Shape({}, set(), schema is not False)
-        if depth > _MAX_DEPTH:
-            raise ValueError("its references and allOf are nested too deeply")
+        self._num_parts += 1
+        if self._num_parts > _MAX_PARTS:
+            raise ValueError(f"its root refers to more than {_MAX_PARTS} schemas")
         schema = without_nulls(schema)
         self._check(schema)
         properties, required = schema.get("properties"), schema.get("required")
@@ -85,9 +87,9 @@ class _Shapes:
         )
         parts = schema.get("allOf")
         for part in parts if isinstance(parts, list) else ():
-            found = _both(found, self.of(part, depth + 1))
+            found = _both(found, self.of(part))
         if isinstance(reference := schema.get("$ref"), str):
-            found = _both(found, self.of(self._find(reference), depth + 1))
+            found = _both(found, self.of(self._find(reference)))
         return found
 
     def _check(self, schema: dict[str, Any]) -> None:

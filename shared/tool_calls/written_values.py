@@ -103,7 +103,10 @@ class ParameterForms(msgspec.Struct, frozen=True):
 def parameter_forms(function: Function) -> ParameterForms:
     """Return how the values of a function's parameters are written."""
     schema = function.schema
-    shape, values = shape_of(schema, lenient=True), Values(schema)
+    try:
+        shape, values = shape_of(schema, lenient=True), Values(References(schema))
+    except ValueError:
+        return ParameterForms()
     named = {name: values.form(each) for name, each in shape.properties.items()}
     others = ANY_VALUE if shape.others is False else values.form(shape.others)
     return ParameterForms(named, others)
@@ -148,11 +151,11 @@ class Values:
     """Finds the values that the schemas of parameters allow.
 
     Args:
-        root: the function's whole schema, for references.
+        references: into the function's whole schema.
     """
 
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root, self._references = root, References(root)
+    def __init__(self, references: References) -> None:
+        self._references = references
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
         self._known: dict[str, Allowed | None] = {}
 
@@ -179,7 +182,7 @@ class Values:
             raise ValueError("it is nested too deeply")
         if own := {key: schema[key] for key in DEFINITIONS if key in schema and not depth}:
             kept = {key: value for key, value in schema.items() if key not in own}
-            return Values({**self._root, **own}).of(kept)
+            return Values(self._references.inside(own)).of(kept)
         schema = with_null(without_nulls(schema))
         found = _own(schema)
         if isinstance(reference := schema.get("$ref"), str):
@@ -198,11 +201,10 @@ class Values:
         if reference not in self._known:
             self._known[reference] = None
             try:
-                target = self._references.find(reference)
-            except LookupError as exc:
+                self._known[reference] = self.of(self._references.find(reference), depth)
+            except (LookupError, ValueError) as exc:
                 del self._known[reference]
                 raise ValueError(exc.args[0]) from None
-            self._known[reference] = self.of(target, depth)
         return self._known[reference] or Allowed((), frozenset())
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from pagewire.shared.grammar.lark_rules import LarkRules
+from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
 from pagewire.shared.tool_calls.argument_grammar import (
     MAX_ARGUMENTS,
@@ -53,7 +54,10 @@ class Parameters:
     ) -> None:
         self._prefix, self._rules, self._lenient = prefix, rules, lenient
         self._shape = shape_of(schema, lenient)
-        self._values, self._schemas = Values(schema), ValueSchemas(schema, rules, lenient)
+        self._values, self._schemas = (
+            Values(References(schema)),
+            ValueSchemas(schema, rules, lenient),
+        )
 
     def add(self) -> str:
         """Add the rules; return the expression of the elements, which may match no element."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -220,3 +222,50 @@ def refuse(schema: dict[str, Any], form: str, named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         allowed = Allowed(form, functions=(strict(schema),))
         check_grammar(allowed.text, allowed.tokenizer)
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "doubling": {
+        "allOf": [{"$ref": "#/$defs/0"}] * 2,
+        "$defs": {
+            str(at): {"allOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2} for at in range(60)
+        } | {"60": ONE},
+    },
+    "alternatives that double": value(
+        {"$ref": "#/$defs/0"},
+        **{"$defs": {
+            str(at): {"anyOf": [{"$ref": f"#/$defs/{at + 1}"}] * 2, "description": "d"}
+            for at in range(60)
+        } | {"60": SHORT}},
+    ),
+    "many parts": {
+        "allOf": [{"properties": {f"p{at}": SHORT}} for at in range(20_000)],
+    },
+    "wrong names": {"properties": {f"a\n{at}": SHORT for at in range(20_000)}},
+    "definitions of their own": {
+        "properties": {
+            f"p{at}": {"$defs": {"x": SHORT}, "anyOf": [{"$ref": "#n"}, {"$ref": "#/$defs/x"}]}
+            for at in range(3_000)
+        },
+        "$defs": {"n": {"$anchor": "n", "type": "string"}},
+    },
+    "products": value({"allOf": [{"anyOf": [SHORT, {"const": str(at)}, {"pattern": "a"}]}
+                                 for at in range(2_000)]}),
+    "deep": value(deep := SHORT | {"anyOf": [SHORT]}),
+}  # fmt: skip
+for _ in range(300):
+    deep["anyOf"] = [SHORT | {"anyOf": deep["anyOf"]}]
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_is_meant_to_take_long_does_not(case: str) -> None:
+    """It is followed or refused: with more work than for its size, none of these would end."""
+    began_s = time.process_time()
+    function = Function("f", parameters=HOSTILE[case])
+    check_tools([Tool("function", function)], "auto")
+    parameter_forms(function)
+    for form in ("pythonic", "qwen3_coder"):
+        for lenient in (False, True):
+            with contextlib.suppress(InvalidRequestError):
+                Allowed(form, functions=(function,), lenient=lenient)
+    assert time.process_time() - began_s < 10
