@@ -177,7 +177,8 @@ def template_message(index: int, role: str, content: object, said: SaidMessage) 
         entry["name"] = said.name
     if said.tool_calls:
         _check_role(place, "tool_calls", role, "assistant")
-        entry["tool_calls"] = [_call(call) for call in said.tool_calls]
+        calls = enumerate(said.tool_calls)
+        entry["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in calls]
     if said.tool_call_id is not None:
         _check_role(place, "tool_call_id", role, "tool")
         entry["tool_call_id"] = said.tool_call_id
@@ -229,11 +230,11 @@ def _check_role(place: str, field: str, role: str, right: str) -> None:
         )
 
 
-def _call(call: CalledTool) -> dict[str, Any]:
+def _call(place: str, call: CalledTool) -> dict[str, Any]:
     """Return a call as templates take it: with its arguments as an object."""
     arguments = call.function.arguments
     if not isinstance(arguments, dict):
-        arguments = said_arguments(arguments)
+        arguments = said_arguments(arguments, f"{place}.function.arguments")
     function = {"name": call.function.name, "arguments": arguments}
     named = {} if call.id is None else {"id": call.id}
     return {**named, "type": "function", "function": function}

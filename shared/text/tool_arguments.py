@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from pagewire.shared.base.errors import UNDECODABLE
+from pagewire.shared.base.errors import InvalidRequestError
 
 _LARGEST = sys.float_info.max
 
@@ -31,18 +31,26 @@ def decode_arguments(text: str) -> dict[str, Any]:
     return _decoder.decode(text)
 
 
-def said_arguments(text: str | None) -> dict[str, Any]:
+def said_arguments(text: str | None, field: str) -> dict[str, Any]:
     """Return the arguments of an earlier call, as far as they can be read.
 
     Models write texts that are not JSON, and an answer may have been cut within a call. OpenAI's
     API takes any text back. Templates need an object.
+
+    Args:
+        text: the arguments; null or no text: there are none.
+        field: its name, for errors.
+
+    Raises:
+        InvalidRequestError: they are nested too deeply.
     """
     try:
-        return decode_arguments(text or "{}")
-    except UNDECODABLE:
-        pass
-    try:
-        found = _cut.validate_json(text or "", experimental_allow_partial="trailing-strings")
+        try:
+            return decode_arguments(text or "{}")
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = _cut.validate_json(text or "", experimental_allow_partial="trailing-strings")
         return decode_arguments(msgspec.json.encode(found).decode())
-    except (ValueError, *UNDECODABLE):
+    except RecursionError as exc:
+        raise InvalidRequestError(f"{field} is nested too deeply", field) from exc
+    except (ValueError, msgspec.DecodeError):
         return {}

@@ -75,10 +75,11 @@ class Messages:
     def _add_call(self, item: Item, place: str) -> None:
         name = _needed(item.name, place, "name")
         call_id = _needed(item.call_id, place, "call_id")
-        arguments = said_arguments(item.arguments)
+        field = f"{place}.arguments"
+        arguments = said_arguments(item.arguments, field)
         message = self._open
         if message is None:
-            message = self._begin(f"{place}.arguments")
+            message = self._begin(field)
         calls = message.setdefault("tool_calls", [])
         calls.append(CalledTool(CalledFunction(name, arguments), call_id))
         if len(calls) > MAX_CALLS:
