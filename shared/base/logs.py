@@ -22,6 +22,7 @@ LogForm = Literal["text", "json"]
 
 STDERR = 2
 _MAX_SUBJECTS = 4096
+_MAX_TEXTS = 8  # of one subject
 
 # The request that a task works on: its id, for the task's log lines.
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)
@@ -146,21 +147,41 @@ def _shown(value: Any) -> str:
 
 
 class Complaints:
-    """Warnings about repeated attempts: the same text in a row is a warning only the first time."""
+    """Log lines about what may go on and on: the same text again only after a while, with a number.
 
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._last: OrderedDict[tuple[str, int], str] = OrderedDict()
+    Args:
+        logger: writes them.
+        level: of a line; a line before its time has the level debug.
+        interval_s: time after which the same text is a line again.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, level: int = logging.WARNING, interval_s: float = 600.0
+    ) -> None:
+        self._logger, self._level, self._interval_s = logger, level, interval_s
+        # By worker and epoch, of each text: when it is a line again, and how often it was left out.
+        self._said: OrderedDict[tuple[str, int], OrderedDict[str, tuple[float, int]]] = (
+            OrderedDict()
+        )
 
     def say(self, worker_id: str, epoch: int, text: str) -> None:
-        """Warn about a run of a worker; at level debug if its last warning had the same text."""
-        subject = (worker_id, epoch)
-        is_news = self._last.pop(subject, None) != text
-        self._logger.log(logging.WARNING if is_news else logging.DEBUG, "%s", text)
-        self._last[subject] = text
-        if len(self._last) > _MAX_SUBJECTS:
-            self._last.popitem(last=False)
+        """Log a text about a run of a worker."""
+        now, subject = time.monotonic(), (worker_id, epoch)
+        texts = self._said.pop(subject, OrderedDict())
+        due_s, left_out = texts.pop(text, (now, 0))
+        if now < due_s:
+            self._logger.debug("%s", text)
+            texts[text] = due_s, left_out + 1
+        else:
+            repeated = f" ({left_out} more times since the last such line)" if left_out else ""
+            self._logger.log(self._level, "%s%s", text, repeated)
+            texts[text] = now + self._interval_s, 0
+        self._said[subject] = texts
+        if len(texts) > _MAX_TEXTS:
+            texts.popitem(last=False)
+        if len(self._said) > _MAX_SUBJECTS:
+            self._said.popitem(last=False)
 
     def forget(self, worker_id: str, epoch: int) -> None:
-        """Note that the attempt succeeded: the next text is a warning again."""
-        self._last.pop((worker_id, epoch), None)
+        """Note that the attempt succeeded: the next text is a line again."""
+        self._said.pop((worker_id, epoch), None)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from pagewire.shared.base.errors import ConfigError, ProtocolError, VersionMismatchError
+from pagewire.shared.base.logs import Complaints
 from pagewire.shared.control.auth import ClusterKeys, ZapHandler
 from pagewire.shared.control.client import CLIENT_ID
 from pagewire.shared.control.loop_socket import LoopSocket, Ticker, bound_queues, watch_connection
@@ -33,6 +34,7 @@ _CLOSE_LINGER_MS = 200
 _PROBE_DELAY_S = 0.01
 _LATE_PROBES = 2  # one may follow the first at once
 _WARN_INTERVAL_S = 5.0
+_DEPARTURES_S = 60.0  # between lines about connections of one client that end
 
 
 class ControlServer:
@@ -77,6 +79,7 @@ class ControlServer:
         self._goodbye = encode(Pong(worker_id=worker_id, epoch=FORGOTTEN_EPOCH))
         self._last_seen: dict[bytes, float] = {}
         self._forgotten: OrderedDict[bytes, None] = OrderedDict()
+        self._departures = Complaints(logger, logging.INFO, _DEPARTURES_S)
         self._next_warning = 0.0
         self._next_version_warning = 0.0
         self._probe: asyncio.TimerHandle | None = None
@@ -221,7 +224,9 @@ class ControlServer:
         if len(self._forgotten) > MAX_PEERS:
             self._forgotten.popitem(last=False)
         name = peer.decode()
-        logger.info("control client %s is gone: %s", name, reason)
+        logger.debug("connection %s is gone: %s", name, reason)
+        client = name.rpartition(".")[0] or name  # see `make_client_id`
+        self._departures.say(client, 0, f"control client {client} is gone: {reason}")
         # In an iteration of its own: `post` may be in the middle of its caller's bookkeeping.
         asyncio.get_running_loop().call_soon(self._report_lost, name)
 

@@ -61,6 +61,29 @@ def test_a_link_is_refused_by_the_name_of_what_differs(
     run_async(scenario())
 
 
+def test_a_worker_whose_blocks_do_not_fit_is_a_line_on_each_side_not_one_an_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = msgspec.structs.replace(LAYOUT, dtype="bfloat16")
+
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker("decode-1", layout=other) as d:
+            d.records = [p.record()]
+            await eventually(lambda: len(attempts()) > 5)
+
+    def attempts() -> list[str]:
+        return [each.message for each in caplog.records if each.message.startswith("no link to")]
+
+    caplog.set_level("DEBUG", logger="pagewire")
+    run_async(scenario())
+    lines = [each.message for each in caplog.records if each.levelname in ("INFO", "WARNING")]
+    assert sorted(line.partition(":")[0] for line in lines if "decode-1" in line) == [
+        "control client decode-1 is gone",
+        "no KV link to decode-1",
+        attempts()[0].partition(":")[0],
+    ]
+
+
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
     async def scenario() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.base.logs import (
+    Complaints,
     JsonFormatter,
     TextFormatter,
     about,
@@ -114,3 +115,42 @@ def test_any_other_id_is_replaced(given: bytes) -> None:
     made = {request_id_of([(b"x-request-id", given)]) for _ in range(2)}
     assert len(made) == 2
     assert all(len(each) == 32 for each in made)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    found = [each.message for each in caplog.records if each.levelno > logging.DEBUG]
+    caplog.clear()
+    return found
+
+
+def test_what_goes_on_and_on_is_a_line_now_and_then_with_a_number(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("DEBUG")
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    said = Complaints(logging.getLogger("pagewire.test"), interval_s=60)
+    for _ in range(30):  # two texts by turns, about two workers
+        now += 1
+        for worker in ("d0", "d1"):
+            said.say(worker, 1, f"{worker}: no room")
+            said.say(worker, 1, f"{worker}: too slow")
+    assert lines(caplog) == ["d0: no room", "d0: too slow", "d1: no room", "d1: too slow"]
+    now += 60
+    said.say("d0", 1, "d0: no room")
+    assert lines(caplog) == ["d0: no room (29 more times since the last such line)"]
+    said.say("d0", 2, "d0: no room")  # another run
+    assert lines(caplog) == ["d0: no room"]
+    said.forget("d1", 1)
+    said.say("d1", 1, "d1: no room")
+    assert lines(caplog) == ["d1: no room"]
+
+
+def test_texts_that_always_differ_take_bounded_memory(caplog: pytest.LogCaptureFixture) -> None:
+    said = Complaints(logging.getLogger("pagewire.test"))
+    for number in range(100):
+        said.say("d0", 1, f"failure {number}")
+    assert len(lines(caplog)) == 100
+    said.say("d0", 1, "failure 99")
+    said.say("d0", 1, "failure 1")
+    assert lines(caplog) == ["failure 1"]
