@@ -312,7 +312,7 @@ class EngineCore(LiveSequences):
             self._fail(sequence)
         for sequence in verdict.suspected:
             sequence.strikes += 1
-        for sequence in reversed(verdict.again):  # each is put in front of the queue
+        for sequence in reversed(verdict.again):  # each is put before its owner's others
             self._run_again(sequence)
         for sequence in verdict.tokenless:
             sequence.num_late_tokens -= 1

@@ -117,7 +117,7 @@ class LiveSequences:
         self._lose(sequence)
 
     def _run_again(self, sequence: Sequence) -> None:
-        """Take a running sequence out of all steps; it waits, first in the queue."""
+        """Take a running sequence out of all steps; it waits, first of its owner's."""
         self.scheduler.preempt(sequence)
         self._lose(sequence)
 

@@ -29,6 +29,10 @@ class Turns:
 
     async def begin(self, owner: str) -> None:
         """Wait for a turn; end it with `end`. Cancelling this takes the owner out of the line."""
+        if self._free and not self._line and self._line.num_turns(owner) < self._max_each():
+            self._free -= 1
+            self._line.begin_turn(owner)
+            return
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._line.push(owner, granted)
         self._grant()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import lru_cache
 from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Any, Literal
 
@@ -40,7 +41,6 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "_network",
         "answers",
         "error",
         "key",
@@ -61,7 +61,6 @@ class RequestRecord:
         self.error: str | None = None
         self.answers: Answers | None = None
         self.span: TracedSpan | None = None
-        self._network: str | None = None
 
     @property
     def owner(self) -> str:
@@ -71,16 +70,8 @@ class RequestRecord:
         """
         if self.key is not None:
             return self.key
-        if self._network is None:
-            self._network = self._find_network()
-        return self._network
-
-    def _find_network(self) -> str:
         client = self.scope.get("client")
-        address = ip_address(client[0] if client else "::")
-        if isinstance(address, IPv4Address):
-            return str(address)
-        return str(address.ipv4_mapped or ip_network((int(address), 64), strict=False))
+        return _network_of(client[0] if client else "::")
 
     def fail(self, exc: Exception, outcome: Outcome | None = None) -> None:
         """Record an error. If no outcome is given, the status decides it."""
@@ -157,6 +148,15 @@ class RequestRecord:
         if first is not None:
             found["ttft_s"] = round(first - self.start, 6)
         return found | {"finish": answers.finish_reasons, "workers": answers.workers}
+
+
+@lru_cache(1024)
+def _network_of(host: str) -> str:
+    """Return an IPv4 address as it is, and the first half of an IPv6 address."""
+    address = ip_address(host)
+    if isinstance(address, IPv4Address):
+        return str(address)
+    return str(address.ipv4_mapped or ip_network((int(address), 64), strict=False))
 
 
 def record_of(scope: Scope) -> RequestRecord:
