@@ -1,8 +1,7 @@
 """Rotary parameters of families whose sliding layers have angles of their own.
 
 transformers 5 writes `rope_parameters` with a set for each kind of layer. Older files have
-`rope_scaling` and `rope_theta`, which mean the layers of full attention; sliding ones have no
-scaling.
+`rope_scaling` and `rope_theta`, which mean the layers of full attention alone.
 """
 
 from __future__ import annotations
@@ -20,23 +19,29 @@ def full_fields(fields: Fields) -> Fields:
     """Return the fields with only the rotary parameters of full attention, for `read_config`.
 
     Raises:
-        ModelLoadError: `rope_parameters` is not given by kind of layer, or `rope_scaling` is not an
-            object; one line.
+        ModelLoadError: `rope_parameters` is not given by kind of layer, or `rope_scaling` is wrong;
+            one line.
     """
     scaling = fields.raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise fields.error(f"rope_scaling must be an object, not {scaling!r}")
+    if "type" in scaling and "rope_type" not in scaling:
+        raise fields.error(
+            "rope_scaling has a type, which Hugging Face's code overlooks in this architecture: "
+            "call it rope_type"
+        )
     rope = {**_set(fields, FULL), **scaling}
-    return Fields({**fields.raw, "rope_scaling": None, "rope_parameters": rope}, fields.source)
+    # At the top level, the length of the first training has no meaning here.
+    outside = {"rope_scaling": None, "original_max_position_embeddings": None}
+    return Fields({**fields.raw, **outside, "rope_parameters": rope}, fields.source)
 
 
-def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> RopeConfig:
+def sliding_rope(fields: Fields, older_theta: float) -> RopeConfig:
     """Return the rotary parameters of sliding layers.
 
     Args:
         fields: of config.json, unchanged.
-        default_theta: the family's base of the frequencies.
-        older_field: name of the field that has this base in older files.
+        older_theta: base of the frequencies in files without these parameters.
 
     Raises:
         ModelLoadError: a value is wrong, or these layers scale their angles; one line.
@@ -45,8 +50,7 @@ def sliding_rope(fields: Fields, default_theta: float, older_field: str) -> Rope
     rope_type = own.raw.get("rope_type", own.raw.get("type", "default"))
     if rope_type != "default":
         raise fields.error(f"rope type {rope_type!r} of {SLIDING} is not supported; only 'default'")
-    older = fields.positive_float(older_field, default_theta)
-    return RopeConfig(theta=own.positive_float("rope_theta", older))
+    return RopeConfig(theta=own.positive_float("rope_theta", older_theta))
 
 
 def with_sliding(

@@ -61,7 +61,7 @@ def _parse(architecture: str, fields: Fields) -> ModelConfig:
         logits_cap=read_cap(fields, "final_logit_softcapping", None),
     )
     pattern = fields.positive_int("sliding_window_pattern", _PATTERN)
-    rope = sliding_rope(fields, _LOCAL_THETA, "rope_local_base_freq")
+    rope = sliding_rope(fields, fields.positive_float("rope_local_base_freq", _LOCAL_THETA))
     return with_sliding(fields, config, rope, pattern, _WINDOW)
 
 

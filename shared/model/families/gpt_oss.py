@@ -69,7 +69,7 @@ def parse_config(fields: Fields) -> MoeConfig:
 
 def _with_rope(fields: Fields) -> Fields:
     """Return the fields with the family's rotary parameters, if the file has none."""
-    if any(fields.raw.get(name) is not None for name in ("rope_scaling", "rope_parameters")):
+    if fields.raw.get("rope_scaling") or fields.raw.get("rope_parameters") is not None:
         return fields
     return Fields({**fields.raw, "rope_parameters": _ROPE}, fields.source)
 

@@ -21,5 +21,6 @@ def parse_config(fields: Fields) -> ModelConfig:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     config = read_config(ModelConfig, "Olmo3ForCausalLM", full_fields(fields), _DEFAULTS)
-    rope = sliding_rope(fields, _DEFAULTS.rope_theta, "rope_theta")
+    # As in Hugging Face's code, `rope_theta` of older files is not the base of these layers.
+    rope = sliding_rope(fields, _DEFAULTS.rope_theta)
     return with_sliding(fields, config, rope, _PATTERN, _WINDOW)

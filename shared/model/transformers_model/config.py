@@ -150,10 +150,16 @@ def _num_kv_heads(fields: Fields, num_heads: int) -> int:
 
 
 def _read_rope(fields: Fields, positions: int) -> RopeConfig:
-    """Return the rotary parameters that bound the context."""
+    """Return the rotary parameters that bound the context: of several sets, the narrowest."""
     raw = raw_rope(fields)
     if not raw or not isinstance(raw, dict):
         return RopeConfig()
+    sets = [each for each in raw.values() if isinstance(each, dict)] or [raw]
+    found = [_read_set(fields, each, positions) for each in sets]
+    return min(found, key=lambda rope: rope.context(positions))
+
+
+def _read_set(fields: Fields, raw: dict[str, Any], positions: int) -> RopeConfig:
     rope = Fields(raw, fields.source)
     named = raw.get("rope_type", raw.get("type", "default"))
     if named == "su":  # the first name of longrope

@@ -109,14 +109,17 @@ def test_text_model_of_gemma_3(tmp_path: Path) -> None:
 
 
 def test_angles_of_olmo_3(tmp_path: Path) -> None:
-    """As it was published: only layers of full attention reach further."""
+    """As it was published: only layers of full attention reach further.
+
+    Hugging Face's code does not give the older base to the others, either.
+    """
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
     content = {"architectures": ["Olmo3ForCausalLM"], "max_position_embeddings": 65536}
     older = {"rope_theta": 400_000, "rope_scaling": {**yarn, "attention_factor": 1.2}}
     config = load_config(_write(tmp_path, {**content, **older}))
     assert (config.rope.rope_type, config.rope.factor, config.rope.amplitude) == ("yarn", 8.0, 1.2)
     assert config.rope.theta == 400_000
-    assert config.ropes[:4] == (*(RopeConfig(theta=400_000),) * 3, config.rope)
+    assert config.ropes[:4] == (*(RopeConfig(theta=500_000),) * 3, config.rope)
     assert config.max_position_embeddings == 65536
 
 
@@ -190,6 +193,14 @@ REFUSED = {
     "gemma2-cap-of-nothing": (
         {"architectures": ["Gemma2ForCausalLM"], "final_logit_softcapping": 0},
         "final_logit_softcapping must be a positive number, not 0",
+    ),
+    "olmo3-older-name-of-a-type": (
+        {
+            "architectures": ["Olmo3ForCausalLM"],
+            "rope_scaling": {"type": "linear", "factor": 8.0},
+        },
+        "rope_scaling has a type, which Hugging Face's code overlooks in this architecture: call "
+        "it rope_type",
     ),
     "gemma3-one-set-of-angles": (
         {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 1e4}},

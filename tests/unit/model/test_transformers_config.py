@@ -70,6 +70,13 @@ def test_longrope_ends_at_its_original_context(tmp_path: Path) -> None:
     assert load_config(path, "transformers").max_position_embeddings == 64
 
 
+def test_the_narrowest_of_several_sets_bounds_the_context(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128}
+    sets = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
+    path = write(tmp_path, rope_parameters=sets)
+    assert load_config(path, "transformers").max_position_embeddings == 128
+
+
 def test_the_original_context_at_the_top_level_wins_as_with_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128}
     path = write(tmp_path, rope_scaling=rope, original_max_position_embeddings=64)
