@@ -25,6 +25,10 @@ from pagewire.shared.settings.types import ModelImpl
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 
+_WITH_LAYER_TYPES = {
+    "MistralForCausalLM": "MinistralForCausalLM",
+    "MistralModel": "MinistralModel",
+}
 # Bytes that are read at each end of a tensor: a fine-tune that changes a tensor changes all of it.
 _SAMPLE_BYTES = 4096
 
@@ -142,7 +146,10 @@ def _named(fields: Fields) -> list[str]:
     named = fields.raw.get("architectures")
     if not isinstance(named, list) or not named:
         raise fields.error('names no architectures, such as ["LlamaForCausalLM"]')
-    return [str(architecture) for architecture in named]
+    names = [str(architecture) for architecture in named]
+    if "layer_types" in fields.raw:  # as Hugging Face's AutoConfig reads the file of a Mistral
+        return [_WITH_LAYER_TYPES.get(name, name) for name in names]
+    return names
 
 
 def _architecture(fields: Fields, model_impl: ModelImpl) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_TOKENS, Fields
 from pagewire.shared.model.model_config import Config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+FULL_KINDS = (FULL, "attention")  # the second is an older name
 
 
 def read_window(fields: Fields, default: int | None) -> int | None:
@@ -50,7 +51,7 @@ def sliding_layers(
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise fields.error(f"layer_types must be a list of {num_layers} kinds of attention")
     for kind in kinds:
-        if kind not in (SLIDING, FULL):
+        if kind not in (SLIDING, *FULL_KINDS):
             raise fields.error(
                 f"layer_types has {kind!r}, which is not supported; only {SLIDING} and {FULL}"
             )
@@ -95,11 +96,19 @@ def with_some_windows(
 def refuse_window(fields: Fields) -> None:
     """Refuse sliding layers in a family that has none.
 
+    Hugging Face's code computes prompts of such a family without a window, but then its cache
+    forgets keys by these fields. So a window is refused that is shorter than the context, too.
+
     Raises:
-        ModelLoadError: `layer_types` has one, or is wrong; one line.
+        ModelLoadError: the fields ask for a window, or are wrong; one line.
     """
     kinds = fields.raw.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
         raise fields.error(f"layer_types must be a list, not {kinds!r}")
     if SLIDING in (kinds or []):
         raise fields.error(f"layer_types has {SLIDING}, which this architecture does not have")
+    window = None if kinds else read_window(fields, None)
+    if window is not None and window < fields.positive_int("max_position_embeddings", MAX_TOKENS):
+        raise fields.error(
+            f"sliding_window is {window}, but this architecture has full attention: set it to null"
+        )

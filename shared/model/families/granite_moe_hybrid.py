@@ -9,11 +9,10 @@ from pagewire.shared.model.families.annotations import DecoderModel, LayerFactor
 from pagewire.shared.model.families.granite import read_granite
 from pagewire.shared.model.fields import MAX_COUNT, MAX_WIDTH, Fields
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.windows import FULL
+from pagewire.shared.model.windows import FULL_KINDS
 
 _SHARED_SIZE = 1024
 _EXPERTS = 8
-_KINDS = ("attention", FULL)  # two names of full attention
 
 
 def parse_config(fields: Fields) -> ModelConfig:
@@ -34,7 +33,7 @@ def parse_config(fields: Fields) -> ModelConfig:
     if not isinstance(kinds, list) or len(kinds) != config.num_layers:
         raise fields.error(f"layer_types must be a list of {config.num_layers} kinds of layers")
     for kind in kinds:
-        if kind not in _KINDS:
+        if kind not in FULL_KINDS:
             raise fields.error(
                 f"layer_types has {kind!r}: layers that keep a state other than keys and values "
                 "are not supported"

@@ -88,6 +88,26 @@ _WINDOWS = {
         {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 3},
         (4096, 4096, 4096),
     ),
+    "mistral-by-layer": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "attention"],
+        },
+        (None, 4096, None),
+    ),
+    "mistral-without-an-output-head-by-layer": (
+        {"architectures": ["MistralModel"], "num_hidden_layers": 1, "layer_types": ["attention"]},
+        (None,),
+    ),
+    "llama-as-long-as-the-context": (
+        _llama(num_hidden_layers=1, sliding_window=2048, max_position_embeddings=2048),
+        (None,),
+    ),
+    "llama-full-by-layer": (
+        _llama(num_hidden_layers=1, sliding_window=8, layer_types=["full_attention"]),
+        (None,),
+    ),
     "ministral-by-layer": (
         {
             "architectures": ["MinistralForCausalLM"],
@@ -213,6 +233,10 @@ REFUSED = {
     "phi3-with-a-window-of-none": (
         {"architectures": ["Phi3ForCausalLM"], "sliding_window": 0},
         "sliding_window must be a positive integer, not 0",
+    ),
+    "llama-with-a-window": (
+        _llama(sliding_window=2047, max_position_embeddings=2048),
+        "sliding_window is 2047, but this architecture has full attention: set it to null",
     ),
     "llama-with-windows-by-layer": (
         _llama(layer_types=["sliding_attention"] * 32),
