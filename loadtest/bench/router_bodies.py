@@ -107,7 +107,8 @@ class Stream(asyncio.Protocol):
         body = json.dumps(asked).encode()
         self.transport: asyncio.Transport = transport
         self.transport.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
         )
 

@@ -55,7 +55,7 @@ async def _serve(settings: RouterSettings) -> int:
     with _listener(settings) as listener:
         service = await RouterService.connect(settings)
         config = uvicorn.Config(
-            create_app(service),
+            create_app(service, listener),
             http=protocol_factory(
                 DirectWritesProtocol, service.connections, settings.trust_proxy_protocol
             ),

@@ -85,14 +85,15 @@ class OperatorPages:
         """
         settings = self._settings
         host = await advertised_host(settings.host, settings.advertise_host, settings.redis_url)
-        bound = await self._metrics_server.start(settings.host, settings.metrics_port)
+        names = settings.own_names
+        bound = await self._metrics_server.start(settings.host, settings.metrics_port, names)
         self.metrics_endpoint = with_host(bound, host)
         if settings.operator_fd is not None:
             listener = inherited_socket(settings.operator_fd, OPERATOR_FD)
         else:
             port = settings.chosen_operator_port
             listener = await listening_socket(settings.host, port, OPERATOR_PORT, "operators")
-        self._operator_server.start(listener)
+        self._operator_server.start(listener, names)
         self.operator_endpoint = with_host(f"http://:{listener.getsockname()[1]}", host)
 
     async def close(self) -> None:

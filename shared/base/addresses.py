@@ -61,11 +61,14 @@ def usual_operator_port(port: int) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on an address."""
+    """Whether only this machine reaches what listens on an address, or on that of a name."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost"
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def with_host(endpoint: str, host: str) -> str:
@@ -86,7 +89,7 @@ async def numeric_endpoint(endpoint: str) -> str:
     """
     try:
         host = urlsplit(endpoint).hostname
-        if not host or _is_address(host):
+        if not host or is_address(host):
             return endpoint
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -95,7 +98,8 @@ async def numeric_endpoint(endpoint: str) -> str:
     return with_host(endpoint, str(found[0][4][0]))
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether this is an address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

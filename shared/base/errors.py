@@ -6,6 +6,7 @@
     |   +-- RedisSetupError    Redis refuses or cannot be reached at start-up
     +-- InvalidRequestError    the client's fault; names the field  (HTTP 400)
     |   +-- ModelNotFoundError  (HTTP 404)
+    |   +-- ForeignPageError    (HTTP 403)
     +-- OverloadedError        a bounded queue is full  (HTTP 429)
     +-- BusyError              the machine is too busy to do the work in time  (HTTP 503)
     +-- NoWorkerError          no live worker can do the work  (HTTP 503)
@@ -68,6 +69,17 @@ class InvalidRequestError(PagewireError):
 
 class ModelNotFoundError(InvalidRequestError):
     """The request names a model that is not served here."""
+
+
+class ForeignPageError(InvalidRequestError):
+    """The page of another site made a browser send the request.
+
+    Attributes:
+        code: which header shows it.
+    """
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message, code=code)
 
 
 class OverloadedError(PagewireError):

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Scope
 
 from pagewire.shared.base.aio import end_task, start_task
-from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.base.errors import ConfigError, ForeignPageError
+from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules
 from pagewire.shared.http.connections import Connections
 from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
+from pagewire.shared.http.refusals import error_object
+from pagewire.shared.http.request_id import request_id_of
 from pagewire.shared.http.server import HttpServer
 
 STOP_TIMEOUT_S = 5.0
@@ -40,11 +45,16 @@ class SideServer:
         self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, listener: socket.socket) -> None:
-        """Accept connections from a bound socket, which is closed with the server."""
+    def start(self, listener: socket.socket, names: Iterable[str] = ()) -> None:
+        """Accept connections.
+
+        Args:
+            listener: a bound socket, which is closed with the server.
+            names: of this server besides local ones, see `BrowserRules`.
+        """
         self._listener = listener
         config = uvicorn.Config(
-            self._app,
+            BrowserCheck(self._app, BrowserRules(listener, names), _refuse),
             http=protocol_factory(BoundedHttpProtocol, self.connections),
             log_config=None,
             access_log=False,
@@ -65,6 +75,12 @@ class SideServer:
             await end_task(self._task)
         if self._listener is not None:
             self._listener.close()
+
+
+def _refuse(refusal: ForeignPageError, scope: Scope) -> Response:
+    request_id = request_id_of(scope["headers"])
+    body = error_object(refusal.message, "invalid_request_error", None, refusal.code, request_id)
+    return Response(body, 403, media_type="application/json")
 
 
 async def listening_socket(host: str, port: int, option: str, purpose: str) -> socket.socket:

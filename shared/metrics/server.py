@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -45,14 +45,19 @@ class MetricsServer:
         describe_process(registry, restarts)
         registry.register(ConnectionCollector(prefix, self._server.connections))
 
-    async def start(self, host: str, port: int) -> str:
+    async def start(self, host: str, port: int, names: Iterable[str] = ()) -> str:
         """Listen; return the base URL.
+
+        Args:
+            host: name or address; empty means all.
+            port: 0 takes a free one.
+            names: of this server besides local ones, see `BrowserRules`.
 
         Raises:
             ConfigError: the port is in use, or the host has no address.
         """
         listener = await listening_socket(host, port, "--metrics-port", "metrics")
-        self._server.start(listener)
+        self._server.start(listener, names)
         self._lag.start()
         bound_host, bound_port = listener.getsockname()[:2]
         return with_host(f"http://:{bound_port}", bound_host)

@@ -19,7 +19,14 @@ from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.settings.common import RESTARTS
 from pagewire.shared.settings.names import PREFIX, is_from_kubernetes
 from pagewire.shared.settings.texts import MAIN, NETWORK, described
-from pagewire.shared.settings.types import HostName, LogFormat, LogLevel, OtlpEndpoint, Seconds
+from pagewire.shared.settings.types import (
+    AllowedHosts,
+    HostName,
+    LogFormat,
+    LogLevel,
+    OtlpEndpoint,
+    Seconds,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +78,14 @@ class ClusterSettings(Settings):
         "Name or address that other services reach this one by.",
         unset="`host`, or this machine's own address if that is all addresses",
     )
+    allowed_hosts: AllowedHosts | None = described(
+        None,
+        "Names, separated by commas, by which clients reach HTTP ports that listen on the loopback "
+        "address, besides localhost and loopback addresses, such as host.docker.internal; * allows "
+        "all. Ports that listen on other addresses take any name.",
+        unset="none",
+        panel=NETWORK,
+    )
     lease_s: Seconds = described(
         5.0, "A worker whose record was not renewed for this many seconds is dead."
     )
@@ -96,6 +111,11 @@ class ClusterSettings(Settings):
         "`otel`.",
         unset="OTEL_EXPORTER_OTLP_ENDPOINT, or none",
     )
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of this service's HTTP ports, besides local ones; "*" stands for all."""
+        return (*(self.allowed_hosts or ()), self.host, self.advertise_host or self.host)
 
     def warn_without_secret(self) -> None:
         """Warn if the secret was made up, so that no other service has it."""

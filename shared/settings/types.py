@@ -97,6 +97,14 @@ OtlpEndpoint = Annotated[
 HostName = Annotated[
     str, _matching(r"[A-Za-z0-9._:-]{1,255}", "a host name or address, without a port")
 ]
+AllowedHost = Annotated[
+    str,
+    _matching(
+        r"\*|[A-Za-z0-9._-]{1,255}|[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*:[0-9A-Fa-f.]*",
+        "a host name or address such as chat.example.com, without a port, or *",
+    ),
+]
+AllowedHosts = Annotated[tuple[AllowedHost, ...], NoDecode, BeforeValidator(_names_from_text)]
 BlockSize = Annotated[Literal[16, 32, 64, 128], BeforeValidator(_number_from_text)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 GenerationConfig = Literal["auto", "none"]

@@ -264,7 +264,7 @@ class WorkerRuntime:
         metrics = MetricsServer(
             self.metrics_registry, self.is_healthy, "pagewire_worker", settings.restarts
         )
-        bound = await metrics.start(settings.host, settings.metrics_port)
+        bound = await metrics.start(settings.host, settings.metrics_port, settings.own_names)
         self._metrics_endpoint = with_host(bound, self._advertised)
         stack.push_async_callback(metrics.close)
         self.server = ControlServer(

@@ -93,7 +93,9 @@ def test_what_has_no_bound_is_refused_at_once(
 
 def test_readers_that_hardly_read_hold_nobody_up(asked: Expectation) -> None:
     body = json.dumps(greedy_body([5, 6, 7], 4000, stream=True)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     readers = []
     try:
         for _ in range(4):

@@ -21,7 +21,7 @@ def _command(name: bytes, body: bytes) -> bytes:
     return b"\x06" + struct.pack(">Q", len(content)) + content
 
 
-_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 FIXED = (
     UCX_KILLER,
     UCX_KILLER[:8],
@@ -42,12 +42,12 @@ FIXED = (
     _zmtp(b"CURVE") + b"\x04\xff" + bytes(255),
     # HTTP: what is malformed, too long, unfinished, or smuggles
     b"GET / HTTP/1.1\r\n\r\n",
-    b"GET /metrics HTTP/9.9\r\nHost: x\r\n\r\n",
+    b"GET /metrics HTTP/9.9\r\nHost: localhost\r\n\r\n",
     b"GET /" + b"a" * 100_000,
     b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 10_000,
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9),
     b"CONNECT 127.0.0.1:1 HTTP/1.1\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     _POST + b"Content-Length: 99999999999999\r\n\r\n{",
     _POST + b"Content-Length: -1\r\n\r\n{}",
     _POST

@@ -97,9 +97,9 @@ async def live_router(
     # asyncio sets TCP_NODELAY where the protocol is named; the real router's uvloop always does.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("127.0.0.1", port))
+    listener.bind((chosen.host, port))
     config = uvicorn.Config(
-        create_app(service),
+        create_app(service, listener),
         http=protocol_factory(
             DirectWritesProtocol, service.connections, chosen.trust_proxy_protocol
         ),

@@ -67,8 +67,8 @@ class RawClient:
 def post(body: bytes, *fields: str, length: int | None = None) -> bytes:
     """Return a completion request; `length` is the announced one."""
     size = len(body) if length is None else length
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {size}", *fields]
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {size}", *fields]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings
 from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import OWN_REDIS, with_settings
+from pagewire.shared.base.addresses import is_address
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
 OF_ONE_SERVICE = (
@@ -109,6 +110,8 @@ def check_options(params: dict[str, Any]) -> UpSettings:
     worker_options = options_of(WorkerSettings, given)
     others = {name: params[name] for name in OWN}
     router = load_settings(RouterSettings, {**router_options, **others})
+    if not is_address(router.host):  # routers get the socket, and not the name that it has
+        router_options["allowed_hosts"] = ",".join((*(router.allowed_hosts or ()), router.host))
     worker = load_settings(WorkerSettings, worker_options)
     return UpSettings(router, worker, router_options, worker_options)
 

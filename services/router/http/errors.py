@@ -13,6 +13,7 @@ from starlette.responses import Response
 from pagewire.services.router.metrics.requests import Outcome
 from pagewire.shared.base.errors import (
     BusyError,
+    ForeignPageError,
     HarmfulRequestError,
     InvalidRequestError,
     KeyLimitError,
@@ -91,7 +92,8 @@ class ShutDownError(PagewireError):
 
 
 # Status and code of the client's errors; the code of any other is its own.
-_OF_CLIENT: dict[type[InvalidRequestError], tuple[int, str]] = {
+_OF_CLIENT: dict[type[InvalidRequestError], tuple[int, str | None]] = {
+    ForeignPageError: (403, None),
     ModelNotFoundError: (404, "model_not_found"),
     ContextLengthError: (400, "context_length_exceeded"),
     BodyTooLargeError: (413, "request_too_large"),
@@ -131,8 +133,8 @@ def describe(exc: Exception) -> ApiError:
     """Map an exception to what a client gets."""
     match exc:
         case InvalidRequestError():
-            status, code = _OF_CLIENT.get(type(exc), (400, exc.code))
-            code = code or ("invalid_value" if exc.param else None)
+            status, code = _OF_CLIENT.get(type(exc), (400, None))
+            code = code or exc.code or ("invalid_value" if exc.param else None)
             return ApiError(status, exc.message, _INVALID, exc.param, code)
         case InvalidKeyError():
             problem = "The API key is not valid" if exc.was_sent else "This server needs an API key"

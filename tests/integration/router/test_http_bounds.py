@@ -14,7 +14,7 @@ from pagewire.tests.support.live_router import TEXT, LiveRouter, with_worker
 from pagewire.tests.support.raw_http import GET, RawClient, post
 
 EARLY = 'pagewire_router_http_connections_closed_early_total{{reason="{}"}}'
-CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 async def answers(router: LiveRouter) -> None:
@@ -30,12 +30,12 @@ def test_what_is_not_a_request_is_answered_with_an_error_object(redis_url):
         (b"\0" * 100, 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # a TLS client
         (b"GET / HTTP/9.9\r\n\r\n", 400),
-        (b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", 400),
+        (b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400),
         (CHUNKED + b"xyz\r\n", 400),
         (b"GET /" + b"a" * 70_000, 431),
-        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000, 431),
         (b"GET / HTTP/1.1\r\nX: " + b"a" * 5_000_000, 431),
         (b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 200 + b"\r\n", 431),
@@ -237,7 +237,7 @@ def test_an_offer_of_http_2_is_not_taken_and_its_request_is_answered(redis_url):
                 await client.send(asked[cut:])
                 status, headers, _ = await client.response()
                 assert (status, headers.get("connection")) == (200, None)
-            await client.send(b"CONNECT x:80 HTTP/1.1\r\nHost: x\r\n\r\n")
+            await client.send(b"CONNECT x:80 HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await client.error())[0] == 400
         await answers(router)
 
@@ -263,7 +263,7 @@ def test_of_many_pipelined_requests_the_first_are_answered(redis_url, offer):
     """The last answer says that the connection ends, so that a client sends the rest again."""
 
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
-        asked = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{offer}\r\n".encode()
+        asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{offer}\r\n".encode()
         async with RawClient(router.url) as client:
             await client.send(asked * 1000)
             for number in range(1 + MAX_PIPELINED):

@@ -118,7 +118,7 @@ def test_an_application_that_fails_after_its_client_has_left_is_one_error(
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = await started(app, listener)
             with socket.create_connection(listener.getsockname()) as client:
-                client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n")
+                client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
                 await eventually(lambda: server.server_state.tasks)
             await eventually(lambda: has_failed and not server.server_state.tasks)
             await server.shutdown([listener])

@@ -145,7 +145,7 @@ def test_nothing_follows_the_header_of_an_answer_to_head(redis_url):
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
         async with RawClient(router.url) as client:
             for path in ("/health", "/nothing"):
-                await client.send(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                await client.send(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
                 assert b"content-length: " in await client.until(b"\r\n\r\n")
             await client.send(GET)
             status, _, body = await client.response()
@@ -233,7 +233,10 @@ def test_a_body_too_large_is_refused_announced_or_not(redis_url):
 
         response = await router.http.post("/v1/completions", content=chunks())
         assert response.status_code == 413
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1099511627776\r\n\r\n{"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Length: 1099511627776\r\n\r\n{"
+        )
         reader, writer = await asyncio.open_connection(*router.url[7:].split(":"))
         writer.write(head)
         assert b" 413 " in await reader.readline()

@@ -97,7 +97,9 @@ def test_leaving_cancels_all_prompts_and_choices(redis_url, stream):
 def test_leaving_while_the_request_is_sent_reaches_no_worker(redis_url):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         _, writer = await asyncio.open_connection(*router.url.removeprefix("http://").split(":"))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+        )
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -134,7 +136,10 @@ def test_a_slow_reader_gets_all_and_holds_up_nobody(redis_url):
         host, port = router.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, port, limit=1024)
         payload = json.dumps(body(stream=True, n=8)).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            f"Content-Length: {len(payload)}\r\n"
+        )
         writer.write(f"{head}Connection: close\r\n\r\n".encode() + payload)
         received = await reader.read(100)
         async with asyncio.timeout(5):
@@ -194,7 +199,7 @@ async def begin_request(
     host, _, port = router.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     raw = json.dumps(body(prompt=prompt, max_tokens=1) | fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
     writer.write(head.encode() + raw[: len(raw) // 2])
     await writer.drain()
     return writer

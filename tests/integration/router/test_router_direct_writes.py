@@ -24,7 +24,7 @@ from pagewire.tests.support.live_router import TOKENIZER
 from pagewire.tests.support.request_bodies import MODEL, completion
 
 WORDS = TOKENIZER.encode(" one two three four five six seven", add_special_tokens=False)
-GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Source:

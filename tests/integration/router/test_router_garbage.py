@@ -52,7 +52,7 @@ def garbage_of_ours() -> Iterator[Counter[str]]:
 
 def request(path: str, body: dict[str, Any]) -> bytes:
     raw = json.dumps({"model": MODEL, **body}).encode()
-    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (
         path.encode(),
         len(raw),
         raw,

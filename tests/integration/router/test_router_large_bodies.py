@@ -126,7 +126,10 @@ def test_many_small_bodies_at_once_do_not_stop_the_event_loop(redis_url):
         clients = []
         for _ in range(count):
             reader, writer = await asyncio.open_connection(url.host, url.port)
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}"
+            head = (
+                "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                f"Content-Length: {len(body)}"
+            )
             writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode())
             await writer.drain()
             clients.append((reader, writer))

@@ -112,7 +112,9 @@ def test_idle_prefill_workers_are_woken_as_soon_as_a_request_begins_to_arrive(re
         await eventually(lambda: directory.get("prefill-0").load.queued_prefill_tokens == 60)
         for number in range(1, 4):
             _, writer = await asyncio.open_connection(url.host, url.port)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
+            )
             await eventually(lambda: idle.times_woken == number)  # noqa: B023
             writer.close()
             await writer.wait_closed()

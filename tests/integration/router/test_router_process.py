@@ -156,7 +156,10 @@ def test_a_client_that_takes_nothing_does_not_keep_it_from_ending(redis_url):
                 await ready(http, 200)
                 asked = {"model": MODEL, "prompt": ["Hi"] * 16, "n": 16, "stream": True}
                 body = json.dumps({**asked, "max_tokens": 1000, "logprobs": 0}).encode()
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}"
+                head = (
+                    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                    f"Content-Length: {len(body)}"
+                )
                 with socket.socket() as client:
                     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                     client.connect(("127.0.0.1", port))
@@ -183,7 +186,7 @@ def test_a_request_whose_body_is_still_coming_is_cut_too(redis_url):
                 await ready(http, 200)
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 head = (
-                    b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n"
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n"
                     b"Expect: 100-continue\r\n\r\n"
                 )
                 writer.write(head)

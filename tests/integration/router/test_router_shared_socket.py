@@ -87,7 +87,7 @@ def test_one_that_is_stopped_killed_or_frozen_leaves_the_socket_to_the_other(
             two.kill()
             two.wait(10)
         with socket.create_connection(listener.getsockname(), timeout=5) as waiting:
-            waiting.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+            waiting.sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
             with router(redis_url, *fds, "router-0"):
                 waiting.settimeout(60)
                 assert waiting.recv(15) == b"HTTP/1.1 200 OK"

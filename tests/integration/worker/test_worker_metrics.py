@@ -110,7 +110,7 @@ def test_a_client_that_takes_no_response_is_given_up_and_a_slow_one_is_not() -> 
         routes = [Route("/large", lambda _request: Response(page))]
         server = MetricsServer(CollectorRegistry(), lambda: True, "pagewire_worker", routes=routes)
         url = await server.start("127.0.0.1", 0)
-        loop, asked = asyncio.get_running_loop(), b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+        loop, asked = asyncio.get_running_loop(), b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert isinstance(loop, ShiftedLoop)
         slow, idle = (socket.socket() for _ in range(2))
         try:

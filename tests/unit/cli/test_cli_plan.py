@@ -166,6 +166,26 @@ def test_a_share_in_the_environment_is_an_explicit_one(
     assert gpu_share(context.options, Machine(cores=8, gpus=("0",))) == 0.3
 
 
+@pytest.mark.parametrize(
+    ("host", "given", "passed_on"),
+    [
+        ("127.0.0.1", None, None),
+        ("0.0.0.0", None, None),  # noqa: S104 - not bound
+        ("::1", "a.example", "a.example"),
+        ("my-alias", None, "my-alias"),
+        ("my-alias", "a.example, b.example", "a.example,b.example,my-alias"),
+    ],
+)
+def test_routers_allow_the_name_that_their_socket_is_bound_by(
+    tmp_path: Path, host: str, given: str | None, passed_on: str | None
+) -> None:
+    commands = cast(click.Group, typer.main.get_command(app)).commands
+    params = {param.name or "": param.default for param in commands["up"].params}
+    params |= {"port": 0, "log_dir": tmp_path, "host": host, "allowed_hosts": given}
+    options = up.check_options(params)
+    assert options.router_options["allowed_hosts"] == passed_on
+
+
 def test_explicit_share_that_does_not_fit_is_refused() -> None:
     machine = Machine(cores=8, gpus=("0",))
     fits = plan(machine, worker_options={"gpu_memory_utilization": 0.3})

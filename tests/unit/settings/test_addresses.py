@@ -5,7 +5,12 @@ import socket
 
 import pytest
 
-from pagewire.shared.base.addresses import advertised_host, numeric_endpoint, with_host
+from pagewire.shared.base.addresses import (
+    advertised_host,
+    is_loopback,
+    numeric_endpoint,
+    with_host,
+)
 from pagewire.shared.base.errors import ConfigError
 from pagewire.tests.support.aio import run_async
 
@@ -82,3 +87,25 @@ def test_what_leads_nowhere_is_an_os_error(endpoint: str) -> None:
             await asyncio.wait_for(numeric_endpoint(endpoint), 10)
 
     run_async(resolve(), timeout=15)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("localhost", True),
+        ("a.localhost", True),
+        ("127.0.0.1", True),
+        ("127.255.0.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:7f00:1", True),
+        (EVERYWHERE, False),
+        ("::", False),
+        ("::ffff:10.0.0.7", False),
+        ("10.0.0.7", False),
+        ("localhost.example.com", False),
+        ("", False),
+    ],
+)
+def test_which_addresses_only_this_machine_reaches(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected

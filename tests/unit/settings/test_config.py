@@ -70,6 +70,12 @@ def test_each_kind_of_field_reads_from_the_environment(
         ("cors_origins", "https://a.b:443,HTTP://a.b:80", ("https://a.b", "http://a.b")),
         ("cors_origins", "http://a.b:443 http://[::1]:80", ("http://a.b:443", "http://[::1]")),
         ("cors_origins", "app://localhost:80,*", ("app://localhost:80", "*")),
+        (
+            "allowed_hosts",
+            "chat.example.com, ::1,10.0.0.7",
+            ("chat.example.com", "::1", "10.0.0.7"),
+        ),
+        ("allowed_hosts", "*", ("*",)),
     ],
 )
 def test_lists_have_each_value_once_and_origins_as_browsers_send_them(
@@ -83,6 +89,10 @@ BAD_VALUES = [
     ("cors_origins", "https://a.b/"),
     ("cors_origins", "https://*.example.com"),
     ("cors_origins", "a.b"),
+    ("allowed_hosts", "chat.example.com:8000"),
+    ("allowed_hosts", "https://chat.example.com"),
+    ("allowed_hosts", "*.example.com"),
+    ("allowed_hosts", "[::1]"),
     ("served_model_name", "größer"),
     ("advertise_host", "::"),
     ("advertise_host", "two words"),

@@ -1,12 +1,14 @@
 """The router as an ASGI application.
 
-AccessLog > CORSMiddleware > KeyCheck > CutRequests > routes
+AccessLog > BrowserCheck > CORSMiddleware > KeyCheck > CutRequests > routes
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
@@ -16,16 +18,15 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
-from pagewire.services.router.http.connection.error_forms import error_response
-from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.openapi.document import ROUTERS as PUBLIC_ROUTERS
 from pagewire.services.router.http.openapi.pages import docs_router
 from pagewire.services.router.http.server.access_log import AccessLog
 from pagewire.services.router.http.server.cut import CutRequests
+from pagewire.services.router.http.server.error_answer import error_answer
 from pagewire.services.router.http.server.key_check import KeyCheck
 from pagewire.services.router.service import RouterService
-from pagewire.shared.base.errors import OverloadedError, PagewireError
+from pagewire.shared.base.errors import PagewireError
+from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules
 
 ROUTERS = (*PUBLIC_ROUTERS, docs_router)
 METHOD_NOT_ALLOWED = 405
@@ -35,11 +36,12 @@ CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
 CORS_MAX_AGE_S = 600
 
 
-def create_app(service: RouterService) -> ASGIApp:
+def create_app(service: RouterService, listener: socket.socket) -> ASGIApp:
     """Return the application; its lifespan opens and closes the service.
 
     Args:
         service: connected, and not used before.
+        listener: the bound socket that connections come from.
     """
 
     @asynccontextmanager
@@ -58,7 +60,8 @@ def create_app(service: RouterService) -> ASGIApp:
     routes.add_exception_handler(Exception, _on_bug)
     # Outside of the routes' own middleware, which answers errors that nobody expects.
     app: ASGIApp = KeyCheck(CutRequests(routes, service), service)
-    if origins := service.settings.cors_origins:
+    origins = service.settings.cors_origins or ()
+    if origins:
         app = CORSMiddleware(  # a browser asks first without a key
             app,
             allow_origins=origins,
@@ -67,6 +70,8 @@ def create_app(service: RouterService) -> ASGIApp:
             expose_headers=CORS_EXPOSED,
             max_age=CORS_MAX_AGE_S,
         )
+    rules = BrowserRules(listener, service.settings.own_names, origins)
+    app = BrowserCheck(app, rules, partial(error_answer, service))
     return AccessLog(app, service)
 
 
@@ -81,13 +86,7 @@ async def _on_error(request: Request, exc: Exception) -> Response:
     """Answer with the route's error object; the request's log line has the rest."""
     if isinstance(exc, HTTPException) and exc.status_code == METHOD_NOT_ALLOWED:
         exc.headers = {"Allow": ", ".join(sorted(_methods_of_path(request)))}
-    error, record = describe(exc), record_of(request.scope)
-    record.fail(exc)
-    service: RouterService = request.app.state.service
-    service.metrics.request_errors.labels(error.status).inc()
-    if isinstance(exc, OverloadedError):
-        service.key_meter.count_refusal(record.key, exc)
-    return error_response(error, request.scope)
+    return error_answer(request.app.state.service, exc, request.scope)
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:

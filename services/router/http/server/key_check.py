@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagewire.services.router.http.connection.error_forms import error_response
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import InvalidKeyError, describe
+from pagewire.services.router.http.errors import InvalidKeyError
 from pagewire.services.router.http.openapi.pages import DOCS_PATHS
+from pagewire.services.router.http.server.error_answer import error_answer
 from pagewire.services.router.service import RouterService
 
 # Gateways and orchestrators have no key; the page asks for one to show the OpenAPI document.
@@ -32,10 +32,7 @@ class KeyCheck:
         record.key = next((name for key in sent if (name := keys.name_of(key))), None)
         if record.key is None and scope["path"] not in OPEN_PATHS:
             refusal = InvalidKeyError(was_sent=bool(sent))
-            record.fail(refusal)
-            error = describe(refusal)
-            self._service.metrics.request_errors.labels(error.status).inc()
-            return await error_response(error, scope)(scope, receive, send)
+            return await error_answer(self._service, refusal, scope)(scope, receive, send)
         await self._app(scope, receive, send)
 
 
