@@ -23,7 +23,7 @@ from pagewire.shared.base.errors import ForeignPageError
 MAX_SHOWN_CHARS = 100
 
 # Name or address, and port, as they are in `Host` and in an origin.
-_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([a-z0-9._-]+?)\.?)(?::([0-9]{0,5}))?")
+_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]{2,45})\]|([a-z0-9._-]{1,255}?)\.?)(?::([0-9]{0,5}))?")
 _PORTS = {"http": "80", "https": "443"}
 # A browser asks before a POST of any other type. A type that cannot be read counts as none.
 _TYPES_OF_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
@@ -77,10 +77,11 @@ class BrowserRules:
         return name in self._names or is_loopback(name)
 
     def _are_allowed(self, origins: list[str], hosts: list[str]) -> bool:
-        return "*" in self._origins or all(
-            origin in self._origins or any(_is_of(origin, host) for host in hosts)
-            for origin in origins
-        )
+        if "*" in self._origins:
+            return True
+        if len(origins) > 1 or len(hosts) != 1:
+            return False
+        return origins[0] in self._origins or _is_of(origins[0], hosts[0])
 
 
 class BrowserCheck:
