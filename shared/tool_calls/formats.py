@@ -91,11 +91,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_begin_unopened(self) -> bool:
-        """Whether an answer that begins with a call without `open` is a call.
-
-        Python's calls are not: a text may begin with one.
-        """
-        return bool(self.open) and not self.unopened and self.kind in ("object", "headed")
+        """Whether an answer that begins with a call without `open` is a call."""
+        return bool(self.open) and not self.unopened
 
     @property
     def markers(self) -> tuple[str, ...]:

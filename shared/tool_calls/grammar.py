@@ -245,7 +245,10 @@ class _Grammar:
         if not self._form.open or self._form.may_begin_unopened:
             names = "|".join(quoted(function.name) for function in self._wanted.functions)
             before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
-            found.append(f"{before}{_CALLS[self._form.kind].format(names=names)}")
+            call = _CALLS[self._form.kind].format(names=names)
+            if self._form.kind == "python" and self._form.open:
+                call += rf"{_SPACES}[^ \t\r\n)]"  # `f()` may be text
+            found.append(f"{before}{call}")
         return found
 
     def _add_text(self) -> str:

@@ -5,7 +5,8 @@
 The events do not depend on how the text is split into chunks. If a call turns out not to be one
 before its arguments begin, all of its text is content. Spaces around calls are dropped. Models may
 forget the text before a call: a call at the beginning of an answer, or one that begins in a way
-that no text does, is a call nevertheless.
+that no text does, is a call nevertheless. Python's must have an argument: a text may begin with
+`f()`.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class ToolParser:
             self._state = "begin"
 
     def _begin_call(self) -> None:
-        self._reader = make_reader(self._form, self._names, self._forms)
+        self._reader = make_reader(self._form, self._names, self._forms, self._is_unmarked)
         self._state = "before" if self._before else "call"
 
     def _match_begin(self, text: str) -> bool:

@@ -80,6 +80,8 @@ def test_the_grammar_holds_them_to_the_schema(name: str) -> None:
         ("llama3_json", '{"parameters": {"city": 5}, "name": "get_weather"}'),
         ("pythonic", "[get_weather (city=5)]"),
         ("pythonic", "[ clock( x=1)]"),
+        ("olmo3", "get_weather (city=5)"),
+        ("tool_code", "\nclock( x=1)"),
         ("mistral_args", 'clock [ARGS]{"x": 1}'),
     ],
 )
@@ -108,7 +110,8 @@ def test_no_spelling_of_a_call_escapes_the_grammar(name: str, text: str) -> None
         ("qwen3_coder", "<function"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>"),
         ("olmo3", "clock() tells the time"),
-        ("tool_code", "get_weather(city='Oslo') does."),
+        ("tool_code", "get_weather( ) does."),
+        ("smollm3_python", "get_weather is one."),
     ],
 )
 @settings(max_examples=20)
