@@ -255,7 +255,8 @@ def test_input_tokens_are_counted_as_they_are_used(ask: Ask) -> None:
         with pytest.raises(openai.NotFoundError, match="Previous response"):
             count(model=MODEL, input="x", previous_response_id="resp_" + "0" * 32)
         with pytest.raises(openai.BadRequestError, match=r"input\[0\]\.content"):
-            count(model=MODEL, input=[{"role": "user"}])
+            wrong: Any = [{"role": "user"}]
+            count(model=MODEL, input=wrong)
 
     ask(calls_in(), scenario)
 
