@@ -68,6 +68,7 @@ class TextRules(msgspec.Struct, frozen=True):
         stop_token_ids: of the request.
         ignore_eos: the model's own stop tokens do not end an answer.
         shown: special tokens that have a text nevertheless.
+        echoes: the text comes after that of its prompt, see `Detokenizer`.
     """
 
     stops: tuple[str, ...] = ()
@@ -77,6 +78,7 @@ class TextRules(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     shown: tuple[int, ...] = ()
+    echoes: bool = False
 
     @classmethod
     def of(cls, asked: SamplingFields, stops: tuple[str, ...]) -> TextRules:
@@ -145,6 +147,8 @@ class TextAssembler:
             rules = TextRules(tuple(rules))
         self.num_tokens = 0
         self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special, rules.shown)
+        if rules.echoes:
+            self._detokenizer.take_rest()
         self._matcher = StopMatcher(rules.stops, rules.include_stop)
         self._has_stops, self._min_tokens = bool(rules.stops), rules.min_tokens
         self._hidden, self._parts = rules.hidden(tokenizer), parts

@@ -35,6 +35,11 @@ class TableDetokenizer:
         self.push(context)
         self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
 
+    def take_rest(self) -> int:
+        """See `Detokenizer`."""
+        is_prompts, self._is_prompts = self._is_prompts, False
+        return int(is_prompts)
+
     def flush(self) -> str:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
         return self.push((), final=True)
@@ -88,6 +93,11 @@ class PieceDetokenizer:
         if not self._is_first:
             self._push_each(self._known(prompt_ids[-MAX_HELD_TOKENS:]))
         self._prompt_rest = len(self._rest)
+
+    def take_rest(self) -> int:
+        """See `Detokenizer`."""
+        count, self._prompt_rest = self._prompt_rest, 0
+        return count
 
     def flush(self) -> str:
         """End the stream; returns what was held back, with U+FFFD for an unfinished character."""
@@ -165,6 +175,10 @@ class MarkedDetokenizer:
         self._inner = inner
         self._shown = {token_id: tokenizer.token_bytes.text(token_id) for token_id in shown}
 
+    def take_rest(self) -> int:
+        """See `Detokenizer`."""
+        return self._inner.take_rest()
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that they finish, perhaps none."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
@@ -212,6 +226,11 @@ class ContextDetokenizer:
         self._prompt_text = rest.rstrip(REPLACEMENT)
         self._prompt_rest = len(rest) - len(self._prompt_text)
 
+    def take_rest(self) -> int:
+        """See `Detokenizer`."""
+        count, self._prompt_rest = self._prompt_rest, 0
+        return count
+
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that they finish, perhaps none."""
         return "".join([self._push_one(token_id) for token_id in token_ids])
@@ -258,6 +277,9 @@ class ContextDetokenizer:
         return len(self._held)
 
 
+# A prompt that ends inside a character has shown U+FFFD for it. If its text is repeated before the
+# answer's, `take_rest` lets the answer show these U+FFFD, or the whole character; it returns their
+# number, and the prompt's text then leaves them out.
 Detokenizer = TableDetokenizer | PieceDetokenizer | MarkedDetokenizer | ContextDetokenizer
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
+from pagewire.services.router.http.api.openai.tokens import read_detokenize
 from pagewire.services.router.http.body_processes.protocol import Refusal
 from pagewire.services.router.http.errors import ContextLengthError, describe
 from pagewire.services.router.text.served_model import ServedModel
@@ -199,6 +200,19 @@ def test_echo_repeats_the_text_or_the_text_of_the_ids():
     assert completion(prompt=ids, echo=True).prompts[0].echo == "Hi there"
     ids = MODEL.tokenizer.encode("Hi …", add_special_tokens=False)
     assert completion(prompt=ids[:-1], echo=True).prompts[0].echo == "Hi "
+    assert completion(prompt=ids[:-1], echo=True).rules.echoes and not completion().rules.echoes
+    for max_tokens in (0, 5):  # a character of its own, not half of one
+        ids = MODEL.tokenizer.encode("Hi \ufffd", add_special_tokens=False)
+        read = completion(prompt=ids, echo=True, max_tokens=max_tokens)
+        assert read.prompts[0].echo == "Hi \ufffd"
+
+
+def test_an_echo_without_an_answer_is_what_detokenize_says():
+    ids = MODEL.tokenizer.encode("Hi \U0001f336", add_special_tokens=False)
+    for length in range(1, len(ids) + 1):
+        (prompt,) = completion(prompt=ids[:length], echo=True, max_tokens=0).prompts
+        raw = encoded({"model": "m", "tokens": ids[:length]})
+        assert prompt.echo == read_detokenize(raw, MODEL, CONTEXT).prompts[0].echo
 
 
 def test_special_tokens_are_added_to_texts_and_on_request_to_chats():

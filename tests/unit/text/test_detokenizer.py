@@ -50,6 +50,24 @@ class TestDetokenizers:
         one_by_one = stream.push(ids) + stream.flush()
         assert detokenizer(DEMO, prompt).finish(ids) == one_by_one
 
+    def test_a_repeated_prompt_and_its_answer_are_the_whole(self, detokenizer: Any) -> None:
+        hello, pepper, letter, wrong = (
+            DEMO.encode(text, add_special_tokens=False)
+            for text in ("Hi ", "\U0001f336", "a", "\ufffd")
+        )
+        for prompt, answer in (
+            ([*hello, *pepper[:2]], pepper[2:]),
+            ([*hello, *pepper[:2]], letter),
+            ([*hello, *pepper[:2]], []),
+            ([*hello, *wrong], letter),  # a character of its own
+            (pepper[:1], pepper[1:]),
+            ([], pepper),
+        ):
+            stream, shown = detokenizer(DEMO, prompt), DEMO.decode(prompt)
+            repeated = shown[: len(shown) - stream.take_rest()]
+            text = "".join([stream.push([each]) for each in answer]) + stream.flush()
+            assert repeated + text == DEMO.decode(prompt + answer)
+
     def test_emoji_appears_with_its_last_token(self, detokenizer: Any) -> None:
         ids = DEMO.encode("👋", add_special_tokens=False)
         assert len(ids) > 1
@@ -113,6 +131,15 @@ class TestTable:
         stream = make_detokenizer(DEMO, prompt)
         parts = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
         assert DEMO.decode(prompt + ids) in _wholes(prompt, "".join(parts) + stream.flush())
+
+    @given(st.lists(st.sampled_from(BYTE_IDS), max_size=9), st.lists(st.sampled_from(BYTE_IDS)))
+    def test_a_repeated_prompt_and_any_bytes_are_the_whole(
+        self, prompt: list[int], ids: list[int]
+    ) -> None:
+        stream, shown = make_detokenizer(DEMO, prompt), DEMO.decode(prompt)
+        repeated = shown[: len(shown) - stream.take_rest()]
+        text = "".join([stream.push([i]) for i in ids]) + stream.flush()
+        assert repeated + text == DEMO.decode(prompt + ids)
 
     @given(st.lists(st.sampled_from(BYTE_IDS), max_size=4), st.lists(st.sampled_from(BYTE_IDS)))
     def test_any_bytes(self, prompt: list[int], ids: list[int]) -> None:

@@ -119,6 +119,9 @@ def test_answers_after_a_prompt(name: str, prompt: list[int], ids: list[int], st
     answer, shown = "".join(parts) + stream.flush(), tokenizer.decode(prompt)
     rests = [shown[: len(shown) - cut] for cut in range(4) if shown.endswith("\ufffd" * cut)]
     assert tokenizer.decode(prompt + ids) in [rest + answer for rest in rests]
+    stream = make_detokenizer(tokenizer, prompt)
+    repeated = shown[: len(shown) - stream.take_rest()]
+    assert repeated + stream.finish(ids) == tokenizer.decode(prompt + ids)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma"])

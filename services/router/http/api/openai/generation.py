@@ -28,7 +28,7 @@ from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.chat_template import ChatOptions
-from pagewire.shared.text.tokenizer import REPLACEMENT
+from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
 from pagewire.shared.tool_calls.definitions import check_tools
@@ -178,9 +178,11 @@ def read_completion(
         if body.echo and spec.prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
         kept = prompt if body.truncate_prompt_tokens is None else ids
-        echo = _echo_text(kept, model) if body.echo else None
+        echo = _echo_text(kept, model, body.max_tokens != 0) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
-    return _input(body, prompts, unknown_fields, model)
+    found = _input(body, prompts, unknown_fields, model)
+    rules = msgspec.structs.replace(found.rules, echoes=bool(body.echo))
+    return msgspec.structs.replace(found, rules=rules)
 
 
 def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
@@ -359,8 +361,10 @@ def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> 
     return room
 
 
-def _echo_text(prompt: str | list[int], model: ServedModel) -> str:
+def _echo_text(prompt: str | list[int], model: ServedModel, generates: bool) -> str:
     if isinstance(prompt, str):
         return prompt
-    # A character that the prompt leaves unfinished comes with the answer.
-    return model.tokenizer.decode(prompt).rstrip(REPLACEMENT)
+    text = model.tokenizer.decode(prompt)
+    # A character that the prompt leaves unfinished comes with the answer, if there is one.
+    unfinished = make_detokenizer(model.tokenizer, prompt).take_rest() if generates else 0
+    return text[: len(text) - unfinished]
