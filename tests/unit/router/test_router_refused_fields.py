@@ -101,7 +101,7 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         ("bad_words", ["x"] * 129),
         ("bad_words", ["x" * 257]),
         ("bad_words", ["xyq" * 80]),
-        ("bad_words", ["q z q z q z q"] * 128),
+        ("bad_words", [f"{n} q z q z q z q" for n in range(128)]),
         ("include_stop_str_in_output", 1),
         ("skip_special_tokens", "no"),
         ("truncate_prompt_tokens", 0),
