@@ -47,8 +47,15 @@ class FairQueue(Generic[OwnerT, ItemT]):
 
     def __iter__(self) -> Iterator[ItemT]:
         """Yield all items, those of the next owner first, then those of the one after it."""
-        for owner in sorted(self._lines, key=self._turns.__getitem__):
+        for owner in self._in_order():
             yield from self._lines[owner]
+
+    def _in_order(self) -> Iterator[OwnerT]:
+        """Yield owners that wait, the next one first; at once where one has no turn."""
+        turns = self._turns
+        yield from (owner for owner in self._lines if owner not in turns)
+        with_turns = [owner for owner in self._lines if owner in turns]
+        yield from sorted(with_turns, key=turns.__getitem__)
 
     def num_waiting(self, owner: OwnerT) -> int:
         """Return how many items of an owner wait."""
@@ -97,7 +104,7 @@ class FairQueue(Generic[OwnerT, ItemT]):
 
         The caller ends the turn with `end_turn`.
         """
-        owner = min(self._lines, key=self._turns.__getitem__, default=None)
+        owner = next(self._in_order(), None)
         if owner is None or self._turns[owner] >= self.max_turns:
             return None
         item = next(iter(self._lines[owner]))
