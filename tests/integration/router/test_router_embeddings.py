@@ -99,6 +99,7 @@ def test_embeddings_have_openais_form(redis_url: str) -> None:
             ("last", True, None)
         }
         assert asked[-1].log_id == response.headers["x-request-id"]
+        assert asked[-1].owner == "127.0.0.1"
         assert workers["decode-0"].embedded == []
         metric = router.metric
         assert await metric("pagewire_embeddings_total") == 3
