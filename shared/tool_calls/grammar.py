@@ -194,15 +194,15 @@ class _Grammar:
     def _unopened_later(self) -> str:
         """Return the expression of text and calls that begin with the format's `unopened`."""
         begin, found = self._form.unopened, []
-        is_token = begin in self._markers.ids
+        is_marker = self._form.kind != "xml"
         for index, function in enumerate(self._wanted.functions):
             head = self._head(function)
-            if is_token:
+            if is_marker:
                 start = self._literal(head.removeprefix(begin))
             else:  # with a name that is not a function's, it may be text
                 start = self._until(f"unopened_{index}", head)
             found.append(f"{start} body_{index}")
-        first = self._until("unopened", begin) if is_token else ""
+        first = self._until("unopened", begin) if is_marker else ""
         return f"{first} ({' | '.join(found)}) {self._more_listed()}"
 
     def _first_head(self, name: str) -> str:

@@ -254,13 +254,26 @@ def _rule(schema: dict[str, Any], values: tuple[str, ...] | None) -> TextRule:
         patterns.append(_FORMATS[kind])
     elif kind is not None and not is_idle("format", kind):
         unfollowed.append("format")
-    return TextRule(
+    rule = TextRule(
         values,
         0 if "minLength" in unfollowed else least,
         None if "maxLength" in unfollowed or is_idle("maxLength", most) else most,
         tuple(patterns),
         tuple(unfollowed),
     )
+    return _fitting(rule)
+
+
+def _fitting(rule: TextRule) -> TextRule:
+    """Return a rule whose listed texts have the right length."""
+    if rule.values is None or not (rule.least or rule.most is not None):
+        return rule
+    kept = (
+        each
+        for each in rule.values
+        if rule.least <= len(each) and (rule.most is None or len(each) <= rule.most)
+    )
+    return rule._replace(values=tuple(kept), least=0, most=None)
 
 
 def _both(one: Allowed, other: Allowed) -> Allowed:
@@ -278,13 +291,14 @@ def _both_rules(one: TextRule, other: TextRule) -> TextRule:
         known = set(other.values)
         values = tuple(each for each in one.values if each in known)
     mosts = [most for most in (one.most, other.most) if most is not None]
-    return TextRule(
+    rule = TextRule(
         values,
         max(one.least, other.least),
         min(mosts, default=None),
         tuple(dict.fromkeys((*one.patterns, *other.patterns))),
         (*one.unfollowed, *other.unfollowed),
     )
+    return _fitting(rule)
 
 
 def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
@@ -297,9 +311,10 @@ def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
     rules: dict[TextRule, None] = {}
     values: dict[str, None] = {}
     others: frozenset[OtherType] = frozenset()
-    num_with_texts = num_values = 0
+    num_with_texts = num_values = num_nulls = 0
     for part in parts:
         others |= part.others
+        num_nulls += "null" in part.others
         num_with_texts += bool(part.texts)
         for rule in part.texts:
             if rule.values is not None and rule == TextRule(rule.values):
@@ -307,7 +322,8 @@ def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
                 num_values += len(rule.values)
             else:
                 rules[rule] = None
-    is_unclear = only_one and num_with_texts > 1 and (bool(rules) or num_values > len(values))
+    are_shared = num_with_texts > 1 and (bool(rules) or num_values > len(values))
+    is_unclear = only_one and (are_shared or num_nulls > 1)
     if TextRule() in rules:
         rules, values = {TextRule(): None}, {}
     if values:

@@ -133,8 +133,6 @@ def _expression(text: TextRule, not_first: str) -> str:
         rules = [regex(f"(?s:.{{{text.least},{most}}})")]
     else:
         rules = [f"({' | '.join(map(_literal, _written(text.values)))})"]
-        if text.least or text.most is not None:
-            rules.append(regex(f"(?s:.{{{text.least},{'' if text.most is None else text.most}}})"))
     rules.append("~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)"))
     if not_first:
         rules.append("~" + regex(rf"\s*[{quoted(not_first)}](?s:.*)"))

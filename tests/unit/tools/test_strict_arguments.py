@@ -115,6 +115,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "time or null": value({"anyOf": [{"type": "string", "format": "date-time"}, NULL]}),
     "identifier": value({"type": "string", "format": "uuid"}),
     "enumeration of a pattern": value({"enum": ["aa", "ba"], "pattern": "^a"}),
+    "enumeration of a length": value(
+        {"enum": ["[1]", "aa", [1, 2]], "maxLength": 2, "anyOf": [{"maxItems": 3}]}
+    ),
     "only null": value({"const": None}),
     "false": {"type": "object", "properties": {"a": False}},
 }
@@ -139,6 +142,7 @@ REFUSED_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "format": ({"type": "string", "format": "uri"}, "format"),
     "not": ({"type": "string", "not": {"const": "a"}}, "not"),
     "one of": ({"oneOf": [SHORT, {"type": "string", "minLength": 2}]}, "oneOf"),
+    "one null of two": ({"oneOf": [{"type": ["string", "null"]}, NULL]}, "oneOf"),
     "length": ({"type": "string", "maxLength": 100_000}, "maxLength"),
     "end tag": ({"const": "a</parameter>b"}, "no value can be written"),
     "or null": ({"anyOf": [{"type": "string", "format": "regex"}, NULL]}, "format"),
@@ -245,7 +249,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "definitions of their own": {
         "properties": {
             f"p{at}": {"$defs": {"x": SHORT}, "anyOf": [{"$ref": "#n"}, {"$ref": "#/$defs/x"}]}
-            for at in range(3_000)
+            for at in range(1_000)
         },
         "$defs": {"n": {"$anchor": "n", "type": "string"}},
     },

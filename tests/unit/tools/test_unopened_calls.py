@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,10 +20,11 @@ from pagewire.tests.support.tool_answers import (
     splits,
     written,
 )
-from pagewire.tests.unit.tools.test_tool_grammar import Allowed
+from pagewire.tests.unit.tools.test_tool_grammar import EOS, FORMATS, FUNCTIONS, Allowed
 
 BEGINS = sorted(name for name, form in TOOL_FORMATS.items() if form.may_begin_unopened)
 ANYWHERE = sorted(name for name, form in TOOL_FORMATS.items() if form.unopened)
+SCHEMAS = {function.name: function.schema for function in FUNCTIONS}
 CALL: Any = ("get_weather", {"city": "Oslo", "days": 3})
 WRONG: Any = ("get_weather", {"city": "Oslo", "days": 0})
 
@@ -83,6 +86,7 @@ def test_the_grammar_holds_them_to_the_schema(name: str) -> None:
         ("olmo3", "get_weather (city=5)"),
         ("tool_code", "\nclock( x=1)"),
         ("mistral_args", 'clock [ARGS]{"x": 1}'),
+        ("deepseek_v31", '<｜tool▁call▁begin｜> clock<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'),
     ],
 )
 def test_no_spelling_of_a_call_escapes_the_grammar(name: str, text: str) -> None:
@@ -108,7 +112,7 @@ def test_no_spelling_of_a_call_escapes_the_grammar(name: str, text: str) -> None
         ("mistral_args", "get_weather tells the weather"),
         ("qwen3_coder", "A call begins with <function=NAME>, as in <function=other>\n."),
         ("qwen3_coder", "<function"),
-        ("deepseek_v3", "<｜tool▁call▁begin｜>"),
+        ("deepseek_v3", "<｜tool▁call▁begin"),
         ("olmo3", "clock() tells the time"),
         ("tool_code", "get_weather( ) does."),
         ("smollm3_python", "get_weather is one."),
@@ -141,3 +145,32 @@ def test_a_broken_call_after_another_is_read_from_its_beginning() -> None:
     events = parsed(parser("qwen3_coder"), list(text))
     names = [event.name for event in events if hasattr(event, "name")]
     assert (names, content_of(events)) == (["get_weather", "clock"], "")
+
+
+PIECES = [
+    *("{", "}", "[", "]", '"', ":", ", ", " ", "\n", "(", ")", "=", "\\", "; ", "x", "5", "null"),
+    *("<tool_call>\n", "\n</tool_call>", "<function=get_weather>\n", "</function>", "days="),
+    *("<parameter=city>\n", "\n</parameter>\n", '"name": ', '"arguments": ', '"tool_name": '),
+    *('"get_weather"', "get_weather", "clock", '{"city": 5}', "(city=5)", "(x=1)", "[TOOL_CALLS]"),
+    *("<function_calls>", "```tool_code\n", "<|tool_call|>", "<｜tool▁call▁begin｜>", "Action:"),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whatever_a_grammar_allows_its_calls_follow_their_schemas(name: str) -> None:
+    """Calls with parts that are added, taken away or repeated, with their marker and without."""
+    form, choose = TOOL_FORMATS[name], random.Random(name)
+    allowed = Allowed(name, must_call=False)
+    start, num_allowed = allowed.matcher(), 0
+    for number in range(60):
+        text = written(form, [WRONG if number % 3 else CALL], as_grammars_have_it(form))
+        text = text.removeprefix(form.open if number % 2 else "")
+        for _ in range(choose.randrange(4)):
+            at, kept = choose.randrange(len(text) + 1), choose.randrange(7)
+            text = text[:at] + choose.choice(PIECES) * (kept > 2) + text[at + 5 * (kept < 2) :]
+        tokens = allowed.tokenizer.tokenize_str(text, parse_special=True)
+        if start.deep_copy().consume_tokens([*tokens, EOS]):
+            num_allowed += 1
+            for function, arguments in calls_of(parsed(parser(name), [text])):
+                jsonschema.validate(arguments, SCHEMAS[function])
+    assert num_allowed > 5
