@@ -12,6 +12,6 @@ Entry points: `grammar_text` (structures.py), `check_grammar` (compiler.py), `Ma
 Read first: `structures.py`, `limits.py` (which grammars are too large, and why all processes
 agree), `masks.py` (masks of a step, and what happens when one is late).
 
-May import: `shared.text.markers`, `shared.model.added_tokens`, `base`, `settings`, `request`. Never
-torch: the router imports it.
+May import: `shared.text.markers`; `added_tokens`, `tokenizer_files` and `tokenizer_loading` of
+`shared.model`; `base`, `settings`, `request`. Never torch: the router imports it.
 """

@@ -8,11 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import tokenizers
+import msgspec
 from llguidance import LLTokenizer
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
-from pagewire.shared.model.added_tokens import load_tokenizer
+from pagewire.shared.model.added_tokens import AddedToken, read_further_tokens
+from pagewire.shared.model.tokenizer_files import TOKENIZER_FILE
 
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # an escape in JSON or in a regular expression
 
@@ -33,23 +34,47 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
     if not eos_token_ids:
         raise InvalidRequestError("structured output: the model has no end-of-sequence token")
     try:
-        text = _tokens_below(vocab_size, load_tokenizer(model).backend)
+        text = _tokenizer_text(model, vocab_size)
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-    except (ModelLoadError, ValueError) as exc:
+    except (ModelLoadError, OSError, ValueError, msgspec.DecodeError) as exc:
         raise InvalidRequestError(
             f"structured output: the model's tokenizer.json cannot be used for it: {exc}"
         ) from exc
 
 
-def _tokens_below(limit: int, backend: tokenizers.Tokenizer) -> str:
-    """Return a tokenizer in the form of tokenizer.json, without the tokens from an id on."""
-    text: str = backend.to_str()
-    if max(backend.get_vocab(with_added_tokens=True).values(), default=-1) < limit:
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[Any]  # a list is in the order of ids
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read of a tokenizer.json, a fortieth of its parsing."""
+
+    model: _Model
+    added_tokens: list[dict[str, Any]] = []
+
+
+def _tokenizer_text(model: Path, limit: int) -> str:
+    """Return a tokenizer.json that has all tokens that the model's files add below an id."""
+    text = (model / TOKENIZER_FILE).read_text(encoding="utf-8")
+    file = msgspec.json.decode(text, type=_TokenizerFile)
+    own = {each.get("id", 0): msgspec.convert(each, AddedToken) for each in file.added_tokens}
+    vocab = file.model.vocab
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    known = set(own.values())
+    is_complete = all(token in known for token in read_further_tokens(model, own).tokens)
+    if is_complete and max((*ids, *own), default=-1) < limit:
         return text
+    from pagewire.shared.model.tokenizer_loading import load_tokenizer  # takes half a second
+
+    return _tokens_below(limit, load_tokenizer(model).backend.to_str())
+
+
+def _tokens_below(limit: int, text: str) -> str:
+    """Return a tokenizer.json without the tokens from an id on."""
     content = json.loads(text)
     content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < limit]
     model: dict[str, Any] = content["model"]
-    if isinstance(model["vocab"], list):  # in the order of ids
+    if isinstance(model["vocab"], list):
         model["vocab"] = model["vocab"][:limit]
     else:
         model["vocab"] = {word: i for word, i in model["vocab"].items() if i < limit}

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer with all tokens that its files add.
+"""The tokens that a model's files add to those of its tokenizer.json, and the names of tokens.
 
 As with Hugging Face's code, tokens that tokenizer_config.json lists or names count although
 tokenizer.json lacks them, and its flags win. If it lists none, those of two older files count:
@@ -7,78 +7,64 @@ special_tokens_map.json and added_tokens.json.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tokenizers
-from tokenizers import AddedToken
+import msgspec
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.tokenizer_files import TOKENIZER_FILE, no_tokenizer, read_optional_json
+from pagewire.shared.model.tokenizer_files import read_optional_json
 
 CONFIG_FILE = "tokenizer_config.json"
 # The special tokens that all tokenizers have names for; a model's own may have more.
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _TYPE = {"__type": "AddedToken"}
 
 
-class LoadedTokenizer(NamedTuple):
-    """A tokenizer with all tokens that its files add.
+class AddedToken(msgspec.Struct, frozen=True):
+    """A token that is found in a text as a whole, as in the files.
+
+    Attributes:
+        normalized: found once the text is normalized; by default if it is not special.
+    """
+
+    content: str
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool | None = None
+    special: bool = False
+
+
+class FurtherTokens(NamedTuple):
+    """What the other files say.
 
     Attributes:
         config: of tokenizer_config.json; may be empty.
         names: the texts of special tokens that have a name, such as `bos_token`.
+        tokens: all tokens that are listed or named, in the order in which new ones get their ids.
     """
 
-    backend: tokenizers.Tokenizer
     config: dict[str, Any]
     names: dict[str, str]
+    tokens: list[AddedToken]
 
 
-def load_tokenizer(path: Path) -> LoadedTokenizer:
-    """Read the tokenizer of a model directory.
+def read_further_tokens(path: Path, own: Mapping[int, AddedToken]) -> FurtherTokens:
+    """Read the other files of a model directory.
+
+    Args:
+        path: the directory.
+        own: added tokens of tokenizer.json by their ids.
 
     Raises:
-        ModelLoadError: a file is missing or corrupt; the message says which and what to do.
+        ModelLoadError: a file is corrupt, or of another form; one line.
     """
-    file = path / TOKENIZER_FILE
-    if not file.is_file():
-        raise ModelLoadError(no_tokenizer(path))
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as exc:  # The library raises nothing more special.
-        reason = str(exc).splitlines()[0]
-        raise ModelLoadError(f"{file} is corrupt ({reason}): fetch the model again") from exc
     config = read_optional_json(path / CONFIG_FILE)
-    names = _add_tokens(backend, path, config)
-    backend.encode_special_tokens = config.get("split_special_tokens") is True
-    return LoadedTokenizer(backend, config, names)
-
-
-def end_token(path: Path) -> int | None:
-    """Return the token that a directory's tokenizer names as the end; None if there is none.
-
-    Raises:
-        ModelLoadError: as for `load_tokenizer`, but there may be no tokenizer.
-    """
-    if not (path / TOKENIZER_FILE).is_file():
-        return None
-    backend, _, names = load_tokenizer(path)
-    token_id: int | None = backend.token_to_id(names.get("eos_token", ""))
-    return token_id
-
-
-def _add_tokens(
-    backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]
-) -> dict[str, str]:
-    """Add what the other files list or name; returns the texts of named tokens.
-
-    A token that is in the vocabulary keeps its id; others get the next ones, in this order.
-    """
-    own = backend.get_added_tokens_decoder()
+    fields = config
     if (listed := config.get(_LISTED)) is not None:
         named, extra = _special_tokens(path, config, {})
         tokens = _listed_tokens(path / CONFIG_FILE, listed)
@@ -90,16 +76,19 @@ def _add_tokens(
         ids = read_optional_json(file).items()
         entries = {index: {"content": text, "special": text in special} for text, index in ids}
         tokens = {**_listed_tokens(file, entries), **own}
-        config = {**config, **older}
-    extra = extra or _tokens(path, _OLDER_EXTRA, config.get(_OLDER_EXTRA))
+        fields = {**config, **older}
+    extra = extra or _tokens(path, _OLDER_EXTRA, fields.get(_OLDER_EXTRA))
     further = [token for _, token in sorted(tokens.items())]
     known = {token.content for token in (*own.values(), *further)}
     further += [token for token in (*named.values(), *extra) if token.content not in known]
     names = {name: token.content for name, token in named.items()}
-    for token in further:
-        token.special = token.special or token.content in names.values()
-    backend.add_tokens(further)
-    return names
+    return FurtherTokens(config, names, [_complete(token, names) for token in further])
+
+
+def _complete(token: AddedToken, names: Mapping[str, str]) -> AddedToken:
+    special = token.special or token.content in names.values()
+    normalized = not special if token.normalized is None else token.normalized
+    return msgspec.structs.replace(token, special=special, normalized=normalized)
 
 
 def _older_names(path: Path) -> dict[str, Any]:
@@ -149,14 +138,13 @@ def _tokens(path: Path, name: str, values: Any) -> list[AddedToken]:
 def _token(path: Path, name: str, value: Any) -> AddedToken:
     if isinstance(value, str):
         return AddedToken(value, special=True)
-    content = value.get("content") if isinstance(value, dict) else None
-    if not isinstance(content, str):
+    try:
+        return msgspec.convert(value, AddedToken)
+    except msgspec.ValidationError as exc:
         raise ModelLoadError(
-            f"{path}: the token {name} must be a text or an object with a content, not "
+            f"{path}: the token {name} must be a text, or an object with a content and flags, not "
             f"{value!r:.80}"
-        )
-    flags = {flag: value[flag] for flag in _FLAGS if isinstance(value.get(flag), bool)}
-    return AddedToken(content, **flags)
+        ) from exc
 
 
 def _listed_tokens(file: Path, listed: Any) -> dict[int, AddedToken]:

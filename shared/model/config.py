@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.added_tokens import end_token
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
+from pagewire.shared.model.tokenizer_loading import end_token
 from pagewire.shared.model.transformers_model.config import (
     TransformersConfig,
     parse_config,

@@ -6,6 +6,6 @@ there), `chat_template.py`, `literals.py` (special tokens that messages spell ou
 `stop_strings.py` (finds a stop string, and holds back text that may begin one), `answer_text.py`
 (an answer: both, one after the other), `conversion.py` (makes a tokenizer.json of older forms).
 
-May import: `shared.model.added_tokens` and `tokenizer_files`, `base`, `settings`, `request`. Never
-torch: routers import it.
+May import: `tokenizer_files` and `tokenizer_loading` of `shared.model`, `base`, `settings`,
+`request`. Never torch: routers import it.
 """

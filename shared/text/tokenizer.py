@@ -16,8 +16,8 @@ from typing import Any
 import tokenizers
 
 from pagewire.shared.base.errors import InvalidRequestError, ModelLoadError
-from pagewire.shared.model.added_tokens import load_tokenizer
 from pagewire.shared.model.tokenizer_files import TOKENIZER_FILE, read_optional_json
+from pagewire.shared.model.tokenizer_loading import load_tokenizer
 from pagewire.shared.settings.types import SpecialTokens
 from pagewire.shared.text.chat_template import (
     ChatOptions,

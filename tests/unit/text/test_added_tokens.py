@@ -138,9 +138,9 @@ REFUSED: dict[str, tuple[Files, str]] = {
     ),
     "no content": (
         {CONFIG: {"added_tokens_decoder": {"1": {"special": True}}}},
-        "the token 1 must be a text or an object with a content",
+        "the token 1 must be a text, or an object with a content",
     ),
-    "a number": ({CONFIG: {"sep_token": 3}}, "the token sep_token must be a text or an object"),
+    "a number": ({CONFIG: {"sep_token": 3}}, "the token sep_token must be a text, or an object"),
     "extra": ({CONFIG: {"extra_special_tokens": "a"}}, "extra_special_tokens must be a list of"),
     "older": ({ADDED: {"a": "b"}}, "the added token 'b' must be an id with a content"),
 }
