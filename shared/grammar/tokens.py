@@ -47,7 +47,7 @@ class _Model(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """What is read of a tokenizer.json, a fortieth of its parsing."""
+    """What is read of a tokenizer.json here."""
 
     model: _Model
     added_tokens: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ def _tokenizer_text(model: Path, limit: int) -> str:
     is_complete = all(token in known for token in read_further_tokens(model, own).tokens)
     if is_complete and max((*ids, *own), default=-1) < limit:
         return text
-    from pagewire.shared.model.tokenizer_loading import load_tokenizer  # takes half a second
+    from pagewire.shared.model.tokenizer_loading import load_tokenizer  # slow to import
 
     return _tokens_below(limit, load_tokenizer(model).backend.to_str())
 
