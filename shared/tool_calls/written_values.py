@@ -9,8 +9,8 @@ any type, so it is text with these exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 
@@ -27,6 +27,8 @@ NULLS = ("null", "None")
 
 _MAX_DEPTH = 32  # of references and alternatives in one another
 _MAX_RULES = 64  # alternatives of one text
+# Keywords that say which values a schema allows, those with other schemas aside.
+_OWN = {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "not", "if"}
 _OTHERS: frozenset[OtherType] = frozenset(("null", "boolean", "number", "array", "object"))
 _BY_NAME: dict[str, OtherType] = {"integer": "number", **{name: name for name in _OTHERS}}
 _DAY = (
@@ -88,16 +90,27 @@ class ParameterForms(msgspec.Struct, frozen=True):
     """How the values of a function's parameters are written.
 
     Attributes:
-        named: by name.
+        forms: each way once, as many parameters may refer to one schema with many texts.
+        named: place of a parameter's form in `forms`, by the parameter's name.
         others: of all others.
     """
 
-    named: dict[str, ValueForm] = {}
+    forms: tuple[ValueForm, ...] = ()
+    named: dict[str, int] = {}
     others: ValueForm = ANY_VALUE
+
+    @classmethod
+    def by_name(cls, named: Mapping[str, ValueForm], others: ValueForm = ANY_VALUE) -> Self:
+        """Return the forms of parameters by their names."""
+        forms = {id(form): form for form in named.values()}
+        places = {key: place for place, key in enumerate(forms)}
+        kept = {name: places[id(form)] for name, form in named.items()}
+        return cls(tuple(forms.values()), kept, others)
 
     def of(self, name: str) -> ValueForm:
         """Return how the values of a parameter are written."""
-        return self.named.get(name, self.others)
+        place = self.named.get(name)
+        return self.others if place is None else self.forms[place]
 
 
 def parameter_forms(function: Function) -> ParameterForms:
@@ -109,7 +122,7 @@ def parameter_forms(function: Function) -> ParameterForms:
         return ParameterForms()
     named = {name: values.form(each) for name, each in shape.properties.items()}
     others = ANY_VALUE if shape.others is False else values.form(shape.others)
-    return ParameterForms(named, others)
+    return ParameterForms.by_name(named, others)
 
 
 class TextRule(NamedTuple):
@@ -147,6 +160,9 @@ class Allowed(NamedTuple):
         return any(rule.values is None for rule in self.texts)
 
 
+_ANY = Allowed()
+
+
 class Values:
     """Finds the values that the schemas of parameters allow.
 
@@ -158,9 +174,18 @@ class Values:
         self._references = references
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
         self._known: dict[str, Allowed | None] = {}
+        self._forms: dict[str, ValueForm] = {}
 
     def form(self, schema: Any) -> ValueForm:
         """Return how values that follow a schema are written."""
+        reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
+        if not isinstance(reference, str):
+            return self._form(schema)
+        if reference not in self._forms:
+            self._forms[reference] = self._form(schema)
+        return self._forms[reference]
+
+    def _form(self, schema: Any) -> ValueForm:
         try:
             found = self.of(schema)
         except ValueError:
@@ -210,6 +235,8 @@ class Values:
 
 def _own(schema: dict[str, Any]) -> Allowed:
     """Return the values that the keywords of a schema allow, its other schemas aside."""
+    if _OWN.isdisjoint(schema):
+        return _ANY
     kinds = schema.get("type")
     names = kinds if isinstance(kinds, list) else [kinds]
     others, has_texts = _OTHERS, True

@@ -53,6 +53,7 @@ class Parameters:
         self, prefix: str, schema: dict[str, Any], rules: LarkRules, lenient: bool = False
     ) -> None:
         self._prefix, self._rules, self._lenient = prefix, rules, lenient
+        self._texts: dict[tuple[TextRule, str], str] = {}
         self._shape = shape_of(schema, lenient)
         self._values, self._schemas = (
             Values(References(schema)),
@@ -104,13 +105,19 @@ class Parameters:
             not_first: characters of JSON with which they cannot begin.
             rule: name of the rule.
         """
+        if (text, not_first) not in self._texts:
+            self._texts[text, not_first] = self._new_text(text, not_first, rule)
+        return self._texts[text, not_first]
+
+    def _new_text(self, text: TextRule, not_first: str, rule: str) -> str:
         if text.unfollowed and not self._lenient:
             raise ValueError(
                 "grammars of this format of calls cannot express these keywords of a text: "
                 + ", ".join(dict.fromkeys(text.unfollowed))
             )
         if text.values is not None and text == TextRule(text.values):
-            return f"({' | '.join(_literal(each + _VALUE_END) for each in _written(text.values))})"
+            texts = " | ".join(_literal(each + _VALUE_END) for each in _written(text.values))
+            return self._rules.add_shared(rule, f"({texts})")
         name = f"{rule}[lazy]"
         return self._rules.add_shared(name, _expression(text, not_first)).removesuffix("[lazy]")
 
@@ -120,7 +127,7 @@ def _written(values: tuple[str, ...]) -> list[str]:
 
 
 def _can_be_written(text: TextRule) -> bool:
-    return text.values is None or bool(_written(text.values))
+    return text.values is None or any(PARAMETER_END not in each for each in text.values)
 
 
 def _expression(text: TextRule, not_first: str) -> str:

@@ -150,4 +150,4 @@ def forms_of(calls: Sequence[Call]) -> dict[str, ParameterForms] | None:
             form = TEXT if isinstance(value, str) else JSON
             if found.setdefault(name, {}).setdefault(key, form) != form:
                 return None
-    return {name: ParameterForms(each) for name, each in found.items()}
+    return {name: ParameterForms.by_name(each) for name, each in found.items()}

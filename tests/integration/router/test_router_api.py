@@ -352,7 +352,7 @@ def test_a_failure_in_mid_stream_is_an_event(redis_url):
 
 def test_a_bug_is_a_500_without_a_traceback(redis_url, monkeypatch, caplog):
     async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
-        def explode() -> None:
+        def explode(_owner: str) -> None:
             raise ZeroDivisionError("/secret/path")
 
         monkeypatch.setattr(router.service, "admit", explode)

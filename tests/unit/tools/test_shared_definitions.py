@@ -224,7 +224,8 @@ def test_how_arguments_are_written_is_found_through_references() -> None:
             "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]},
         },
     }
-    assert parameter_forms(Function("f", parameters=parameters)).named == {
+    forms = parameter_forms(Function("f", parameters=parameters))
+    assert {name: forms.of(name) for name in forms.named} == {
         "text": ValueForm(others=()),
         "json": ValueForm(any_text=False, others=("number",)),
         "both": ValueForm(others=("number",)),

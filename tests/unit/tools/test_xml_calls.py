@@ -56,7 +56,8 @@ def read(text: str, parts: list[str] | None = None) -> tuple[str, str]:
 
 
 def test_the_schema_says_what_is_text() -> None:
-    assert FORMS["f"].named == {
+    forms = FORMS["f"]
+    assert {name: forms.of(name) for name in forms.named} == {
         "text": ValueForm(others=()),
         "count": ValueForm(any_text=False, others=("number",)),
         "items": ValueForm(any_text=False, others=("array",)),
