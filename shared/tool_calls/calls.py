@@ -34,7 +34,6 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]*")
 _CALL_ID = re.compile(rf"[A-Za-z0-9_-]{{0,{MAX_CALL_ID}}}")
 # The beginning of a Python call's arguments, and a text that may become it.
 _KEYWORDS = re.compile(r"\(\s*(?:\)|[A-Za-z_][A-Za-z0-9_]*\s*=)")
-_ARGUMENT = re.compile(r"\(\s*[A-Za-z_][A-Za-z0-9_]*\s*=")
 _KEYWORDS_BEGIN = re.compile(r"\(\s*(?:[A-Za-z_][A-Za-z0-9_]*\s*)?\Z")
 _OBJECT = re.compile(r"\{")
 _SPACES = " \t\r\n"
@@ -185,14 +184,12 @@ class HeadedCall:
     Args:
         form: how the model writes calls.
         names: names of the functions that may be called.
-        needs_argument: `f()` is not a call.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], needs_argument: bool) -> None:
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self.name: str | None = None
         self.is_done = self.has_failed = False
         self._names, self._is_python = names, form.kind == "python"
-        self._keywords = _ARGUMENT if needs_argument else _KEYWORDS
         self._mark, self._id_mark = form.mark.strip(), form.id_mark
         self._scanner = ValueScanner(python=self._is_python, call=self._is_python)
 
@@ -235,7 +232,7 @@ class HeadedCall:
         if at == len(text):
             self.has_failed = not self._may_be(name, self._is_python)
             return None
-        begins = (self._keywords if self._is_python else _OBJECT).match(text, at)
+        begins = (_KEYWORDS if self._is_python else _OBJECT).match(text, at)
         if name in self._names and begins and begins.end() - start <= MAX_HEAD:
             return name, at
         may_begin = self._is_python and _KEYWORDS_BEGIN.match(text, at)
@@ -256,7 +253,7 @@ def make_reader(
     form: ToolFormat,
     names: Collection[str],
     forms: Mapping[str, ParameterForms],
-    is_unmarked: bool = False,
+    is_unopened: bool = False,
 ) -> CallReader:
     """Return a reader of one call.
 
@@ -264,13 +261,13 @@ def make_reader(
         form: how the model writes calls.
         names: names of the functions that may be called.
         forms: how the functions' arguments are written, for formats whose calls do not show it.
-        is_unmarked: nothing but the call itself says that it may be one.
+        is_unopened: nothing but the call itself says that it may be one.
     """
     if form.kind == "xml":
-        return XmlCall(names, forms)
+        return XmlCall(names, forms, is_unopened)
     if form.kind == "object":
         return ObjectCall(names)
-    return HeadedCall(form, names, is_unmarked)
+    return HeadedCall(form, names)
 
 
 def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:

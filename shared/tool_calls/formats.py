@@ -29,7 +29,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         open: text before each call, or before the list of calls; if empty, the answer begins with
             a call.
         other_opens: texts that models write instead of `open`, although their template has `open`.
-        unopened: how a call begins if a model forgets `open`, wherever it is in the answer.
+        unopened: how a call begins if a model forgets `open`, wherever it is in the answer; in XML,
+            a line ends after the name.
         may_open: text that an answer may begin with if `open` is empty.
         close: text after the call or list that `open` begins.
         is_list: all calls are in one list; otherwise each has its own `open` and `close`.
@@ -91,8 +92,12 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_begin_unopened(self) -> bool:
-        """Whether an answer that begins with a call without `open` is a call."""
-        return bool(self.open) and not self.unopened
+        """Whether an answer that begins with a call without `open` is a call.
+
+        Such a call has a mark that is a token. Without one, an answer in JSON or an explanation
+        of a function might be taken for a call.
+        """
+        return self.kind == "headed" and bool(self.open) and not self.unopened
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -35,11 +35,15 @@ MAX_CALLS = 32  # in one answer, so that a model that repeats itself ends
 _ANY_OBJECT = {"type": "object"}
 _SPACES, _SOME_SPACES = r"[ \t\r\n]*", r"[ \t\r\n]{0,16}"
 _PARTS = re.compile(r"\s+|[{\[:,]|[^\s{\[:,]+")
+_COLON, _PLAIN = rf"{_SPACES}:{_SPACES}", r"[^\[\]{}]*"
 # Beginnings of what parsers take for calls, in any order of keys and with any spaces.
 _CALLS: dict[CallKind, str] = {
-    "object": rf'\{{{{(?s:.*)"(name|function|tool_name)"{_SPACES}:{_SPACES}"({{names}})"',
-    "headed": rf"({{names}})(\[CALL_ID\][A-Za-z0-9_\-]*)?{_SPACES}\[ARGS\]",
-    "python": rf"({{names}}){_SPACES}\(",
+    "object": (
+        rf'\{{{_PLAIN}("function"{_COLON}\{{{_PLAIN}|"(arguments|parameters)"{_COLON}\{{(?s:.*))?'
+        rf'"(name|function|tool_name)"{_COLON}"(<names>)"'
+    ),
+    "headed": rf"(<names>)(\[CALL_ID\][A-Za-z0-9_\-]*)?{_SPACES}\[ARGS\]",
+    "python": rf"(<names>){_SPACES}\(",
 }
 
 
@@ -199,8 +203,9 @@ class _Grammar:
             head = self._head(function)
             if is_marker:
                 start = self._literal(head.removeprefix(begin))
-            else:  # with a name that is not a function's, it may be text
-                start = self._until(f"unopened_{index}", head)
+            else:  # with another name, or without the line's end, it may be text
+                start = f"unopened_{index}"
+                self._rules[f"{start}[lazy]"] = _text(quoted(head), self._not_text())
             found.append(f"{start} body_{index}")
         first = self._until("unopened", begin) if is_marker else ""
         return f"{first} ({' | '.join(found)}) {self._more_listed()}"
@@ -245,9 +250,7 @@ class _Grammar:
         if not self._form.open or self._form.may_begin_unopened:
             names = "|".join(quoted(function.name) for function in self._wanted.functions)
             before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
-            call = _CALLS[self._form.kind].format(names=names)
-            if self._form.kind == "python" and self._form.open:
-                call += rf"{_SPACES}[^ \t\r\n)]"  # `f()` may be text
+            call = _CALLS[self._form.kind].replace("<names>", names)
             found.append(f"{before}{call}")
         return found
 

@@ -4,9 +4,7 @@
 
 The events do not depend on how the text is split into chunks. If a call turns out not to be one
 before its arguments begin, all of its text is content. Spaces around calls are dropped. Models may
-forget the text before a call: a call at the beginning of an answer, or one that begins in a way
-that no text does, is a call nevertheless. Python's must have an argument: a text may begin with
-`f()`.
+forget the text before a call: a call that begins in a way that no text does is one nevertheless.
 """
 
 from __future__ import annotations
@@ -157,7 +155,7 @@ class ToolParser:
         at, text = min(found)
         self._let_through(at)
         if text == unopened:
-            self._begin_call()
+            self._begin_call(is_unopened=True)
         else:
             self._take_raw(len(text))
             self._begin_calls()
@@ -187,8 +185,8 @@ class ToolParser:
         if self._form.begin:
             self._state = "begin"
 
-    def _begin_call(self) -> None:
-        self._reader = make_reader(self._form, self._names, self._forms, self._is_unmarked)
+    def _begin_call(self, is_unopened: bool = False) -> None:
+        self._reader = make_reader(self._form, self._names, self._forms, is_unopened)
         self._state = "before" if self._before else "call"
 
     def _match_begin(self, text: str) -> bool:

@@ -37,12 +37,19 @@ class XmlCall:
     Args:
         names: names of the functions that may be called.
         forms: how the functions' arguments are written, by function.
+        is_unopened: nothing but the call itself says that it may be one, so a line must end after
+            the name: a text may mention `<function=f>`.
     """
 
-    def __init__(self, names: Collection[str], forms: Mapping[str, ParameterForms]) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        forms: Mapping[str, ParameterForms],
+        is_unopened: bool = False,
+    ) -> None:
         self.name: str | None = None
         self.is_done = self.has_failed = False
-        self._names, self._forms = names, forms
+        self._names, self._forms, self._is_unopened = names, forms, is_unopened
         self._state: Literal["next", "begin", "text", "whole", "json", "end"] = "next"
         self._buffer = ""  # text that was consumed but not parsed yet; short
         self._keys: set[str] = set()
@@ -87,6 +94,9 @@ class XmlCall:
         begin, name = text[: len(FUNCTION)], text[len(FUNCTION) :]
         end = name.find(">")
         if begin == FUNCTION and end >= 0 and name[:end] in self._names:
+            if self._is_unopened and not name.startswith("\n", end + 1):
+                self.has_failed = len(name) > end + 1
+                return 0
             self.name = name[:end]
             return len(FUNCTION) + end + 1
         could = FUNCTION.startswith(begin) and (
