@@ -243,7 +243,7 @@ async def store_at(url: str, max_bytes: int = 1 << 20) -> AsyncIterator[tuple[Re
         await client.aclose()
 
 
-@pytest.mark.parametrize("name", [f"{PREFIX}s", f"{PREFIX}b", f"{PREFIX}:{OTHER_ID}"])
+@pytest.mark.parametrize("name", [f"{PREFIX}s:alice", f"{PREFIX}b", f"{PREFIX}:{OTHER_ID}"])
 @pytest.mark.parametrize("kind", ["string", "number", "hash", "list", "set", "sorted set"])
 def test_keys_of_a_wrong_type_or_content_heal(any_redis_url: str, name: str, kind: str) -> None:
     async def scenario() -> None:
@@ -269,9 +269,9 @@ def test_keys_of_a_wrong_type_or_content_heal(any_redis_url: str, name: str, kin
             assert bytes((await store.get(OTHER_ID, "alice", None)).response) == b'{"a":1}'
             assert int(await client.hget(f"{PREFIX}b", "alice")) > 0
             size = await client.strlen(f"{PREFIX}:{OTHER_ID}")
-            assert await client.zscore(f"{PREFIX}s", f"{OTHER_ID} {size} alice")
-            await client.delete(f"{PREFIX}s", f"{PREFIX}b")
-            await client.set(f"{PREFIX}s", "x")
+            assert await client.zscore(f"{PREFIX}s:alice", f"{OTHER_ID} {size}")
+            await client.delete(f"{PREFIX}s:alice", f"{PREFIX}b")
+            await client.set(f"{PREFIX}s:alice", "x")
             await client.set(f"{PREFIX}b", "y")
             await store.remove(OTHER_ID, "alice")
             assert not await client.exists(f"{PREFIX}:{OTHER_ID}")
@@ -310,5 +310,21 @@ def test_a_large_response_of_a_new_holder_displaces_those_of_others(any_redis_ur
             await store.get(f"resp_{11:032x}", None, None)
             with pytest.raises(ResponseNotFoundError):
                 await store.get(f"resp_{0:032x}", None, None)
+
+    run_async(scenario())
+
+
+def test_planted_members_do_not_keep_a_script_running(any_redis_url: str) -> None:
+    async def scenario() -> None:
+        async with store_at(any_redis_url, 4000) as (store, client):
+            ends = 2**53
+            for holder, sizes in {"a": (2**63 - 1, 1), "b": (200, 2**63 - 200)}.items():
+                members = {f"m{number} {size}": ends for number, size in enumerate(sizes)}
+                await client.zadd(f"{PREFIX}s:{holder}", members)
+                await client.hset(f"{PREFIX}b", holder, sum(sizes) % 2**63)
+            for number in range(20):
+                holder = "abc"[number % 3]
+                assert await store.put(f"resp_{number:032x}", None, holder, b"{}", b"[]")
+            await store.get(f"resp_{19:032x}", None, None)
 
     run_async(scenario())

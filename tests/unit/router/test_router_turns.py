@@ -80,3 +80,18 @@ def test_whoever_is_cancelled_keeps_no_turn_and_no_place(is_granted: bool) -> No
         assert line.begun == ["a1", "c1", "d1"]
 
     run_async(scenario())
+
+
+def test_a_turn_is_not_given_to_a_task_that_has_just_been_cancelled() -> None:
+    async def scenario() -> None:
+        line = Line(1)
+        await line.push("a1")
+        (waiting,) = await line.push("b1")
+        waiting.cancel()  # it notices only when the loop comes to it
+        line.turns.end("a")
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+        await line.push("c1")
+        assert line.begun == ["a1", "c1"]
+
+    run_async(scenario())

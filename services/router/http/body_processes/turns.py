@@ -54,5 +54,9 @@ class Turns:
     def _grant(self) -> None:
         self._line.max_turns = self._max_each()
         while self._free and (turn := self._line.pop()) is not None:
+            owner, granted = turn
+            if granted.done():  # cancelled; `begin` has not gone on yet
+                self._line.end_turn(owner)
+                continue
             self._free -= 1
-            turn[1].set_result(None)
+            granted.set_result(None)

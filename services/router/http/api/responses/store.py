@@ -1,7 +1,8 @@
 """Responses that clients may continue: in Redis, for an hour, within a bound in bytes.
 
     pagewire:<tag>:r:<id>    a `StoredResponse` as JSON, with a seal
-    pagewire:<tag>:rs        sorted set: "<id> <bytes> <holder>" of each, by when it ends, ms
+    pagewire:<tag>:rs:<holder>
+                             sorted set: "<id> <bytes>" of a holder's, by when they end, ms
     pagewire:<tag>:rb        hash: bytes of each holder, and of all (the field "")
 
 Several routers share a store: any of them can continue a response of another. The store is in the
@@ -80,7 +81,7 @@ class ResponseStore:
         self._seal = RecordSeal(cluster_secret)
         tag = cluster_tag(cluster_secret)
         self._prefix = f"pagewire:{tag}:r:"
-        self._keys = (f"pagewire:{tag}:rs", f"pagewire:{tag}:rb")
+        self._sets, self._sums = f"pagewire:{tag}:rs:", f"pagewire:{tag}:rb"
         self._deleted: dict[str, None] = {}  # in the order of deletion
         self._logged: set[str] = set()
 
@@ -103,9 +104,9 @@ class ResponseStore:
             logger.info("a response of %d bytes is too large to be stored", len(value))
             return False
         bounds = self._max_bytes, holder, self._max_each
-        arguments = (self._prefix, response_id, value, TTL_S * 1000, *bounds)
+        arguments = (self._prefix, self._sets, response_id, value, TTL_S * 1000, *bounds)
         try:
-            return bool(await self._run(PUT, self._keys, *arguments))
+            return bool(await self._run(PUT, (self._sums,), *arguments))
         except StoreUnavailableError as exc:
             logger.warning("a response is not stored: %s", exc)
             return False
@@ -139,7 +140,8 @@ class ResponseStore:
             StoreUnavailableError: Redis does not answer.
         """
         stored = await self.get(response_id, owner, None)
-        await self._run(REMOVE, self._keys, self._prefix, response_id, stored.holder)
+        places = self._prefix, self._sets, response_id, stored.holder
+        await self._run(REMOVE, (self._sums,), *places)
         self._deleted[response_id] = None
         if len(self._deleted) > MAX_DELETED:
             del self._deleted[next(iter(self._deleted))]
