@@ -25,6 +25,7 @@ MAX_SHOWN_CHARS = 100
 # Name or address, and port, as they are in `Host` and in an origin.
 _AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]{2,45})\]|([a-z0-9._-]{1,255}?)\.?)(?::([0-9]{0,5}))?")
 _PORTS = {"http": "80", "https": "443"}
+_UNSPECIFIED = {"0.0.0.0", "::"}  # noqa: S104 - they lead to this machine, too, as servers print them
 # A browser asks before a POST of any other type. A type that cannot be read counts as none.
 _TYPES_OF_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 
@@ -74,7 +75,7 @@ class BrowserRules:
         if parts is None or len(hosts) > 1:
             return False
         name = parts[1] or parts[2]
-        return name in self._names or is_loopback(name)
+        return name in self._names or name in _UNSPECIFIED or is_loopback(name)
 
     def _are_allowed(self, origins: list[str], hosts: list[str]) -> bool:
         if "*" in self._origins:

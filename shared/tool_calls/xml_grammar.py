@@ -70,7 +70,8 @@ class Parameters:
             self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} {value}"
             parts.append(rule if name in shape.required else f"{rule}?")
         if shape.others is not False:
-            name = other_name(rf"{quoted(PARAMETER)}[^<>\s]{{1,64}}", ">\n", names)
+            tags = [PARAMETER + each for each in names]
+            name = other_name(rf"{quoted(PARAMETER)}[^<>\s]{{1,64}}", ">\n", tags)
             rule = self._rules.add_shared(f"{self._prefix}_OTHER".upper(), name)
             value = self._value(shape.others, f"{self._prefix}_other_value")
             parts.append(f"({rule} {value}){{0,{MAX_ARGUMENTS}}}")

@@ -59,6 +59,11 @@ ROOTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 40, "b": 1}, {"a": 60, "b": 1, "c": 1}],
     ),
     "open": ({**ONE, "additionalProperties": True}, [{"a": 10}, {"a": 10, "x": 1}], [{}, {"x": 1}]),
+    "open, and a listed one": (
+        {"properties": {"k": {"enum": ["x", "y"]}}, "additionalProperties": True},
+        [{}, {"k": "x"}, {"k": "x", "z": "k"}],
+        [{"k": "z"}, {"z": "k", "k": "z"}],
+    ),
     "open to numbers": (
         {**ONE, "additionalProperties": NUMBER},
         [{"a": 10, "x": 10, "y": 11}],

@@ -125,7 +125,7 @@ class BodyReader:
                 await turns.begin(owner)
                 reading = asyncio.get_running_loop().run_in_executor(threads, read)
                 # A thread cannot be interrupted, so the turn outlasts a request that is cancelled.
-                reading.add_done_callback(lambda _: turns.end(owner))
+                reading.add_done_callback(partial(_end, turns, owner))
                 return await asyncio.shield(reading)
         except TimeoutError as exc:
             raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
@@ -189,3 +189,10 @@ def _ended_by(process: ChildProcess, error: Exception) -> int | None:
     """Return the signal that has ended a process, if one has."""
     is_closed = isinstance(error, (ChannelError, ConnectionError))
     return process.killed_by() if is_closed else None
+
+
+def _end(turns: Turns, owner: str, reading: asyncio.Future[GenerationInput]) -> None:
+    """End a turn, also that of a client that has left: nobody else wants its error."""
+    turns.end(owner)
+    if not reading.cancelled():
+        reading.exception()
