@@ -3,7 +3,8 @@
     pagewire:<tag>:r:<id>    a `StoredResponse` as JSON, with a seal
     pagewire:<tag>:rs:<holder>
                              sorted set: "<id> <bytes>" of a holder's, by when they end, ms
-    pagewire:<tag>:rb        hash: bytes of each holder, and of all (the field "")
+    pagewire:<tag>:rb        sorted set: holders by bytes; those of all have the name ""
+    pagewire:<tag>:re        sorted set: holders by when their last response ends, ms
 
 Several routers share a store: any of them can continue a response of another. The store is in the
 cluster's Redis unless it has one of its own; its bound keeps it from displacing other data there.
@@ -14,7 +15,7 @@ needs a single read, however many turns came before.
 The seal (`record_seal.py`) covers the id, the owner, the response, the conversation before it and
 the time when it ends. A value without it counts as missing: someone who can only write to Redis
 can remove responses, but not change them, move them to another id or key, or bring them back after
-an hour. A deleted one that is put back counts as missing at the router that deleted it.
+an hour. They can put back one that was deleted, until its hour ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ logger = logging.getLogger(__name__)
 TTL_S = 3600
 TIMEOUT_S = 1.0
 CLOCKS_S = 300  # by which the clocks of two routers may differ
-MAX_DELETED = 10_000  # ids that a router remembers
 _MAX_LOGGED_IDS = 256
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
@@ -81,8 +81,8 @@ class ResponseStore:
         self._seal = RecordSeal(cluster_secret)
         tag = cluster_tag(cluster_secret)
         self._prefix = f"pagewire:{tag}:r:"
-        self._sets, self._sums = f"pagewire:{tag}:rs:", f"pagewire:{tag}:rb"
-        self._deleted: dict[str, None] = {}  # in the order of deletion
+        self._sets = f"pagewire:{tag}:rs:"
+        self._sums, self._ends = f"pagewire:{tag}:rb", f"pagewire:{tag}:re"
         self._logged: set[str] = set()
 
     async def put(
@@ -106,7 +106,7 @@ class ResponseStore:
         bounds = self._max_bytes, holder, self._max_each
         arguments = (self._prefix, self._sets, response_id, value, TTL_S * 1000, *bounds)
         try:
-            return bool(await self._run(PUT, (self._sums,), *arguments))
+            return bool(await self._run(PUT, (self._sums, self._ends), *arguments))
         except StoreUnavailableError as exc:
             logger.warning("a response is not stored: %s", exc)
             return False
@@ -123,7 +123,7 @@ class ResponseStore:
             ResponseNotFoundError: there is none that is this owner's.
             StoreUnavailableError: Redis does not answer.
         """
-        if not _ID.fullmatch(response_id) or response_id in self._deleted:
+        if not _ID.fullmatch(response_id):
             raise ResponseNotFoundError(response_id, param)
         name = self._prefix + response_id
         value = await self._run(GET, (name,), MAX_STORED_BYTES)
@@ -142,9 +142,6 @@ class ResponseStore:
         stored = await self.get(response_id, owner, None)
         places = self._prefix, self._sets, response_id, stored.holder
         await self._run(REMOVE, (self._sums,), *places)
-        self._deleted[response_id] = None
-        if len(self._deleted) > MAX_DELETED:
-            del self._deleted[next(iter(self._deleted))]
 
     def _opened(self, response_id: str, name: str, value: bytes) -> StoredResponse | None:
         """Return the response in a value; None if it has ended or is not the cluster's."""

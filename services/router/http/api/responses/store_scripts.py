@@ -1,23 +1,24 @@
 """Lua scripts of the store of responses: each is one step for Redis, whoever else writes.
 
 Keys of a wrong type are garbage: read as none, overwritten. Each step of a loop removes something,
-so none runs for ever, whatever Redis has.
+so none runs for ever, whatever Redis has. How long one takes does not grow with the number of
+holders, unless sums are lost or wrong.
 """
 
 from __future__ import annotations
 
-# Functions of both scripts that change the sums.
+# Functions of both scripts that change the sums; that of all holders has the name "".
 _SUMS = """
 local function held(whose)
-  local sum = redis.pcall('HGET', sums, whose)
+  local sum = redis.pcall('ZSCORE', sums, whose)
   return type(sum) == 'string' and tonumber(sum) or 0
 end
 local function change(whose, bytes)
   local sum = held(whose) + bytes
   if sum > 0 and sum < 2^53 then
-    redis.call('HSET', sums, whose, string.format('%.0f', sum))
+    redis.call('ZADD', sums, string.format('%.0f', sum), whose)
   else
-    redis.call('HDEL', sums, whose)
+    redis.call('ZREM', sums, whose)
   end
 end
 """
@@ -25,36 +26,54 @@ end
 # Store a value. Where there is no room, the oldest values of whoever has most bytes with the new
 # value are removed, or those of its holder where that one's bound is reached. Returns whether it is
 # stored.
-# KEYS: hash of sums. ARGV: prefix of values, of sets, id, value, TTL in ms, bound in bytes, holder,
-# its bound.
+# KEYS: sorted sets of holders, by bytes and by when their last value ends. ARGV: prefix of values,
+# of sets, id, value, TTL in ms, bound in bytes, holder, its bound.
 PUT = (
     """
-local sums, prefix, sets, id, value = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-local ttl, bound, holder, most = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+local sums, ends = KEYS[1], KEYS[2]
+local prefix, sets, id, value, ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local bound, holder, most = tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8])
+local own = sets .. holder
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 if #value > bound or #value > most then return 0 end
-for key, kind in pairs({[sums] = 'hash', [sets .. holder] = 'zset'}) do
-  if redis.call('TYPE', key).ok ~= kind then redis.call('DEL', key) end
+for _, key in ipairs({sums, ends, own}) do
+  if redis.call('TYPE', key).ok ~= 'zset' then redis.call('DEL', key) end
 end
 """
     + _SUMS
     + """
+local function sum_all()
+  local total, all = 0, redis.call('ZRANGE', sums, 0, -1, 'WITHSCORES')
+  for n = 1, #all, 2 do
+    local bytes = tonumber(all[n + 1])
+    if bytes and bytes > 0 and bytes <= bound and all[n] ~= '' then
+      total = total + bytes
+    else
+      redis.call('ZREM', sums, all[n])
+    end
+  end
+  change('', total)
+end
 local function remove(whose, size)
   size = math.min(size, held(whose))
   change(whose, -size)
   change('', -size)
+  if held('') == 0 then sum_all() end
+end
+local function forget(whose)
+  redis.call('DEL', sets .. whose)
+  redis.call('ZREM', ends, whose)
+  remove(whose, held(whose))
 end
 local function drop(whose, before)
-  local key = sets .. whose
-  local first = redis.pcall('ZRANGE', key, 0, 0, 'WITHSCORES')
+  local first = redis.pcall('ZRANGE', sets .. whose, 0, 0, 'WITHSCORES')
   if not first[1] then
-    redis.call('DEL', key)
-    remove(whose, held(whose))
+    forget(whose)
     return false
   end
   if before and tonumber(first[2]) > before then return false end
-  redis.call('ZREM', key, first[1])
+  redis.call('ZREM', sets .. whose, first[1])
   local name, size = string.match(first[1], '^(%S+) (%d+)$')
   if name then
     redis.call('DEL', prefix .. name)
@@ -62,59 +81,45 @@ local function drop(whose, before)
   end
   return true
 end
-local function holders()
-  local found, fields = {}, redis.call('HGETALL', sums)
-  for n = 1, #fields, 2 do
-    local whose, bytes = fields[n], tonumber(fields[n + 1])
-    if whose ~= '' and bytes and bytes > 0 and bytes <= bound then
-      found[whose] = bytes
-    elseif whose ~= '' then
-      redis.call('HDEL', sums, whose)
-    end
-  end
-  return found
+local function largest()
+  local top = redis.call('ZREVRANGE', sums, 0, 1)
+  local found = top[1] == '' and top[2] or top[1]
+  local with_value = held(holder) > 0 and held(holder) + #value or 0
+  return found and with_value > held(found) and holder or found
 end
-local function sum_all()
-  redis.call('HDEL', sums, '')
-  for _, bytes in pairs(holders()) do change('', bytes) end
-end
-if not (held('') > 0 and held('') <= bound and held(holder) >= 0 and held(holder) <= bound) then
-  sum_all()
-end
-if held(holder) == 0 then -- Redis may remove any key where its memory is full
-  for _, member in ipairs(redis.call('ZRANGE', sets .. holder, 0, -1)) do
+if not (held('') > 0 and held('') <= bound) then sum_all() end
+if held(holder) <= 0 or held(holder) > bound then -- Redis may remove any key if its memory is full
+  redis.call('ZREM', sums, holder)
+  local members = redis.call('ZRANGE', own, 0, -1)
+  for _, member in ipairs(members) do
     local name, size = string.match(member, '^(%S+) (%d+)$')
     if name and tonumber(size) <= bound then
       change(holder, tonumber(size))
-      change('', tonumber(size))
     else
-      redis.call('ZREM', sets .. holder, member)
+      redis.call('ZREM', own, member)
     end
   end
+  if #members > 0 then sum_all() end
+end
+for _, whose in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 100)) do
+  forget(whose)
 end
 while drop(holder, now) do end
 while held(holder) + #value > most and drop(holder) do end
-if held('') + #value > bound then
-  for whose in pairs(holders()) do
-    while drop(whose, now) do end
-  end
-  sum_all()
-end
 while held('') + #value > bound do
-  local largest, size = nil, 0
-  for whose, bytes in pairs(holders()) do
-    if whose == holder then bytes = bytes + #value end
-    if bytes > size then largest, size = whose, bytes end
+  local whose = largest()
+  if not whose then
+    redis.call('DEL', sums)
+    break
   end
-  if not largest then sum_all() break end
-  while held('') + #value > bound and drop(largest) do end
+  drop(whose)
 end
 redis.call('SET', prefix .. id, value, 'PX', ttl)
-redis.call('ZADD', sets .. holder, now + ttl, id .. ' ' .. #value)
+redis.call('ZADD', own, now + ttl, id .. ' ' .. #value)
+redis.call('ZADD', ends, now + ttl, holder)
 change(holder, #value)
 change('', #value)
-redis.call('PEXPIRE', sums, ttl)
-redis.call('PEXPIRE', sets .. holder, ttl)
+for _, key in ipairs({sums, ends, own}) do redis.call('PEXPIRE', key, ttl) end
 return 1
 """
 )
@@ -126,7 +131,8 @@ local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
 return type(value) == 'string' and value or 'of a wrong type'
 """
 
-# Remove a value. KEYS: hash of sums. ARGV: prefix of values, of sets, id, holder.
+# Remove a value.
+# KEYS: sorted set of holders, by bytes. ARGV: prefix of values, of sets, id, holder.
 REMOVE = (
     """
 local sums, key, whose = KEYS[1], ARGV[1] .. ARGV[3], ARGV[4]
