@@ -8,14 +8,15 @@ def has_room(bound: int, own: int, total: int) -> bool:
 
     Each owner may hold as many as are left of twice the bound. Alone that is the bound. An owner
     that comes when another one holds all of it finds half of the bound, the next one a quarter, and
-    so on: none of them can keep the next one out. All together hold less than twice the bound.
+    so on. When nothing is left, owners that hold nothing still get one each, so that a few large
+    ones keep nobody out. All together hold at most three times the bound.
 
     Args:
         bound: what an owner may hold alone.
         own: what the owner would hold.
         total: what all owners would hold, this one included.
     """
-    return own + total <= 2 * bound
+    return own + total <= 2 * bound or (own == 1 and total <= 3 * bound)
 
 
 def divided(bound: int, parts: int) -> int:

@@ -24,12 +24,18 @@ def test_a_lone_owner_gets_all_and_those_that_come_find_half_of_the_rest() -> No
     assert take_all(1024, 6) == [1024, 512, 256, 128, 64, 32]
 
 
-@given(st.integers(0, 300), st.integers(1, 12))
-def test_all_together_hold_less_than_twice_the_bound(bound: int, owners: int) -> None:
+@given(st.integers(0, 300), st.integers(1, 400))
+def test_all_together_hold_at_most_three_times_the_bound(bound: int, owners: int) -> None:
     held = take_all(bound, owners)
     assert held[0] == bound
-    assert sum(held) < 2 * bound or bound == 0
+    assert sum(held) <= 3 * bound
     assert held == sorted(held, reverse=True)
+
+
+@pytest.mark.parametrize("bound", [1, 2, 16, 1024])
+def test_as_many_owners_as_the_bound_get_something_once_others_hold_twice_that(bound: int) -> None:
+    held = take_all(bound, bound + 12)
+    assert 0 not in held[:bound]
 
 
 @pytest.mark.parametrize(
