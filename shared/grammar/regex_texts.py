@@ -6,7 +6,7 @@ import re
 
 # As in the patterns of JSON schemas, and as vLLM's default backend has them. In Rust's syntax these
 # classes may also be within another one.
-_ASCII = {
+ASCII = {
     r"\d": "[0-9]",
     r"\D": "[^0-9]",
     r"\w": "[0-9A-Za-z_]",
@@ -19,4 +19,4 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 def in_ascii(regex: str) -> str:
     r"""Return a regular expression in which \d, \w and \s stand for characters of ASCII alone."""
-    return _ESCAPE.sub(lambda found: _ASCII.get(found[0], found[0]), regex)
+    return _ESCAPE.sub(lambda found: ASCII.get(found[0], found[0]), regex)

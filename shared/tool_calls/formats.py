@@ -91,15 +91,6 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(text.strip() for text in (self.open, *self.other_opens) if text)
 
     @property
-    def may_begin_unopened(self) -> bool:
-        """Whether an answer that begins with a call without `open` is a call.
-
-        Such a call has a mark that is a token. Without one, an answer in JSON or an explanation
-        of a function might be taken for a call.
-        """
-        return self.kind == "headed" and bool(self.open) and not self.unopened
-
-    @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be special tokens of a tokenizer, which text does not show by default."""
         texts = (

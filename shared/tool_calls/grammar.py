@@ -25,7 +25,7 @@ from pagewire.shared.tool_calls.argument_grammar import (
     schema_problems,
 )
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ID_PLACE, CallKind, ToolFormat
+from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END
 from pagewire.shared.tool_calls.xml_grammar import Parameters
@@ -37,12 +37,11 @@ _SPACES, _SOME_SPACES = r"[ \t\r\n]*", r"[ \t\r\n]{0,16}"
 _PARTS = re.compile(r"\s+|[{\[:,]|[^\s{\[:,]+")
 _COLON, _PLAIN = rf"{_SPACES}:{_SPACES}", r"[^\[\]{}]*"
 # Beginnings of what parsers take for calls, in any order of keys and with any spaces.
-_CALLS: dict[CallKind, str] = {
+_CALLS = {
     "object": (
         rf'\{{{_PLAIN}("function"{_COLON}\{{{_PLAIN}|"(arguments|parameters)"{_COLON}\{{(?s:.*))?'
         rf'"(name|function|tool_name)"{_COLON}"(<names>)"'
     ),
-    "headed": rf"(<names>)(\[CALL_ID\][A-Za-z0-9_\-]*)?{_SPACES}\[ARGS\]",
     "python": rf"(<names>){_SPACES}\(",
 }
 
@@ -177,9 +176,7 @@ class _Grammar:
             closed = f"{self._literal(form.separator + form.open)} closed"
             rest = f"({self._literal(form.close)})? {self._repeated(closed)}"
             found = [f"{trigger} closed {self._repeated(closed)}"]
-        if form.may_begin_unopened:
-            found.append(f"{self._unopened()} {rest}")
-        elif form.unopened:
+        if form.unopened:
             found.append(f"{self._unopened_later()} {rest}")
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
@@ -216,8 +213,6 @@ class _Grammar:
         It is one terminal with any spaces: a text that begins like the call must not fit better.
         """
         form = self._form
-        if form.kind == "headed":  # its mark is a token, which no text has
-            return self._literal(name)
         if form.kind == "python":
             return regex(f"{_loose(form.begin)}{quoted(name)}{_SOME_SPACES}\\(")
         before, after = form.shape.partition("<arguments>")[0].split("<name>")
@@ -247,7 +242,7 @@ class _Grammar:
         found, form, begin = [], self._reasoning, self._form.begin
         if form is not None and self._begins != "inside" and form.open not in self._markers.ids:
             found.append(quoted(form.open))
-        if not self._form.open or self._form.may_begin_unopened:
+        if not self._form.open:
             names = "|".join(quoted(function.name) for function in self._wanted.functions)
             before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
             call = _CALLS[self._form.kind].replace("<names>", names)

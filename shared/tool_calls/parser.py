@@ -67,16 +67,12 @@ class ToolParser:
         # The end of the calls. If a list has its own end, `close` comes after that.
         self._end = form.end.strip() if form.is_list and form.end else self._close
         self._state: _State = "text" if self._opens else "open"
-        self._is_unmarked = False  # nothing but the call itself says that it may be one
         # Text without events yet, in order. Only the buffer, which is short, is parsed again.
         self._raw: list[str] = []  # perhaps the beginning of a call; else content
         self._spaces: list[str] = []  # dropped if a call is next to them
         self._buffer = ""  # text that is not parsed yet
         self._reader = make_reader(form, names, self._forms)
         self._events: list[ToolEvent] = []
-        if form.may_begin_unopened:
-            self._is_unmarked = True
-            self._begin_calls()
 
     def push(self, text: str) -> list[ToolEvent]:
         """Add text; return the events that are certain."""
@@ -95,8 +91,7 @@ class ToolParser:
         """
         rest = "".join((*self._raw, *self._spaces, self._buffer))
         is_text = not (self.num_calls and (not rest.strip() or self._is_part_of_close(rest)))
-        is_marked = self._opens and self._state != "text" and not self._is_unmarked
-        if is_cut and (self.num_calls or is_marked):
+        if is_cut and (self.num_calls or (self._opens and self._state != "text")):
             is_text = False
         if self._state == "call" and self._reader.name is not None:
             if held := self._reader.held:  # the answer was cut within a number or an escape
@@ -221,7 +216,7 @@ class ToolParser:
         part, taken = reader.push(self._buffer)
         self._take_raw(taken)
         if reader.name is not None:
-            self._raw, self._is_unmarked = [], False
+            self._raw = []
             if not had_begun:
                 self.num_calls += 1
                 self._emit(CallBegin(self.num_calls - 1, self._new_id(), reader.name))
@@ -284,11 +279,8 @@ class ToolParser:
 
     def _give_up(self) -> None:
         """Emit the text of something that is not a call as content, and continue after it."""
-        text, self._raw = "".join(self._raw), []
-        if self._is_unmarked:  # a marker may be in it
-            self._buffer, self._is_unmarked = text + self._held_spaces() + self._buffer, False
-        else:
-            self._content(text)
+        self._content("".join(self._raw))
+        self._raw = []
         self._state = self._outside
         unopened = self._form.unopened
         if unopened and self._reader.name is None and self._buffer.startswith(unopened):

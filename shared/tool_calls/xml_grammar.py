@@ -8,6 +8,7 @@ from typing import Any
 
 from pagewire.shared.grammar.lark_rules import LarkRules
 from pagewire.shared.grammar.references import References
+from pagewire.shared.grammar.regex_texts import ASCII
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
 from pagewire.shared.tool_calls.argument_grammar import (
     MAX_ARGUMENTS,
@@ -24,12 +25,8 @@ from pagewire.shared.tool_calls.xml_calls import PARAMETER, PARAMETER_END
 _PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
 # Parts of patterns that are written in another way: those that Lark escapes, and classes that have
 # only ASCII characters, as in ECMAScript and in JSON here. Rust's have those of all of Unicode.
-_WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"} | {
-    r"\d": "[0-9]",
-    r"\D": "[^0-9]",
-    r"\w": "[0-9A-Za-z_]",
-    r"\W": "[^0-9A-Za-z_]",
-}
+_WRITTEN = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+_WRITTEN |= {each: ASCII[each] for each in (r"\d", r"\D", r"\w", r"\W")}
 _NAME = re.compile(r"[^<>\s]{1,256}")
 _VALUE_END = f"\n{PARAMETER_END}\n"
 _ANY_TEXT = TextRule()

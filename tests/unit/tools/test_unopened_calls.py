@@ -22,7 +22,6 @@ from pagewire.tests.support.tool_answers import (
 )
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, FORMATS, FUNCTIONS, Allowed
 
-BEGINS = sorted(name for name, form in TOOL_FORMATS.items() if form.may_begin_unopened)
 ANYWHERE = sorted(name for name, form in TOOL_FORMATS.items() if form.unopened)
 SCHEMAS = {function.name: function.schema for function in FUNCTIONS}
 CALL: Any = ("get_weather", {"city": "Oslo", "days": 3})
@@ -34,7 +33,7 @@ def unopened(name: str, calls: list[Any]) -> str:
     return written(form, calls, as_grammars_have_it(form)).removeprefix(form.open)
 
 
-@pytest.mark.parametrize("name", [*BEGINS, *ANYWHERE])
+@pytest.mark.parametrize("name", ANYWHERE)
 @settings(max_examples=20)
 @given(data=st.data())
 def test_they_are_calls(data: st.DataObject, name: str) -> None:
@@ -58,15 +57,14 @@ def test_and_after_text_where_no_text_begins_like_them(data: st.DataObject, name
     assert (calls_of(events), content_of(events)) == ([CALL] * 2, "I look.")
 
 
-@pytest.mark.parametrize("name", [*BEGINS, *ANYWHERE])
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_the_grammar_holds_them_to_the_schema(name: str) -> None:
-    tokens = "all" if name == "mistral_args" else "text"
-    allowed = Allowed(name, must_call=False, tokens=tokens)
+    allowed = Allowed(name, must_call=False)
     right, wrong = unopened(name, [CALL]), unopened(name, [WRONG])
-    for before in ("", "I look. ") if name in ANYWHERE else ("",):
+    for before in ("", "I look. "):
         assert allowed.allows(before + right)
         assert not allowed.allows(before + wrong)
-    assert not Allowed(name, must_call=True, tokens=tokens).allows(right)
+    assert not Allowed(name, must_call=True).allows(right)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,6 @@ def test_the_grammar_holds_them_to_the_schema(name: str) -> None:
         ("llama3_json", '{"id": 1, "function" : "clock", "parameters": {"x": 1}}'),
         ("pythonic", "[get_weather (city=5)]"),
         ("pythonic", "[ clock( x=1)]"),
-        ("mistral_args", 'clock [ARGS]{"x": 1}'),
         ("deepseek_v31", '<｜tool▁call▁begin｜> clock<｜tool▁sep｜>{"x": 1}<｜tool▁call▁end｜>'),
     ],
 )
@@ -111,6 +108,7 @@ def test_no_spelling_of_a_call_escapes_the_grammar(name: str, text: str) -> None
         ("mistral", "[TOOL_CALLS are special]"),
         ("granite", "[1, 2]"),
         ("mistral_args", "get_weather tells the weather"),
+        ("mistral_args", 'clock [ARGS]{"x": 1}'),
         ("qwen3_coder", "A call begins with <function=NAME>, as in <function=other>\n."),
         ("qwen3_coder", "<function"),
         ("qwen3_coder", "To call it, write `<function=clock>` and its parameters."),
@@ -132,7 +130,7 @@ def test_what_only_resembles_them_is_text(data: st.DataObject, name: str, text: 
         assert Allowed(name, must_call=False).allows(text)
 
 
-@pytest.mark.parametrize("name", [*BEGINS, *ANYWHERE])
+@pytest.mark.parametrize("name", ANYWHERE)
 def test_what_is_cut_before_the_arguments(name: str) -> None:
     """It is content if it could have become text, and is dropped after a certain beginning."""
     form, text = TOOL_FORMATS[name], unopened(name, [CALL])
