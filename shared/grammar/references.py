@@ -18,6 +18,7 @@ _SCHEMAS = (
 )
 _MAX_STEPS = 64  # of references that each lead to the next one
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
+_HAVING = {*_SCHEMAS, *_BY_NAME}
 
 
 class References:
@@ -91,14 +92,16 @@ def _nowhere(reference: str) -> str:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Return a schema and each schema in it."""
+    """Return a schema and each schema in it that has keywords."""
     waiting = [schema]
     while waiting:
         match waiting.pop():
             case list() as each:
                 waiting += each
-            case dict() as part:
+            case dict() as part if part:
                 yield part
+                if _HAVING.isdisjoint(part):
+                    continue
                 waiting += [part[key] for key in _SCHEMAS if key in part]
                 for key in _BY_NAME:
                     inner = part.get(key)

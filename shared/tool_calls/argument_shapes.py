@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import without_nulls
 
@@ -64,14 +66,19 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
     return found._replace(properties=properties, required=found.required & properties.keys())
 
 
+_ANY = Shape({}, set(), True)
+
+
 class _Shapes:
     def __init__(self, references: References, lenient: bool) -> None:
         self._references, self._lenient = references, lenient
         self._num_parts = 0
+        self._seen: set[int] = set()  # ids of parts, all of which the document keeps
 
     def of(self, schema: Any) -> Shape:
-        if not isinstance(schema, dict):
-            return Shape({}, set(), schema is not False)
+        if not isinstance(schema, dict) or id(schema) in self._seen:  # the same again adds nothing
+            return _ANY if schema is not False else Shape({}, set(), False)
+        self._seen.add(id(schema))
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
             raise ValueError(f"its root refers to more than {_MAX_PARTS} schemas")
@@ -113,12 +120,29 @@ class _Shapes:
 
 def _both(one: Shape, other: Shape) -> Shape:
     """Return the arguments that both allow."""
-    names = dict.fromkeys((*one.properties, *other.properties))
+    if _ANY in (one, other):
+        return other if one == _ANY else one
+    properties: dict[str, Any] = {}
+    known: dict[tuple[bytes | int, bytes | int], Any] = {}
+    for name in dict.fromkeys((*one.properties, *other.properties)):
+        schemas = one.schema_of(name), other.schema_of(name)
+        if schemas[0] is schemas[1]:
+            properties[name] = schemas[0]
+            continue
+        key = _key(schemas[0], one.others), _key(schemas[1], other.others)
+        if key not in known:
+            known[key] = _all_of(*schemas)
+        properties[name] = known[key]
     return Shape(
-        {name: _all_of(one.schema_of(name), other.schema_of(name)) for name in names},
+        properties,
         one.required | other.required,
         _all_of(one.others, other.others),
     )
+
+
+def _key(schema: Any, others: Any) -> bytes | int:
+    """Return what equal schemas have in common; that of all others may be large and come often."""
+    return id(others) if schema is others else msgspec.json.encode(schema)
 
 
 def _all_of(one: Any, other: Any) -> Any:

@@ -44,6 +44,8 @@ class ValueSchemas:
         self._keys: dict[str, str] = {}  # of definitions, by the references to them
         self._definitions: dict[str, _Part] = {}  # by the references to them
         self._names: dict[str, str] = {}  # of rules, by their schemas without definitions
+        # Schemas and the names of their rules, by the schemas' ids.
+        self._known: dict[int, tuple[Any, str]] = {}
 
     def add(self, name: str, schema: Any) -> str:
         """Add the rule of values that follow a schema; return its name, which may be another one.
@@ -56,6 +58,11 @@ class ValueSchemas:
             ValueError: the schema has numbers that no grammar can express, is nested too deeply,
                 has a text that UTF-8 cannot encode, or makes the grammar too large.
         """
+        if id(schema) not in self._known:
+            self._known[id(schema)] = schema, self._add(name, schema)
+        return self._known[id(schema)][1]
+
+    def _add(self, name: str, schema: Any) -> str:
         schema = schema if isinstance(schema, dict) else {}
         try:
             return self._add_part(name, schema)

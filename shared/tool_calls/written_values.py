@@ -10,6 +10,7 @@ any type, so it is text with these exceptions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
@@ -29,6 +30,7 @@ _MAX_DEPTH = 32  # of references and alternatives in one another
 _MAX_RULES = 64  # alternatives of one text
 # Keywords that say which values a schema allows, those with other schemas aside.
 _OWN = {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "not", "if"}
+_READ = {*_OWN, "$ref", "allOf", "anyOf", "oneOf", "nullable"}
 _OTHERS: frozenset[OtherType] = frozenset(("null", "boolean", "number", "array", "object"))
 _BY_NAME: dict[str, OtherType] = {"integer": "number", **{name: name for name in _OTHERS}}
 _DAY = (
@@ -166,6 +168,9 @@ _ANY = Allowed()
 class Values:
     """Finds the values that the schemas of parameters allow.
 
+    What it has found it remembers, so that many parameters with one long enum cost little more than
+    one. Equal results are the same object, whose id stands for it.
+
     Args:
         references: into the function's whole schema.
     """
@@ -174,25 +179,24 @@ class Values:
         self._references = references
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
         self._known: dict[str, Allowed | None] = {}
-        self._forms: dict[str, ValueForm] = {}
+        self._num_open = 0  # references that are being read
+        self._found: dict[Allowed, Allowed] = {_ANY: _ANY}
+        self._of_schemas: dict[int, tuple[Any, Allowed]] = {}  # with the schema, which keeps its id
+        self._of_parts: dict[tuple[int | str, ...], Allowed] = {}
+        self._forms: dict[int, ValueForm] = {}
 
     def form(self, schema: Any) -> ValueForm:
         """Return how values that follow a schema are written."""
-        reference = schema.get("$ref") if isinstance(schema, dict) and len(schema) == 1 else None
-        if not isinstance(reference, str):
-            return self._form(schema)
-        if reference not in self._forms:
-            self._forms[reference] = self._form(schema)
-        return self._forms[reference]
-
-    def _form(self, schema: Any) -> ValueForm:
         try:
             found = self.of(schema)
         except ValueError:
             return ANY_VALUE
-        texts = (each for rule in found.texts for each in rule.values or ())
-        others: list[OtherType] = sorted(found.others)
-        return ValueForm(found.any_text, tuple(dict.fromkeys(texts)), tuple(others))
+        if id(found) not in self._forms:
+            texts = (each for rule in found.texts for each in rule.values or ())
+            others: list[OtherType] = sorted(found.others)
+            form = ValueForm(found.any_text, tuple(dict.fromkeys(texts)), tuple(others))
+            self._forms[id(found)] = form
+        return self._forms[id(found)]
 
     def of(self, schema: Any, depth: int = 0) -> Allowed:
         """Return the values that a schema allows.
@@ -202,35 +206,62 @@ class Values:
                 reference that leads nowhere.
         """
         if not isinstance(schema, dict):
-            return Allowed((), frozenset()) if schema is False else Allowed()
+            return self._same(Allowed((), frozenset())) if schema is False else _ANY
+        if _READ.isdisjoint(schema):
+            return _ANY
+        if id(schema) in self._of_schemas:
+            return self._of_schemas[id(schema)][1]
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deeply")
+        found = self._read(schema, depth)
+        if not self._num_open:  # else it may lack what is not read yet
+            self._of_schemas[id(schema)] = schema, found
+        return found
+
+    def _same(self, found: Allowed) -> Allowed:
+        return self._found.setdefault(found, found)
+
+    def _read(self, schema: dict[str, Any], depth: int) -> Allowed:
         if own := {key: schema[key] for key in DEFINITIONS if key in schema and not depth}:
             kept = {key: value for key, value in schema.items() if key not in own}
-            return Values(self._references.inside(own)).of(kept)
+            return self._same(Values(self._references.inside(own)).of(kept))
         schema = with_null(without_nulls(schema))
-        found = _own(schema)
+        found = self._same(_own(schema))
         if isinstance(reference := schema.get("$ref"), str):
-            found = _both(found, self._referred(reference, depth + 1))
+            found = self._both(found, self._referred(reference, depth + 1))
         parts = schema.get("allOf")
         for part in parts if isinstance(parts, list) else ():
-            found = _both(found, self.of(part, depth + 1))
-        for key in ("anyOf", "oneOf"):
-            parts = schema.get(key)
+            found = self._both(found, self.of(part, depth + 1))
+        for name in ("anyOf", "oneOf"):
+            parts = schema.get(name)
             if isinstance(parts, list):
-                either = _either([self.of(part, depth + 1) for part in parts], key == "oneOf")
-                found = _both(found, either)
+                several = [self.of(part, depth + 1) for part in parts]
+                key = (name, *map(id, several))
+                if key not in self._of_parts:
+                    self._of_parts[key] = self._same(_either(several, name == "oneOf"))
+                found = self._both(found, self._of_parts[key])
         return found
+
+    def _both(self, one: Allowed, other: Allowed) -> Allowed:
+        if one is _ANY or other is _ANY:
+            return other if one is _ANY else one
+        key = id(one), id(other)
+        if key not in self._of_parts:
+            self._of_parts[key] = self._same(_both(one, other))
+        return self._of_parts[key]
 
     def _referred(self, reference: str, depth: int) -> Allowed:
         if reference not in self._known:
             self._known[reference] = None
+            self._num_open += 1
             try:
                 self._known[reference] = self.of(self._references.find(reference), depth)
             except (LookupError, ValueError) as exc:
                 del self._known[reference]
                 raise ValueError(exc.args[0]) from None
-        return self._known[reference] or Allowed((), frozenset())
+            finally:
+                self._num_open -= 1
+        return self._known[reference] or self._same(Allowed((), frozenset()))
 
 
 def _own(schema: dict[str, Any]) -> Allowed:
@@ -295,12 +326,24 @@ def _fitting(rule: TextRule) -> TextRule:
     """Return a rule whose listed texts have the right length."""
     if rule.values is None or not (rule.least or rule.most is not None):
         return rule
+    least, most = _lengths(rule.values)
+    if rule.least <= least and (rule.most is None or rule.most >= most):
+        return rule._replace(least=0, most=None)
+    if rule.least > most:
+        return rule._replace(values=(), least=0, most=None)
     kept = (
         each
         for each in rule.values
         if rule.least <= len(each) and (rule.most is None or len(each) <= rule.most)
     )
     return rule._replace(values=tuple(kept), least=0, most=None)
+
+
+@lru_cache(maxsize=4)
+def _lengths(values: tuple[str, ...]) -> tuple[int, int]:
+    """Return the least and the greatest length of texts."""
+    lengths = [len(each) for each in values]
+    return min(lengths, default=0), max(lengths, default=0)
 
 
 def _both(one: Allowed, other: Allowed) -> Allowed:

@@ -50,7 +50,9 @@ class Parameters:
         self, prefix: str, schema: dict[str, Any], rules: LarkRules, lenient: bool = False
     ) -> None:
         self._prefix, self._rules, self._lenient = prefix, rules, lenient
-        self._texts: dict[tuple[TextRule, str], str] = {}
+        # Expressions of texts, by the ids of their rules, which the values keep.
+        self._texts: dict[tuple[int, str], str] = {}
+        self._known: dict[int, str] = {}  # expressions of values, by the ids of their schemas
         self._shape = shape_of(schema, lenient)
         self._values, self._schemas = (
             Values(References(schema)),
@@ -76,6 +78,11 @@ class Parameters:
 
     def _value(self, schema: Any, rule: str) -> str:
         """Add the rules of a value; return the expression of the value and its end tag."""
+        if id(schema) not in self._known:  # the shape keeps the schema
+            self._known[id(schema)] = self._new_value(schema, rule)
+        return self._known[id(schema)]
+
+    def _new_value(self, schema: Any, rule: str) -> str:
         if not isinstance(schema, dict) or schema.keys() <= ANNOTATIONS:
             return self._text(_ANY_TEXT, "", rule)
         found = self._values.of(schema)
@@ -103,9 +110,10 @@ class Parameters:
             not_first: characters of JSON with which they cannot begin.
             rule: name of the rule.
         """
-        if (text, not_first) not in self._texts:
-            self._texts[text, not_first] = self._new_text(text, not_first, rule)
-        return self._texts[text, not_first]
+        key = id(text), not_first
+        if key not in self._texts:
+            self._texts[key] = self._new_text(text, not_first, rule)
+        return self._texts[key]
 
     def _new_text(self, text: TextRule, not_first: str, rule: str) -> str:
         if text.unfollowed and not self._lenient:

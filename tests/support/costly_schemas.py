@@ -147,6 +147,22 @@ def long_names(size: int) -> Schema:
     return _object({f"{'n' * (size // 8)}{i}": {"type": "integer"} for i in range(8)})
 
 
+def required_others(size: int) -> Schema:
+    """Required names that only a large schema of all others describes."""
+    names = [f"p{number}" for number in range(size // 2 // 10)]
+    others = _object({word: {} for word in _words(size // 2)})
+    return _object({}, required=names, additionalProperties=others)
+
+
+def bounded_references(size: int) -> Schema:
+    """Properties that each refer to one large definition, with words of their own."""
+    properties = {
+        f"p{number}": {**_ref("D"), "minLength": number % 9, "title": str(number)}
+        for number in range(size // 2 // 60)
+    }
+    return _object(properties, **{"$defs": {"D": {"enum": _words(size // 2)}}})
+
+
 def many_required(size: int) -> Schema:
     """A long list of required names."""
     return _object({"p": {"type": "integer"}}, required=_words(size))
@@ -179,7 +195,8 @@ SCHEMAS: dict[str, Callable[[int], Schema]] = {
         described_definition, large_definition, differing_uses, web_of_definitions,
         chain_of_references, plain_chain, fan_to_itself, fans, deep, deep_default,
         nested_references, long_enum, long_enums, many_properties, many_texts, long_pattern,
-        open_classes, long_names, many_required, small_objects, small_lists, escapes, annotated,
+        open_classes, long_names, many_required, required_others, bounded_references,
+        small_objects, small_lists, escapes, annotated,
     )
 }  # fmt: skip
 
