@@ -136,10 +136,10 @@ def test_a_lone_owner_may_fill_the_queue_and_others_still_find_room(bound: int) 
     flood(core, "a", bound)
     with pytest.raises(OverloadedError, match=f"{bound} requests are waiting already"):
         flood(core, "a", 1)
-    flood(core, "b", bound // 2)
+    flood(core, "b", max(1, bound // 2))
     with pytest.raises(OverloadedError, match="of this owner"):
         flood(core, "b", bound)
-    flood(core, "c", bound // 4)
+    flood(core, "c", max(1, bound // 4))
 
 
 def test_what_leaves_early_gives_its_turn_back() -> None:
