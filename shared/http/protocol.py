@@ -25,6 +25,7 @@ from pagewire.shared.http.refusals import (
     MAX_HEADER_FIELDS,
     NO_ROOM,
     SLOW_HEADER,
+    UNKNOWN_CODING,
     Refusal,
 )
 
@@ -277,12 +278,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _check_framing(self) -> None:
         """Refuse a body whose end a server in front of this one may see elsewhere.
 
-        HTTP/1.0 has no Transfer-Encoding: what ignores it there takes the body for a request.
+        HTTP/1.0 has no Transfer-Encoding: what ignores it there takes the body for a request. In
+        later versions a body has an end if it is chunked last, and once; codings before that are
+        not known here.
         """
-        is_coded = any(name == b"transfer-encoding" for name, _ in self.headers)
-        if is_coded and self.parser.get_http_version() != "1.1":
+        fields = [value for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [each.strip(b" \t").lower() for each in b",".join(fields).split(b",")]
+        if not fields:
+            return
+        if self.parser.get_http_version() != "1.1":
             self._refusal = CODED_BEFORE_1_1
-            raise ProtocolError(CODED_BEFORE_1_1.message)
+        elif codings == [b"chunked"]:
+            return
+        elif codings[-1] == b"chunked" and codings.count(b"chunked") == 1 and all(codings):
+            self._refusal = UNKNOWN_CODING
+        raise ProtocolError(self._refusal.message)
 
     def _count_header(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes

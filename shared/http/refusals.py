@@ -75,6 +75,11 @@ MALFORMED = Refusal(
     "This is not a valid HTTP/1.1 request.",
     "malformed_request",
 )
+UNKNOWN_CODING = Refusal(
+    HTTPStatus.NOT_IMPLEMENTED,
+    "The only Transfer-Encoding that this server knows is chunked. Send the body as it is.",
+    "transfer_encoding_unknown",
+)
 CODED_BEFORE_1_1 = Refusal(
     HTTPStatus.BAD_REQUEST,
     "Transfer-Encoding needs HTTP/1.1: send that version, or a Content-Length.",

@@ -8,6 +8,7 @@ import pytest
 from pagewire.services.router.http.connection import http_io
 from pagewire.shared.http import connections
 from pagewire.shared.http.protocol import MAX_PIPELINED
+from pagewire.tests.integration.router.test_router_browsers import ports_of
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import TEXT, LiveRouter, with_worker
@@ -69,6 +70,13 @@ def test_what_is_not_a_request_is_answered_with_an_error_object(redis_url):
         CHUNKED.replace(b"1.1", b"2.0"),
         CHUNKED.replace(b"chunked", b"identity"),
         CHUNKED.replace(b"chunked", b"chunked, gzip"),
+        CHUNKED.replace(b"chunked", b"chunked, chunked"),
+        CHUNKED.replace(b"chunked", b"chunked;q=1"),
+        CHUNKED.replace(b"chunked", b"gzip, , chunked"),
+        CHUNKED.replace(b"chunked", b"chunked,"),
+        CHUNKED.replace(b"chunked", b""),
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: identity\r\n\r\n"),
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n"),
         CHUNKED.replace(b"Host", b"Content-Length: 4\r\nHost"),
     ],
 )
@@ -82,6 +90,34 @@ def test_a_body_whose_end_others_see_elsewhere_hides_no_request(redis_url, head)
             assert (status, error["code"]) == (400, "malformed_request")
         async with RawClient(router.url) as client:  # without such a field, 1.0 is served
             await client.send(post(b"{}").replace(b"1.1", b"1.0"))
+            assert (await client.response())[0] == 400
+        await answers(router)
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "Transfer-Encoding: gzip, chunked",
+        "transfer-encoding:GZIP ,\tCHUNKED",
+        "Transfer-Encoding: identity, chunked",
+        "Transfer-Encoding: gzip;q=1, br, x-own, chunked",
+        "Transfer-Encoding: deflate\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: xchunked, chunked",
+        "Connection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: gzip, chunked",
+    ],
+)
+def test_a_body_in_a_coding_that_is_not_known_is_refused_at_each_port(redis_url, fields):
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for path, url in ports_of(router).items():
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n"
+            async with RawClient(url) as client:
+                await client.send(f"{head}{fields}\r\n\r\n2\r\n{{}}\r\n0\r\n\r\n".encode())
+                status, error = await client.error()
+                assert (status, error["code"]) == (501, "transfer_encoding_unknown"), path
+        async with RawClient(router.url) as client:  # chunked alone, in any case
+            await client.send(CHUNKED.replace(b"chunked", b" CHUNKED\t") + b"2\r\n{}\r\n0\r\n\r\n")
             assert (await client.response())[0] == 400
         await answers(router)
 
