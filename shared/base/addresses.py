@@ -64,11 +64,23 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches what listens on an address, or on that of a name."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
+    address = _address(host)
+    return address is not None and address.is_loopback
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether this is the address that stands for all of a machine, such as 0.0.0.0."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an address, that of IPv4 if it is one within IPv6; None if it is a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+        return None
+    return getattr(address, "ipv4_mapped", None) or address
 
 
 def with_host(endpoint: str, host: str) -> str:
@@ -100,11 +112,7 @@ async def numeric_endpoint(endpoint: str) -> str:
 
 def is_address(host: str) -> bool:
     """Whether this is an address, not a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return _address(host) is not None
 
 
 def _own_address(host: str, port: int, family: socket.AddressFamily) -> str:

@@ -2,7 +2,8 @@
 
 A page can let its own name lead to this machine (DNS rebinding), and then read what a port on the
 loopback address answers. Its requests have that name in their header `Host`. So such a port takes
-only local names, loopback addresses, and the names that a setting adds.
+only local names, loopback addresses, and the names that a setting adds. An address may be written
+in any way, such as `127.1`: browsers take a name that ends in a number for one, and look up none.
 
 Browsers send some POSTs of any page without asking the server before; the page cannot read the
 answer, but the work is done. Such requests have the page's origin, and a content type that a form
@@ -11,21 +12,22 @@ has, or none. Before all others a browser asks (CORS).
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagewire.shared.base.addresses import is_loopback
+from pagewire.shared.base.addresses import is_loopback, is_unspecified
 from pagewire.shared.base.errors import ForeignPageError
 
 MAX_SHOWN_CHARS = 100
 
 # Name or address, and port, as they are in `Host` and in an origin.
-_AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]{2,45})\]|([a-z0-9._-]{1,255}?)\.?)(?::([0-9]{0,5}))?")
+_ADDRESS, _NAME = r"\[([0-9a-f]*:[0-9a-f:.]{1,44})\]", r"([a-z0-9._-]{1,255}?)\.?"
+_AUTHORITY = re.compile(rf"(?:{_ADDRESS}|{_NAME})(?::([0-9]{{0,5}}))?")
 _PORTS = {"http": "80", "https": "443"}
-_UNSPECIFIED = {"0.0.0.0", "::"}  # noqa: S104 - they lead to this machine, too, as servers print them
 # A browser asks before a POST of any other type. A type that cannot be read counts as none.
 _TYPES_OF_FORMS = ("application/x-www-form-urlencoded", "multipart/form-data", "text/plain")
 
@@ -75,7 +77,7 @@ class BrowserRules:
         if parts is None or len(hosts) > 1:
             return False
         name = parts[1] or parts[2]
-        return name in self._names or name in _UNSPECIFIED or is_loopback(name)
+        return name in self._names or _leads_here(name)
 
     def _are_allowed(self, origins: list[str], hosts: list[str]) -> bool:
         if "*" in self._origins:
@@ -105,6 +107,13 @@ class BrowserCheck:
         if scope["type"] == "http" and (refusal := self._rules.refusal(scope)) is not None:
             return await self._answer(refusal, scope)(scope, receive, send)
         await self._app(scope, receive, send)
+
+
+def _leads_here(name: str) -> bool:
+    """Whether a name or an address leads to this machine; 0.0.0.0 does, as servers print it."""
+    with contextlib.suppress(OSError):  # 127.1, 0x7f.1 and 2130706433, as browsers read them
+        name = socket.inet_ntoa(socket.inet_aton(name))
+    return is_loopback(name) or is_unspecified(name)
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
