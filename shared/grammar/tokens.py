@@ -18,9 +18,8 @@ from pagewire.shared.model.tokenizer_files import TOKENIZER_FILE
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4}))?")  # an escape in JSON or in a regular expression
 
 
-@lru_cache(maxsize=4)
 def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return the vocabulary of a model.
+    """Return the vocabulary of a model; that of the same files is kept for further calls.
 
     Args:
         model: the model's directory.
@@ -33,6 +32,19 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
     """
     if not eos_token_ids:
         raise InvalidRequestError("structured output: the model has no end-of-sequence token")
+    return _load(model, vocab_size, eos_token_ids, _versions(model))
+
+
+def _versions(model: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return what changes if a file of the model's tokenizer does: another may take its path."""
+    found = ((path.name, path.stat()) for path in sorted(model.glob("*.json")) if path.is_file())
+    return tuple((name, each.st_ino, each.st_size, each.st_ctime_ns) for name, each in found)
+
+
+@lru_cache(maxsize=4)
+def _load(
+    model: Path, vocab_size: int, eos_token_ids: tuple[int, ...], _versions: object
+) -> LLTokenizer:
     try:
         text = _tokenizer_text(model, vocab_size)
         return LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))

@@ -72,3 +72,27 @@ def test_tokens_that_another_file_lists_can_be_named(tmp_path: Path) -> None:
     matcher = Matcher(check_grammar(f"start: {UNKNOWN}", vocabulary))
     mask = matcher.fill_mask(mask_words(VOCAB + 1))
     assert mask is not None and allowed_tokens(mask) == [VOCAB]
+
+
+@pytest.mark.parametrize("how", ["moved there", "written over"])
+def test_other_files_at_the_same_path_are_another_vocabulary(tmp_path: Path, how: str) -> None:
+    model = model_with_unknown_token(tmp_path / "model")
+    first = load_vocabulary(model, VOCAB + 1, ENDS)
+    assert load_vocabulary(model, VOCAB + 1, ENDS) is first
+    file = model / "tokenizer.json"
+    changed = file.read_text().replace(UNKNOWN, "<old>")  # of the same length
+    if how == "moved there":
+        shutil.copytree(model, tmp_path / "other")
+        (tmp_path / "other" / file.name).write_text(changed)
+        shutil.rmtree(model)
+        (tmp_path / "other").rename(model)
+    else:
+        file.write_text(changed)
+    assert load_vocabulary(model, VOCAB + 1, ENDS).decode_str([VOCAB]) == "<old>"
+
+
+def test_another_file_that_lists_tokens_is_another_vocabulary(tmp_path: Path) -> None:
+    model = shutil.copytree(demo_model_path(), tmp_path / "model")
+    assert load_vocabulary(model, VOCAB + 1, ENDS).decode_str([VOCAB]) != UNKNOWN
+    edit(model / "tokenizer_config.json", added_tokens_decoder={VOCAB: {"content": UNKNOWN}})
+    assert load_vocabulary(model, VOCAB + 1, ENDS).decode_str([VOCAB]) == UNKNOWN
