@@ -21,6 +21,7 @@ CONFIG_FILE = "tokenizer_config.json"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_OWN_NAMES = "model_specific_special_tokens"  # as newer versions of transformers save them
 _TYPE = {"__type": "AddedToken"}
 
 
@@ -114,7 +115,11 @@ def _special_tokens(
     own.sort(key=lambda name: isinstance(config.get(name), str))  # texts get their ids last
     named |= {name: fields[name] for name in own}
     extra: list[AddedToken] = []
-    for group in (config.get(_EXTRA) or config.get(_OLDER_EXTRA), older.get(_EXTRA)):
+    groups = [config.get(_EXTRA) or config.get(_OLDER_EXTRA), older.get(_EXTRA)]
+    has_own = any(_is_own_name(name, value) for name, value in config.items())
+    if not (has_own or isinstance(groups[0], dict)):
+        groups.append(config.get(_OWN_NAMES))
+    for group in groups:
         if isinstance(group, dict):
             named |= group
         else:

@@ -71,6 +71,32 @@ CASES: dict[str, tuple[Files, tuple[str, ...]]] = {
         {CONFIG: {"extra_special_tokens": {"image_token": "<img>", "other": typed("<new>")}}},
         (),
     ),
+    "named-in-a-newer-object": (
+        {CONFIG: {"model_specific_special_tokens": {"image_token": "<img>", "x": typed("<new>")}}},
+        (),
+    ),
+    "named-in-both-objects": (
+        {
+            CONFIG: {
+                "model_specific_special_tokens": {"image_token": "<img>", "x": "<new>"},
+                "extra_special_tokens": {"image_token": "[SEP]"},
+            }
+        },
+        (),
+    ),
+    "named-and-in-a-newer-object": (
+        {CONFIG: {"image_token": "<x>", "model_specific_special_tokens": {"boi_token": "<img>"}}},
+        (),
+    ),
+    "in-a-newer-object-and-without-a-name": (
+        {
+            CONFIG: {
+                "model_specific_special_tokens": {"image_token": "<img>"},
+                "extra_special_tokens": ["<new>"],
+            }
+        },
+        (),
+    ),
     "without-a-name": ({CONFIG: {"extra_special_tokens": ["<img>", typed("[SEP]")]}}, ()),
     "without-a-name-in-older-files": ({CONFIG: {"additional_special_tokens": ["<img>"]}}, ()),
     "older-files": (
