@@ -32,6 +32,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
         only_one: calls after the first one are dropped.
         must_call: after its reasoning, the answer has only calls.
         is_named: the request names the function that is called.
+        calls_first: only an answer that begins with a call has calls.
         reasoning: where an answer begins, see `Begins`; None if reasoning is not split off.
         include_reasoning: the client gets the reasoning.
         shown: special tokens that the text must contain so that it can be parsed.
@@ -42,6 +43,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
     only_one: bool = False
     must_call: bool = False
     is_named: bool = False
+    calls_first: bool = False
     reasoning: Begins | None = None
     include_reasoning: bool = True
     shown: tuple[int, ...] = ()
@@ -75,7 +77,12 @@ class TaggedAnswer:
         if syntax.tools is not None and reading.names:
             most = 1 if reading.only_one else None
             self._tools = ToolParser(
-                syntax.tools, reading.names, most, forms=reading.forms, must_call=reading.must_call
+                syntax.tools,
+                reading.names,
+                most,
+                forms=reading.forms,
+                must_call=reading.must_call,
+                calls_first=reading.calls_first,
             )
 
     @property

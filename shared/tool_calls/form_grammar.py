@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 
+from msgspec.structs import replace
+
 from pagewire.shared.grammar.lark_rules import LarkRules, literal
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.asking import PROMPT_END_TOKENS, grammars_of
+from pagewire.shared.tool_calls.formats import ToolFormat
 from pagewire.shared.tool_calls.grammar import CallsWanted, add_reasoning, tools_grammar
 from pagewire.shared.tool_calls.harmony_grammar import form_in_final
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
@@ -86,12 +89,11 @@ def form_or_calls(
     Raises:
         InvalidRequestError: the schema of a strict function cannot be followed.
     """
-    form, calls = syntax.reasoning, syntax.tools
+    calls = syntax.tools
     alone = after_reasoning(text, syntax, begins)
-    is_whole = form is not None and (form.answer_open or _is_whole(text, form, syntax))
-    if wanted is None or calls is None or calls.is_bare_json or syntax.has_channels or is_whole:
+    if wanted is None or calls is None or not _may_call(text, syntax, calls):
         return (alone,)
-    reasoning = None if begins is None else form
+    reasoning = None if begins is None else syntax.reasoning
 
     def make(each: CallsWanted) -> str:
         start = begins or "outside"
@@ -102,6 +104,30 @@ def form_or_calls(
     if any(function.strict for function in wanted.functions):
         return (both[0],)
     return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)
+
+
+def reading_of_form(reading: AnswerReading, text: str, syntax: ChatSyntax) -> AnswerReading:
+    """Return how answers are parsed that have either a form or calls.
+
+    An answer that is JSON may contain the text of a call, or look like one: it is content. Other
+    forms, such as structural tags, may be made to contain calls.
+
+    Args:
+        reading: how answers without a form are parsed.
+        text: the form's grammar: Lark, or JSON with a list of grammars.
+        syntax: the model's syntax.
+    """
+    if syntax.tools is None or _grammars(text)[0].get("json_schema") is None:
+        return reading
+    names = reading.names if _may_call(text, syntax, syntax.tools) else ()
+    return replace(reading, names=names, calls_first=True)
+
+
+def _may_call(text: str, syntax: ChatSyntax, calls: ToolFormat) -> bool:
+    """Whether an answer may have calls instead of the form."""
+    form = syntax.reasoning
+    is_whole = form is not None and (bool(form.answer_open) or _is_whole(text, form, syntax))
+    return not (calls.is_bare_json or syntax.has_channels or is_whole)
 
 
 def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:

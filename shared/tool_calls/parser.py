@@ -28,7 +28,9 @@ from pagewire.shared.tool_calls.formats import ToolFormat
 from pagewire.shared.tool_calls.written_values import ParameterForms
 
 _MAX_PIECE = 4096  # characters that are parsed at a time: each step copies the rest
-_State = Literal["text", "open", "begin", "before", "call", "after", "next", "close", "rest"]
+_State = Literal[
+    "first", "text", "open", "begin", "before", "call", "after", "next", "close", "rest"
+]
 
 
 class ToolParser:
@@ -42,6 +44,7 @@ class ToolParser:
         forms: see `make_reader`.
         must_call: the answer has only calls, so nothing is content. Other text is the beginning of
             a call, or of a tag before it.
+        calls_first: only an answer that begins with a call has calls.
 
     Attributes:
         num_calls: number of calls that have begun.
@@ -55,9 +58,10 @@ class ToolParser:
         new_id: Callable[[], str] | None = None,
         forms: Mapping[str, ParameterForms] | None = None,
         must_call: bool = False,
+        calls_first: bool = False,
     ) -> None:
         self.num_calls = 0
-        self._must_call = must_call
+        self._must_call, self._calls_first = must_call, calls_first
         self._forms = forms or {}
         self._form, self._names, self._most = form, names, most_calls
         self._new_id = new_id or (lambda: new_call_id(form))
@@ -66,7 +70,9 @@ class ToolParser:
         self._close = form.close.strip()
         # The end of the calls. If a list has its own end, `close` comes after that.
         self._end = form.end.strip() if form.is_list and form.end else self._close
-        self._state: _State = "text" if self._opens else "open"
+        self._state: _State = "open"
+        if self._opens:
+            self._state = "first" if calls_first else "text"
         # Text without events yet, in order. Only the buffer, which is short, is parsed again.
         self._raw: list[str] = []  # perhaps the beginning of a call; else content
         self._spaces: list[str] = []  # dropped if a call is next to them
@@ -91,7 +97,7 @@ class ToolParser:
         """
         rest = "".join((*self._raw, *self._spaces, self._buffer))
         is_text = not (self.num_calls and (not rest.strip() or self._is_part_of_close(rest)))
-        if is_cut and (self.num_calls or (self._opens and self._state != "text")):
+        if is_cut and (self.num_calls or (self._opens and self._state not in ("first", "text"))):
             is_text = False
         if self._state == "call" and self._reader.name is not None:
             if held := self._reader.held:  # the answer was cut within a number or an escape
@@ -114,6 +120,8 @@ class ToolParser:
     def _step(self) -> bool:
         """Parse more of the buffer; return whether to call this again."""
         match self._state:
+            case "first":
+                return self._match_first()
             case "text":
                 return self._find_open()
             case "open":
@@ -136,7 +144,16 @@ class ToolParser:
     @property
     def _outside(self) -> _State:
         """The state in which text outside calls is parsed."""
-        return "text" if self._opens else "rest"
+        may_call = self._opens and (self.num_calls or not self._calls_first)
+        return "text" if may_call else "rest"
+
+    def _match_first(self) -> bool:
+        """Decide whether an answer begins with the text before a call."""
+        found = [self._match(text) for text in self._opens]
+        if not any(found) and None in found:
+            return False
+        self._state = "text" if any(found) else "rest"
+        return True
 
     def _find_open(self) -> bool:
         """Emit the text before a call's marker as content, without the spaces before the marker."""

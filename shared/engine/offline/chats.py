@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,11 @@ from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, read_answer
 from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
 from pagewire.shared.tool_calls.definitions import ToolChoice, Tools, check_tools, check_tools_size
-from pagewire.shared.tool_calls.form_grammar import form_or_calls, reasoning_before
+from pagewire.shared.tool_calls.form_grammar import (
+    form_or_calls,
+    reading_of_form,
+    reasoning_before,
+)
 from pagewire.shared.tool_calls.grammar import CallsWanted
 from pagewire.shared.tool_calls.reasoning import Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
@@ -79,16 +84,18 @@ class ChatPrompt(TokenizedPrompt):
     grammars: tuple[str | None, ...] = ()
     before_form: Begins | None = None
 
-    def grammars_with(self, form: str | None) -> Sequence[str | None]:
-        """Return the grammars of answers that are calls or have a form.
+    def with_form(self, form: str | None) -> ChatPrompt:
+        """Return a prompt whose answers are calls or have a form.
 
         Args:
             form: the form's grammar; None if the request has no form.
         """
         if form is None or (self.wanted is not None and self.wanted.must_call):
-            return self.grammars
+            return self
         found = form_or_calls(form, self.syntax, self.wanted, self.before_form)
-        return [checked_size(text, "structured_outputs") for text in found]
+        grammars = tuple(checked_size(text, "structured_outputs") for text in found)
+        reading = reading_of_form(self.reading, form, self.syntax)
+        return dataclasses.replace(self, grammars=grammars, reading=reading)
 
     def message(self, text: str, is_cut: bool) -> AnswerMessage:
         """Return the parts of an answer; `is_cut`: the model had not ended it."""

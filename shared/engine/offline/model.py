@@ -149,7 +149,8 @@ class OfflineModel:
         for index, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
             spec, token_ids = self._resolve(prompt.token_ids, asked, default_tokens)
             if isinstance(prompt, ChatPrompt):
-                spec = self._with_grammar(spec, prompt.grammars_with(spec.grammar))
+                prompt = prompt.with_form(spec.grammar)
+                spec = self._with_grammar(spec, prompt.grammars)
             output = RequestOutput(prompt.text, token_ids, [], index=index)
             outputs.append(output)
             for choice in range(asked.n):

@@ -107,6 +107,6 @@ def _grammar_of(llm: LLM) -> str:
     vocab_size = llm.engine.config.vocab_size
     (chat,) = read_chats([CHAT], tokenizer, vocab_size, syntax, {"continue_final_message": True})
     form = grammar_text(ASKED.structured_outputs)
-    (grammar,) = chat.grammars_with(form)
+    (grammar,) = chat.with_form(form).grammars
     assert grammar is not None and "reasoning_end" in grammar
     return grammar

@@ -48,6 +48,28 @@ def test_calls_of_a_message(ask: Ask, name: str, choice: str) -> None:
     ask(calls_in(name), scenario, name)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "olmo3"])
+def test_an_answer_in_the_form_that_was_asked_for_is_content(
+    ask: Ask, name: str, stream: bool
+) -> None:
+    text = '{"name": "clock", "parameters": "<function_calls>clock()</function_calls>"}'
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+    def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
+        create: Any = client.chat.completions.create
+        asked = {"model": MODEL, "messages": QUESTION, "tools": TOOLS, "response_format": form}
+        answer = create(**asked, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        parts = [each.delta if stream else each.message for each in choices]
+        assert "".join(part.content or "" for part in parts) == text
+        assert not any(part.tool_calls for part in parts)
+        assert choices[-1].finish_reason == "stop"
+
+    ask(text, scenario, name)
+
+
 def test_a_conversation_with_results_goes_on(ask: Ask) -> None:
     def scenario(client: openai.OpenAI, worker: FakeDecodeWorker) -> None:
         first = client.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS)

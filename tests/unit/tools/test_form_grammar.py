@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, answer_parser
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls
+from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls, reading_of_form
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.grammar import CallsWanted
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.tests.support.tool_answers import FORMS as FORMS_OF_TOOLS
 from pagewire.tests.support.tool_answers import TOOLS, Call, as_grammars_have_it, written
 from pagewire.tests.unit.tools.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 
@@ -144,3 +148,50 @@ def test_strict_functions_are_not_left_out_and_others_may_be() -> None:
     assert form_or_calls(text, bare, strict, None) == (text,)
     channels = ChatSyntax(TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"])
     assert len(form_or_calls(text, channels, strict, "outside")) == 1
+
+
+def reading(grammar: str, name: str) -> tuple[ChatSyntax, AnswerReading]:
+    syntax = ChatSyntax(TOOL_FORMATS[name], None, {})
+    plain = AnswerReading(names=tuple(each.name for each in functions()), forms=FORMS_OF_TOOLS)
+    return syntax, reading_of_form(plain, grammar, syntax)
+
+
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"harmony"}))
+def test_an_answer_in_json_is_content_unless_it_is_calls(name: str) -> None:
+    """Also one that looks like a call, or tells of one."""
+    form = TOOL_FORMATS[name]
+    syntax, reads = reading(grammar_text(StructuredOutputs(json_object=True)) or "", name)
+    call = written(form, CALLS[1:], as_grammars_have_it(form))
+    for text in (
+        '{"name": "clock"}',
+        '{"name": "clock", "parameters": {}}',
+        '{"name": "clock", "arguments": {"a": 1}}',
+        '[{"name": "clock", "arguments": {}}]',
+        '[\n    {"tool_name": "clock", "parameters": {}}]',
+        json.dumps({"how": call}),
+        json.dumps({"how": call.replace("\n", "")}).replace('\\"', '"'),
+        '["clock()"]',
+        "{}",
+    ):
+        for parts in ([text], [*text]):
+            found = events_of(syntax, reads, parts)
+            assert found.content == text and not found.tool_calls, text
+    may_call = name != "llama3_json"
+    for text in (call, written(form, CALLS, as_grammars_have_it(form))):
+        for parts in ([text], [*text]):
+            found = events_of(syntax, reads, parts)
+            assert bool(found.tool_calls) == may_call and bool(found.content) != may_call, text
+            assert len(found.tool_calls) in ((1, 2) if may_call else (0,))
+
+
+@pytest.mark.parametrize("name", ["regex", "choice", "grammar", "tag"])
+def test_a_form_of_another_kind_may_be_made_to_have_calls(name: str) -> None:
+    syntax, reads = reading(grammar_text(FORMS[name][0]) or "", "hermes")
+    text = 'Now.<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    found = events_of(syntax, reads, [text])
+    assert found.content == "Now." and len(found.tool_calls) == 1
+
+
+def events_of(syntax: ChatSyntax, reads: AnswerReading, parts: list[str]) -> AnswerMessage:
+    reader = answer_parser(syntax, reads)
+    return AnswerMessage.of([*(e for part in parts for e in reader.push(part)), *reader.flush()])

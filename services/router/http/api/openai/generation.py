@@ -32,7 +32,11 @@ from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.tool_calls.answer import AnswerReading
 from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
 from pagewire.shared.tool_calls.definitions import check_tools
-from pagewire.shared.tool_calls.form_grammar import form_or_calls, reasoning_before
+from pagewire.shared.tool_calls.form_grammar import (
+    form_or_calls,
+    reading_of_form,
+    reasoning_before,
+)
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -260,6 +264,7 @@ def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
     if found.form_field is not None and not (wanted is not None and wanted.must_call):
         text = found.prompts[0].spec.grammar or ""
         forms = form_or_calls(text, model.syntax, wanted, begins)
+        reading = reading and reading_of_form(reading, text, model.syntax)
         found = found.with_grammars(forms, found.form_field)
     elif wanted is not None and reading is not None:
         grammars = tool_grammars(model.syntax, wanted, reading, may_reason=begins is not None)
