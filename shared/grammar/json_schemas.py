@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 from llguidance import LLMatcher
 
+from pagewire.shared.grammar.own_definitions import with_definitions_moved
 from pagewire.shared.grammar.references import check_references
 from pagewire.shared.grammar.schema_fit import changed, fitted
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS, JsonText
@@ -39,8 +40,9 @@ def json_grammar(
         msgspec.json.decode(text)
         raise ValueError("a schema must be an object or true")
     decoded = msgspec.json.decode(text)
-    check_references(decoded)
-    kept = fitted(decoded)
+    moved = with_definitions_moved(decoded)
+    check_references(moved)
+    kept = fitted(moved)
     kept = changed(kept, _closed) if closed else kept
     if kept != decoded:
         text = msgspec.json.encode(kept).decode()
@@ -62,6 +64,7 @@ def schema_rule(schema: dict[str, Any]) -> str:
     Raises:
         ValueError: the schema has numbers that are too large, or is nested too deeply.
     """
+    schema = with_definitions_moved(schema)
     check_references(schema)
     options = {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
     return f"%json {msgspec.json.encode(fitted(schema) | options).decode()}"

@@ -7,6 +7,7 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pagewire.shared.grammar.own_definitions import with_definitions_moved
 from pagewire.shared.grammar.schema_fit import fitted
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 
@@ -60,7 +61,7 @@ def _with_fitted_schemas(grammar: str) -> str:
         if part["json"]:
             try:
                 schema, end = _decoder.raw_decode(grammar, end)
-                kept = fitted(schema)
+                kept = fitted(with_definitions_moved(schema))
             except ValueError as exc:
                 raise ValueError(f"%json: {exc}") from exc
             parts.append(grammar[part.end() : end] if kept == schema else json.dumps(kept))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import copy
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -29,14 +28,8 @@ class References:
     """
 
     def __init__(self, root: dict[str, Any]) -> None:
-        self._root, self._own = root, dict[str, Any]()
+        self._root = root
         self._names = _Names(root)
-
-    def inside(self, own: dict[str, Any]) -> References:
-        """Return the references of a part with definitions of its own, which come first."""
-        found = copy(self)
-        found._own = own
-        return found
 
     def find(self, reference: str) -> Any:
         """Return what a reference leads to: a path (`#/$defs/a`), an anchor, or a part by its id.
@@ -53,8 +46,6 @@ class References:
         path = [
             part.replace("~1", "/").replace("~0", "~") for part in unquote(fragment).split("/")[1:]
         ]
-        if path and path[0] in self._own:
-            found = self._own
         for name in path:
             is_index = isinstance(found, list) and name.isdecimal()
             try:
@@ -81,7 +72,7 @@ class _Names:
         """The parts by `$id`, and by `#` and `$anchor`."""
         return {
             prefix + text.removesuffix("#"): part
-            for part in _parts(self._root)
+            for part in parts_of(self._root)
             for key, prefix in (("$id", ""), ("$anchor", "#"))
             if isinstance(text := part.get(key), str)
         }
@@ -91,7 +82,7 @@ def _nowhere(reference: str) -> str:
     return f"$ref {reference[:80]!r} leads nowhere in the schema"
 
 
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
+def parts_of(schema: Any) -> Iterator[dict[str, Any]]:
     """Return a schema and each schema in it that has keywords."""
     waiting = [schema]
     while waiting:
@@ -111,23 +102,14 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 def check_references(schema: Any) -> None:
     """Check that each `$ref` of a schema leads to a part of it.
 
-    An argument's schema may have definitions of its own, to which paths from the whole schema do
-    not lead. Some libraries write such paths all the same.
-
     Raises:
         ValueError: one leads nowhere, out of the schema, or only to itself.
     """
-    wanted: dict[str, None] = {}
-    own: set[str] = set()
-    for part in _parts(schema):
-        if isinstance(reference := part.get("$ref"), str):
-            wanted[reference] = None
-        for key in DEFINITIONS if part is not schema else ():
-            names = part.get(key)
-            own |= {f"#/{key}/{name}" for name in names} if isinstance(names, dict) else set()
+    found = (part.get("$ref") for part in parts_of(schema))
+    wanted = dict.fromkeys(each for each in found if isinstance(each, str))
     references = References(schema) if wanted else None
     for reference in wanted:
-        if references is None or "/".join(unquote(reference).split("/")[:3]) in own:
+        if references is None:
             continue
         try:
             _check_end(reference, references)

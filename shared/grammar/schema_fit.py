@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -92,16 +93,18 @@ def changed(schema: Any, change: Change) -> Any:
 def _changed(schema: Any, change: Change) -> Any:
     match schema:
         case dict():
-            return change({key: _changed_in(key, each, change) for key, each in schema.items()})
+            inner = partial(_changed, change=change)
+            return change({key: changed_in(key, each, inner) for key, each in schema.items()})
         case list():
             return [_changed(each, change) for each in schema]
     return schema
 
 
-def _changed_in(key: str, value: Any, change: Change) -> Any:
+def changed_in(key: str, value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a keyword's value after a change of each schema, or list of them, that it has."""
     if key in _OF_SCHEMAS and isinstance(value, dict):
-        return {name: _changed(each, change) for name, each in value.items()}
-    return value if key in _OF_VALUES else _changed(value, change)
+        return {name: change(each) for name, each in value.items()}
+    return value if key in _OF_VALUES else change(value)
 
 
 def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.grammar.own_definitions import with_definitions_moved
 from pagewire.shared.grammar.references import DEFINITIONS, References, check_references
 from pagewire.shared.grammar.schema_fit import without_nulls
 
@@ -55,7 +56,8 @@ class Function(msgspec.Struct, frozen=True):
 
         A name that is required is declared by that.
         """
-        declared = {"properties": {}} if self.parameters is None else _root(self.parameters)
+        given = {"properties": {}} if self.parameters is None else self.parameters
+        declared = _root(with_definitions_moved(given))
         if not _is_plain(declared):
             return {**declared, "type": "object"}
         properties, required = dict(declared["properties"]), declared.get("required")
@@ -169,10 +171,11 @@ def _check_parameters(parameters: dict[str, Any] | None, field: str) -> None:
     if parameters is None:
         return
     try:
-        check_references(parameters)
+        moved = with_definitions_moved(parameters)
+        check_references(moved)
     except ValueError as exc:
         raise InvalidRequestError(f"{field}: {exc}", field) from None
-    if _root(parameters).get("type", "object") != "object":
+    if _root(moved).get("type", "object") != "object":
         raise InvalidRequestError(f'{field} must be a JSON schema with "type": "object"', field)
 
 

@@ -72,13 +72,7 @@ class ValueSchemas:
             return self._rules.add_shared(name, json_expression(text, {}, self._lenient))
 
     def _add_part(self, name: str, schema: dict[str, Any]) -> str:
-        """Add the rule of a schema and the definitions that it needs.
-
-        Raises:
-            LookupError: the schema has definitions of its own, or see `_part`.
-        """
-        if not schema.keys().isdisjoint(DEFINITIONS):
-            raise LookupError("definitions of its own")
+        """Add the rule of a schema and the definitions that it needs; errors as in `_part`."""
         part = self._part(schema)
         if part.text not in self._names:
             rule = json_expression(part.text, self._needed(part), self._lenient)

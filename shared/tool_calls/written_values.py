@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 
-from pagewire.shared.grammar.references import DEFINITIONS, References
+from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import is_idle, with_null, without_nulls
 from pagewire.shared.tool_calls.argument_shapes import shape_of
 from pagewire.shared.tool_calls.definitions import Function
@@ -222,9 +222,6 @@ class Values:
         return self._found.setdefault(found, found)
 
     def _read(self, schema: dict[str, Any], depth: int) -> Allowed:
-        if own := {key: schema[key] for key in DEFINITIONS if key in schema and not depth}:
-            kept = {key: value for key, value in schema.items() if key not in own}
-            return self._same(Values(self._references.inside(own)).of(kept))
         schema = with_null(without_nulls(schema))
         found = self._same(_own(schema))
         if isinstance(reference := schema.get("$ref"), str):
@@ -276,12 +273,13 @@ def _own(schema: dict[str, Any]) -> Allowed:
         has_texts = "string" in names
     elif kinds is not None:
         has_texts = False
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
     texts: tuple[str, ...] | None = None
-    if isinstance(values, list):
-        texts = tuple(each for each in values if isinstance(each, str))
-        others &= {_type_of(each) for each in values if not isinstance(each, str)}
-        has_texts = has_texts and bool(texts)
+    for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+        if isinstance(values, list):
+            listed = tuple(each for each in values if isinstance(each, str))
+            texts = listed if texts is None else tuple(each for each in texts if each in listed)
+            others &= {_type_of(each) for each in values if not isinstance(each, str)}
+    has_texts = has_texts and texts != ()
     return Allowed((_rule(schema, texts),) if has_texts else (), others)
 
 

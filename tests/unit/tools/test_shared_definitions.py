@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
-from pagewire.shared.tool_calls.definitions import Function
+from pagewire.shared.tool_calls.definitions import Function, Tool, check_tools
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.grammar import CallsWanted
 from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
@@ -146,12 +146,23 @@ def test_a_reference_to_the_whole_is_to_the_functions_schema(form: str) -> None:
         assert not allowed.allows(calls_in(form, [("f", {"value": wrong})])), wrong
 
 
-@pytest.mark.parametrize("form", ONE_BY_ONE)
-def test_definitions_of_an_arguments_own_come_first(form: str) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("strict", [None, True])
+def test_definitions_may_be_an_arguments_own(form: str, strict: bool | None) -> None:
     """As where a whole schema with definitions is put in the place of an argument's."""
     schema = {"type": "array", "items": {"$ref": "#/$defs/p"}, "$defs": {"p": PLACE}}
-    others = {"$defs": {"p": {"type": "string"}}}
-    allowed = Allowed(form, functions=(function(schema, others),))
+    given = function(schema, {"$defs": {"q": {"type": "string"}}}, strict)
+    check_tools([Tool("function", given)], "auto")
+    allowed = Allowed(form, functions=(given,))
+    assert allowed.allows(calls_in(form, [("f", {"value": [A]})]))
+    assert not allowed.allows(calls_in(form, [("f", {"value": ["a"]})]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_definitions_of_the_whole_schema_come_first(form: str) -> None:
+    """As JSON Schema has it, and so programs that check arguments."""
+    schema = {"type": "array", "items": {"$ref": "#/$defs/p"}, "$defs": {"p": {"type": "string"}}}
+    allowed = Allowed(form, functions=(function(schema, {"$defs": {"p": PLACE}}),))
     assert allowed.allows(calls_in(form, [("f", {"value": [A]})]))
     assert not allowed.allows(calls_in(form, [("f", {"value": ["a"]})]))
 
