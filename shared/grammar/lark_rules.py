@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import UserDict
+from collections.abc import Iterable
 
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.markers import Markers
 
 # A grammar that is a little larger than a request may have is finished, and refused with its size.
 MAX_MADE_CHARS = 4 * MAX_GRAMMAR_CHARS
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 class LarkRules(UserDict[str, str]):
@@ -74,3 +78,26 @@ def literal(text: str, markers: Markers) -> str:
         for part in markers.split(text)
     )
     return " ".join(parts)
+
+
+def regex(pattern: str) -> str:
+    """Return a regular expression as it is written in a rule."""
+    return f"/{pattern}/"
+
+
+def quoted(text: str) -> str:
+    """Return a text escaped for a regular expression between slashes."""
+    return _SPECIAL.sub(r"\\\g<0>", text).replace("\n", r"\n")
+
+
+def other_name(pattern: str, end: str, names: Iterable[str]) -> str:
+    """Return the expression of the beginning of an argument that the schema does not list.
+
+    Args:
+        pattern: of the name.
+        end: text after it.
+        names: the names that the schema lists.
+    """
+    listed = "|".join(map(quoted, names))
+    expression = regex(pattern + quoted(end))
+    return f"{expression} & ~{regex(f'({listed}){quoted(end)}')}" if listed else expression

@@ -8,8 +8,8 @@ Read first: `formats.py` (one row for each way to write calls; grammar and parse
 `answer_parts.py` says in which text stop strings count, `calls.py`, `xml_calls.py` and `scanner.py`
 read one call and one value, `harmony.py` reads answers in messages, `shown.py` fits conversations
 to templates. Where a call writes its arguments one by one, `argument_shapes.py` says which there
-are, `value_schemas.py` makes the schema of each, and `written_values.py` says how a value is
-written that does not show its type.
+are, `value_schemas.py` makes the schema of each, `python_values.py` lets it have constants of
+Python, and `written_values.py` says how a value is written that does not show its type.
 
 May import: `shared.text`, `grammar`, `base`, `settings`, `request`. Pure, and never torch: routers
 import it.

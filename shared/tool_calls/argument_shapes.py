@@ -34,11 +34,13 @@ class Shape(NamedTuple):
         properties: schemas of arguments by name, in the schema's order.
         required: names of those that a call must have.
         others: schema of any others; False if there are none.
+        excluded: names that no argument may have.
     """
 
     properties: dict[str, Any]
     required: set[str]
     others: Any
+    excluded: frozenset[str] = frozenset()
 
     def schema_of(self, name: str) -> Any:
         """Return the schema of an argument; False if it is not allowed."""
@@ -63,7 +65,11 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
             properties[name] = found.others
         elif not lenient:
             raise ValueError(f"its schema requires {name[:80]!r}, which it does not allow")
-    return found._replace(properties=properties, required=found.required & properties.keys())
+    return found._replace(
+        properties=properties,
+        required=found.required & properties.keys(),
+        excluded=frozenset(found.properties) - properties.keys(),
+    )
 
 
 _ANY = Shape({}, set(), True)

@@ -14,13 +14,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pagewire.shared.grammar.lark_rules import LarkRules, literal
+from pagewire.shared.grammar.lark_rules import LarkRules, literal, quoted, regex
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
     Keywords,
     json_rule,
-    quoted,
-    regex,
     rule_of_arguments,
     schema_problems,
 )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pagewire.shared.grammar.lark_rules import LarkRules, literal
+from pagewire.shared.grammar.lark_rules import LarkRules, literal, quoted
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
     json_rule,
-    quoted,
     rule_of_arguments,
     schema_problems,
 )

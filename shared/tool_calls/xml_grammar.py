@@ -6,16 +6,13 @@ import json
 import re
 from typing import Any
 
-from pagewire.shared.grammar.lark_rules import LarkRules
+from pagewire.shared.grammar.lark_rules import LarkRules, other_name, quoted, regex
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.regex_texts import ASCII
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
 from pagewire.shared.tool_calls.argument_grammar import (
     MAX_ARGUMENTS,
     named,
-    other_name,
-    quoted,
-    regex,
 )
 from pagewire.shared.tool_calls.argument_shapes import shape_of
 from pagewire.shared.tool_calls.value_schemas import ValueSchemas
@@ -69,7 +66,7 @@ class Parameters:
             self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} {value}"
             parts.append(rule if name in shape.required else f"{rule}?")
         if shape.others is not False:
-            tags = [PARAMETER + each for each in names]
+            tags = [PARAMETER + each for each in (*names, *sorted(shape.excluded))]
             name = other_name(rf"{quoted(PARAMETER)}[^<>\s]{{1,64}}", ">\n", tags)
             rule = self._rules.add_shared(f"{self._prefix}_OTHER".upper(), name)
             value = self._value(shape.others, f"{self._prefix}_other_value")

@@ -163,6 +163,15 @@ def bounded_references(size: int) -> Schema:
     return _object(properties, **{"$defs": {"D": {"enum": _words(size // 2)}}})
 
 
+def nullable_references(size: int) -> Schema:
+    """Properties that each are one large definition or null, in a way of their own."""
+    properties = {
+        f"p{number}": {"anyOf": [_ref("D"), {"type": "null"}], "title": str(number)}
+        for number in range(size // 2 // 70)
+    }
+    return _object(properties, **{"$defs": {"D": {"enum": [*_words(size // 2), True]}}})
+
+
 def many_required(size: int) -> Schema:
     """A long list of required names."""
     return _object({"p": {"type": "integer"}}, required=_words(size))
@@ -196,7 +205,7 @@ SCHEMAS: dict[str, Callable[[int], Schema]] = {
         chain_of_references, plain_chain, fan_to_itself, fans, deep, deep_default,
         nested_references, long_enum, long_enums, many_properties, many_texts, long_pattern,
         open_classes, long_names, many_required, required_others, bounded_references,
-        small_objects, small_lists, escapes, annotated,
+        nullable_references, small_objects, small_lists, escapes, annotated,
     )
 }  # fmt: skip
 

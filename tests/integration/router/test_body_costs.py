@@ -78,7 +78,13 @@ def test_large_tools_cost_in_proportion(meters: Meters, kind: str) -> None:
         read(meters(XML), chat_body(tools=tools(kind, size)))
 
 
-@pytest.mark.parametrize("kind", ["described_definition", "differing_uses", "chain_of_references"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("described_definition", "differing_uses", "chain_of_references", "nullable_references"),
+        *("fans", "deep", "many_properties", "small_objects"),
+    ],
+)
 def test_tools_of_python_cost_in_proportion(meters: Meters, kind: str) -> None:
     check_growth(meters(PYTHON), lambda size: chat_body(tools=tools(kind, size)))
 

@@ -69,6 +69,11 @@ ROOTS: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{"a": 10, "x": 10, "y": 11}],
         [{"a": 10, "x": "t"}, {"a": 10, "x": 1}],
     ),
+    "open, and none of one name": (
+        {"properties": {"a": False, "b": NUMBER}, "additionalProperties": True},
+        [{}, {"b": 10, "c": "x"}],
+        [{"a": 10}, {"b": 10, "a": "x"}],
+    ),
     "only others": ({"additionalProperties": NUMBER}, [{}, {"x": 10}], [{"x": 1}]),
     "required and not declared": (
         {**ONE, "required": ["a", "b"]},
@@ -124,6 +129,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         {"enum": ["[1]", "aa", [1, 2]], "maxLength": 2, "anyOf": [{"maxItems": 3}]}
     ),
     "only null": value({"const": None}),
+    "constant and some": value({"const": "a", "enum": ["a", "b"]}),
+    "constant and some numbers": value({"const": 1, "enum": ["1", 1.0, True]}),
     "false": {"type": "object", "properties": {"a": False}},
 }
 # Schemas that formats with arguments one by one cannot express, and what the refusal names.
@@ -141,6 +148,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "name": (value(NUMBER) | {"properties": {"a b": NUMBER}, "required": []}, "'a b'"),
     "closed": ({**ONE, "required": ["b"], "additionalProperties": False}, "'b'"),
     "never": (value({"enum": []}), "no value can be written|empty"),
+    "other constant": (value({"const": "a", "enum": ["b"]}), "no value can be written|empty"),
+    "another type": (value({"const": 1, "enum": [True, "1"]}), "no value|incompatible types"),
 }
 # Those of texts, in qwen3_coder.
 REFUSED_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
