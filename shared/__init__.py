@@ -3,6 +3,7 @@
     base/        errors, logs, addresses, asyncio tasks, queues
     settings/    settings of all services
     request/     what a client may ask for: sampling, log probabilities, structured output
+    costs/       how long steps and transfers will take
     kv/          KV blocks: hashes, pool, layout
     control/     messages between services, over ZeroMQ
     cluster/     the directory of workers and routers, in Redis

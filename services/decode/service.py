@@ -332,8 +332,8 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        thread = self.engine.thread
-        load = LoadReport(self.epoch, thread.iterations, thread.snapshot.blocks.used)
+        thread, now = self.engine.thread, self.engine.thread.snapshot
+        load = LoadReport(self.epoch, thread.iterations, now.blocks.used, now.queued_s)
         self.post(peer_id, TokenBatch(outputs=outputs, load=load))
 
 

@@ -10,5 +10,5 @@ record expires, and which ones others see), `worker_directory.py`, `record_seal.
 These records do not decide when a connection is lost: `shared/control/client.py` does, for a
 router's workers and for a decode worker's prefill workers.
 
-May import: `shared.control.protocol`, `base`, `settings`, `request`. Never torch.
+May import: `shared.control.protocol`, `costs`, `base`, `settings`, `request`. Never torch.
 """

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Count, Epoch, Id, Role
+from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.kv.model_identity import ModelIdentity
 
 MAX_RECORD_BYTES = 1 << 20
@@ -31,6 +32,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         running, waiting: requests in the engine.
         queued_prefill_tokens: prompt tokens that are still to be computed.
+        queued_prefill_s: predicted seconds of those that this worker computes; None: unknown.
         free_blocks, cached_blocks, used_blocks, total_blocks: blocks of the KV pool.
         iterations: of the engine so far; the number does not change if the engine hangs.
         max_num_seqs: how many requests can run at once.
@@ -39,6 +41,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     running: Count = 0
     waiting: Count = 0
     queued_prefill_tokens: Count = 0
+    queued_prefill_s: Annotated[float, Meta(ge=0)] | None = None
     free_blocks: Count = 0
     cached_blocks: Count = 0
     used_blocks: Count = 0
@@ -51,13 +54,20 @@ class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's KV link to a peer: transport and measured GB/s.
 
     Attributes:
+        gbps: GB/s of the link's test, then of what it carries; 0: unknown.
+        latency_s: seconds that the first of some blocks takes in addition.
         bytes: sent or received by this transport in this run of the worker.
     """
 
     peer: Id
     transport: _Name
     gbps: Annotated[float, Meta(ge=0)] = 0.0
+    latency_s: Annotated[float, Meta(ge=0)] = 0.0
     bytes: Epoch = 0
+
+    def transfer_s(self, num_bytes: int) -> float | None:
+        """Return the seconds in which some bytes of KV cross the link; None if that is unknown."""
+        return self.latency_s + num_bytes / (1e9 * self.gbps) if self.gbps else None
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +84,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
         state: a draining worker accepts no new requests.
         kv_transports: in its order of preference.
+        block_bytes: KV of as many tokens as a block has, in all cache groups; 0: unknown.
+        prices: of the worker's steps; None: unknown.
         protocol: version of its control messages, see `RecordHead`.
     """
 
@@ -91,6 +103,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
     load: WorkerLoad = WorkerLoad()
     links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
+    block_bytes: Count = 0
+    prices: StepPrices | None = None
     protocol: Count = 0
 
 

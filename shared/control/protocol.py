@@ -202,11 +202,13 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
         epoch: number of this run of the worker.
         iterations: of its engine so far; of two reports of one run, the one with more is newer.
         amount: active KV blocks of a decode worker, queued prompt tokens of a prefill worker.
+        queued_s: predicted seconds of the prompts that wait there to be computed.
     """
 
     epoch: Epoch
     iterations: Epoch
     amount: Count
+    queued_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -18,5 +18,6 @@ and core; executors know only device slots and blocks. Stop strings are not foun
 `shared/text/answer_text.py`.
 
 May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
-`shared.tool_calls`, `shared.grammar`, `shared.control.protocol`, `base`, `settings`, `request`.
+`shared.tool_calls`, `shared.grammar`, `shared.control.protocol`, `costs`, `base`, `settings`,
+`request`.
 """

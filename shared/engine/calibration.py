@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.step import (
     NewDeviceSlot,
@@ -11,7 +13,6 @@ from pagewire.shared.engine.scheduling.step import (
     StepPlan,
     TableEntries,
 )
-from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
 from pagewire.shared.request.sampling import RequestSpec
 
 SMALL, LARGER = 16, 64

@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)

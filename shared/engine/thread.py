@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.base.errors import IntegrityError, OverloadedError
+from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.engine.step_output import StepOutputs
@@ -42,12 +43,19 @@ Command = Callable[[EngineCore], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The engine's state at one moment, for other threads to read."""
+    """The engine's state at one moment, for other threads to read.
+
+    Attributes:
+        queued_s: see `SequenceTable`.
+        prices: of the engine's steps.
+    """
 
     blocks: BlockCounts
     running: int
     waiting: int
     queued_tokens: int
+    queued_s: float
+    prices: StepPrices
     num_preemptions: int
 
 
@@ -233,6 +241,8 @@ class EngineThread:
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
             queued_tokens=scheduler.num_queued_tokens,
+            queued_s=scheduler.queued_s,
+            prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
         )
 

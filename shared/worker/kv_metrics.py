@@ -20,7 +20,13 @@ def links_of(half: KvSender | KvReceiver | None) -> list[LinkInfo]:
         return []
     found = [(link, half.stats.bytes[link.peer, link.carrier]) for link in list(half.links)]
     return [
-        LinkInfo(peer=link.peer, transport=link.carrier, gbps=link.gb_per_s, bytes=sent)
+        LinkInfo(
+            peer=link.peer,
+            transport=link.carrier,
+            gbps=link.gb_per_s,
+            latency_s=link.speed.latency_s,
+            bytes=sent,
+        )
         for link, sent in found
         if link.gb_per_s
     ]
@@ -30,7 +36,7 @@ def _speeds(sender: KvSender) -> Metric:
     """Return the measured speeds of a prefill worker's links."""
     family = GaugeMetricFamily(
         "pagewire_kv_link_bytes_per_second",
-        "Speed of a KV link as measured when it was opened, by transport and peer",
+        "Speed of a KV link: of its test, then of what it carries, by transport and peer",
         labels=["transport", "peer"],
     )
     for link in list(sender.links):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagewire.shared.cluster.worker_record import WorkerLoad
+from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.metrics.load import load_families
@@ -62,6 +64,7 @@ class EngineCollector:
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
         yield _builds()
+        yield _prediction_errors(snapshot.prices)
         preemptions = CounterMetricFamily(
             "vllm:num_preemptions", "Sequences preempted", labels=["model_name"]
         )
@@ -82,6 +85,18 @@ def _builds() -> Metric:
     return family
 
 
+def _prediction_errors(prices: StepPrices) -> Metric:
+    """Return how right predictions of a step's time were, as far as there were any."""
+    family = GaugeMetricFamily(
+        "pagewire_step_prediction_error",
+        "Median relative error of recent predictions of a step's time: of all, with prompt tokens",
+        labels=["steps"],
+    )
+    for steps, error in (("all", prices.error), ("prompt", prices.prompt_error)):
+        family.add_metric([steps], math.nan if error is None else error)
+    return family
+
+
 def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
     """Return the load of an engine that runs up to `max_num_seqs` sequences at once."""
     snapshot = engine.snapshot
@@ -89,6 +104,7 @@ def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
         running=snapshot.running,
         waiting=snapshot.waiting,
         queued_prefill_tokens=snapshot.queued_tokens,
+        queued_prefill_s=snapshot.queued_s if snapshot.prices.prompt_steps else None,
         free_blocks=snapshot.blocks.free,
         cached_blocks=snapshot.blocks.cached,
         used_blocks=snapshot.blocks.used,

@@ -366,6 +366,7 @@ class WorkerRuntime:
                 await self.server.close()  # which sends the last messages
 
     def _record(self) -> WorkerRecord:
+        layout = self.built.layout
         return WorkerRecord(
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -375,11 +376,13 @@ class WorkerRuntime:
             metrics_endpoint=self._metrics_endpoint,
             model=default_served_name(self.settings.model),
             model_identity=self.built.model_identity,
-            resume_blocks=self.built.layout.resume_blocks,
+            resume_blocks=layout.resume_blocks,
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",
             kv_transports=[] if self.kv is None else list(self.kv.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
             links=links_of(self.kv),
+            block_bytes=layout.block_bytes * len(layout.groups),
+            prices=self.engine.snapshot.prices,
         )

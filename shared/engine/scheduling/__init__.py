@@ -6,11 +6,11 @@
     sequence.py        one answer that is being computed; status.py: its states
     sequence_table.py  all sequences of an engine, with their blocks and device slots
     decode_batch.py    the rows that decode, kept from step to step
-    step_costs.py      how long a step takes, learnt from the steps before it
+    prompt_queue.py    the sequences that wait
     schedule.py        what `schedule()` returns: the plan, and the sequences that it concerns
 
 Read first: `step.py`, `scheduler.py`.
 
-May import: `shared.kv` without what needs torch, `shared.control.protocol`, `base`, `settings`,
-`request`.
+May import: `shared.kv` without what needs torch, `shared.control.protocol`, `costs`, `base`,
+`settings`, `request`.
 """

@@ -80,7 +80,8 @@ class DecodeBatch:
     block_size: int
     stride: int = field(init=False)
     _steps: StepCount = field(default_factory=StepCount)
-    _members: dict[Sequence, None] = field(default_factory=dict)
+    _members: dict[Sequence, int] = field(default_factory=dict)  # tokens at step 0, see `contexts`
+    _at_start: int = 0  # the sum of these
     _stops: Counter[frozenset[int]] = field(default_factory=Counter)
     _calendar: dict[int, dict[Sequence, None]] = field(default_factory=dict)
     _rows: DecodeRows | None = None  # None after a change
@@ -90,6 +91,15 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def contexts(self) -> int:
+        """How many tokens the members together attend to in the next step, themselves included.
+
+        Each attends to one token more in each step. So what each would have had at step 0 says it
+        for all steps.
+        """
+        return self._at_start + len(self._members) * (self._steps.number + 1)
 
     @property
     def num_ahead(self) -> int:
@@ -113,7 +123,9 @@ class DecodeBatch:
 
     def join(self, sequence: Sequence) -> None:
         """Take a sequence into all steps from the next one on."""
-        self._members[sequence] = None
+        at_start = sequence.num_computed_tokens - self._steps.number
+        self._at_start += at_start - self._members.get(sequence, 0)
+        self._members[sequence] = at_start
         self._stops[sequence.stop_token_ids] += 1
         self._rows = None
         sequence.follow(self._steps)
@@ -122,7 +134,7 @@ class DecodeBatch:
         """Take a sequence out, unless it is not in."""
         if sequence not in self._members:
             return
-        del self._members[sequence]
+        self._at_start -= self._members.pop(sequence)
         self._stops[sequence.stop_token_ids] -= 1
         if not self._stops[sequence.stop_token_ids]:
             del self._stops[sequence.stop_token_ids]

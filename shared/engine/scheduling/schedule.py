@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.decode_batch import NO_ROWS, DecodeRows
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.step import (
@@ -23,7 +24,6 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
     Withdraw,
 )
-from pagewire.shared.engine.scheduling.step_costs import StepWork
 from pagewire.shared.kv.block_table import BlockTable
 from pagewire.shared.kv.kv_layout import KvLayout
 
@@ -74,9 +74,9 @@ class ScheduledTokens:
         return self.end - self.start if self.start < self.sequence.num_prompt_tokens else 0
 
 
-def work_of(rows: int, chunks: list[ScheduledTokens]) -> StepWork:
-    """Return the work of a step with this number of decode rows and these chunks."""
-    work = StepWork(rows)
+def work_of(rows: int, contexts: int, chunks: list[ScheduledTokens]) -> StepWork:
+    """Return the work of a step with these chunks, and decode rows with these contexts."""
+    work = StepWork(rows, contexts)
     for chunk in chunks:
         work = work.with_chunk(chunk.start, chunk.end - chunk.start)
     return work
@@ -89,6 +89,7 @@ class Schedule:
     Attributes:
         plan: None if there is nothing to run and nothing to report.
         rows: of the plan's decode rows, in its order.
+        contexts: tokens that they together attend to.
         chunks: of the plan, in its order.
         entries: rows whose input token comes from the host: each sequence's first row after its
             admission, or after a step in which it was held.
@@ -105,6 +106,7 @@ class Schedule:
 
     plan: StepPlan | None = None
     rows: DecodeRows = NO_ROWS
+    contexts: int = 0
     chunks: list[ScheduledTokens] = field(default_factory=list)
     entries: list[ScheduledTokens] = field(default_factory=list)
     last: list[Sequence] = field(default_factory=list)
@@ -139,7 +141,7 @@ class Schedule:
     @property
     def work(self) -> StepWork:
         """What the plan computes."""
-        return work_of(len(self.rows), self.chunks)
+        return work_of(len(self.rows), self.contexts, self.chunks)
 
     @property
     def has_grammar(self) -> bool:

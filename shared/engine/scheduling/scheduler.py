@@ -32,7 +32,6 @@ from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.engine.scheduling.step_costs import StepCosts
 from pagewire.shared.engine.scheduling.suspects import Suspects
 from pagewire.shared.kv.block_table import BlockTable
 
@@ -44,13 +43,8 @@ LONGER = 4
 
 @dataclass(slots=True)
 class Scheduler(SequenceTable):
-    """Decides what the sequences of its table do next.
+    """Decides what the sequences of its table do next."""
 
-    Attributes:
-        costs: predicts how long a step takes.
-    """
-
-    costs: StepCosts = field(default_factory=StepCosts)
     _num_plans: int = 0
     _suspects: Suspects = field(default_factory=Suspects)
 
@@ -83,8 +77,8 @@ class Scheduler(SequenceTable):
 
         Call it before the next step is decided.
         """
-        sequence.num_computed_tokens -= 1
         self._decoding.leave(sequence)
+        sequence.num_computed_tokens -= 1
         sequence.decodes_from_device = False
 
     def _decide(self, decision: Schedule) -> None:
@@ -99,7 +93,7 @@ class Scheduler(SequenceTable):
             self._run_suspect(budget, decision)  # nobody else can use the step
         if decision.preempted:
             decision.drop_preempted()
-        decision.rows = self._decoding.rows
+        decision.rows, decision.contexts = self._decoding.rows, self._decoding.contexts
         self._account_for(decision, attended)
         decision.plan = self._draft.plan(self._num_plans + 1, decision)
         if decision.plan is not None:
@@ -221,10 +215,11 @@ class Scheduler(SequenceTable):
         most = self.limits.max_num_batched_tokens
         if self.limits.step_s == math.inf:
             return most
-        work, seconds = work_of(len(self._decoding), chunks), self.limits.step_s
-        tokens = self.costs.tokens_within(seconds, work, start)
+        work = work_of(len(self._decoding), self._decoding.contexts, chunks)
+        seconds, within = self.limits.step_s, self.costs.prices.tokens_within
+        tokens = within(seconds, work, start, most)
         if not chunks and tokens < EFFICIENT_CHUNK:
-            longer = self.costs.tokens_within(LONGER * seconds, work, start)
+            longer = within(LONGER * seconds, work, start, most)
             tokens = min(EFFICIENT_CHUNK, longer)
         return min(most, tokens)
 

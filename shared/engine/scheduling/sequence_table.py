@@ -11,15 +11,18 @@ The changes that follow on the device are collected in the draft of the next pla
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
-from pagewire.shared.base.fair_queue import FairQueue
 from pagewire.shared.base.shares import has_room
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
+from pagewire.shared.engine.scheduling.prompt_queue import PromptQueue
 from pagewire.shared.engine.scheduling.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
@@ -35,6 +38,7 @@ class SequenceTable:
     """The queue, the running batch and the block pool that they share.
 
     Attributes:
+        costs: predicts how long a step takes.
         waiting: the queue. Owners take turns; of each, first those that were preempted. A turn
             lasts as long as a sequence has its device slot.
         running: in the order of their admission.
@@ -51,7 +55,8 @@ class SequenceTable:
     limits: SchedulerLimits
     pool: BlockPool
     hasher: BlockHasher
-    waiting: FairQueue[str | None, Sequence] = field(default_factory=FairQueue)
+    costs: StepCosts = field(default_factory=StepCosts)
+    waiting: PromptQueue = field(default_factory=PromptQueue)
     running: list[Sequence] = field(default_factory=list)
     reserved: dict[str, Sequence] = field(default_factory=dict)
     awaiting_send: dict[str, Sequence] = field(default_factory=dict)
@@ -307,9 +312,27 @@ class SequenceTable:
     @property
     def num_queued_tokens(self) -> int:
         """Tokens that wait to be prefilled, here and in the running batch's chunks."""
-        waiting = sum(len(sequence.token_ids) for sequence in self.waiting)
-        chunked = [sequence for sequence in self.running if not sequence.decodes_from_device]
-        return waiting + sum(sequence.num_uncomputed_tokens for sequence in chunked)
+        return self.waiting.num_tokens + sum(each.num_uncomputed_tokens for each in self._chunked())
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds in which the prompts that wait here are computed, next to the decode rows of now.
+
+        As if nothing of those were cached that have no blocks yet. Those that other workers compute
+        do not count.
+        """
+        work = self.waiting.work
+        for each in self._chunked():
+            work = work.with_chunk(each.num_computed_tokens, each.num_uncomputed_tokens)
+        rows, prices = StepWork(len(self._decoding), self._decoding.contexts), self.costs.prices
+        chunk = self.limits.max_num_batched_tokens - rows.rows
+        if self.limits.step_s != math.inf:
+            chunk = prices.tokens_within(self.limits.step_s, rows, 0, chunk)
+        return prices.prompts_s(work.tokens, work.products, chunk, rows)
+
+    def _chunked(self) -> list[Sequence]:
+        """Return the running sequences whose prompts are not computed yet."""
+        return [sequence for sequence in self.running if not sequence.decodes_from_device]
 
     def check_integrity(self) -> None:
         """Check that the pool's accounting agrees with what the sequences hold.

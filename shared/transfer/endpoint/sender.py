@@ -23,7 +23,6 @@ from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.outgoing import Outgoing
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.transfer.endpoint.sender_link import (
-    OutgoingSegment,
     SenderJob,
     SenderLink,
     choose_carrier,
@@ -259,8 +258,11 @@ class KvSender(KvHalf[SenderLink]):
             link.acked_s = self.clock()
         self.stats.bytes[link.peer, link.carrier] += sent.segment.nbytes
         self._outgoing.may_pack = True
+        if ack.outcome == "ok":
+            link.speed.observe(sent.segment.nbytes, sent.since, self.clock())
         if sent.job is link.test:
-            self._on_tested(link, sent, ack)
+            if ack.outcome != "ok":
+                raise TransferError(f"{link.carrier} does not bring what is sent")
             return
         self.stats.outcomes[ack.outcome] += 1
         if sent.job.is_over:
@@ -269,11 +271,6 @@ class KvSender(KvHalf[SenderLink]):
             self._resend(sent.job, sent.cut)
         else:
             sent.job.unacknowledged -= sent.cut.num_units
-
-    def _on_tested(self, link: SenderLink, sent: OutgoingSegment, ack: Ack) -> None:
-        if ack.outcome != "ok":
-            raise TransferError(f"{link.carrier} does not bring what is sent")
-        link.gb_per_s = sent.segment.nbytes / max(1e-9, self.clock() - sent.since) / 1e9
 
     def _resend(self, job: SenderJob, cut: Cut) -> None:
         job.resends[cut] += 1

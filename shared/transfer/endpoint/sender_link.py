@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.control.protocol import KvHello
+from pagewire.shared.costs.link_speed import LinkSpeed
 from pagewire.shared.transfer.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.transfer.endpoint.credits import SenderCredits
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
@@ -69,7 +70,8 @@ class SenderLink:
         peer: name of the decode worker.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
-        gb_per_s: speed of the test, from the end of its packing to its acknowledgement.
+        speed: of the segments, from the end of their packing to their acknowledgement; unknown
+            before the test is acknowledged.
         sent: segments that are not acknowledged, by credit, in the order of their sending.
         acked_s: when the segment that was the first in `sent` was acknowledged, most recently.
         test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
@@ -82,9 +84,14 @@ class SenderLink:
     outbound: Outbound
     credits: SenderCredits = field(default_factory=SenderCredits)
     sent: dict[int, OutgoingSegment] = field(default_factory=dict)
-    gb_per_s: float = 0.0
+    speed: LinkSpeed = field(default_factory=LinkSpeed)
     acked_s: float = -math.inf
     test: SenderJob = field(init=False)
+
+    @property
+    def gb_per_s(self) -> float:
+        """GB/s of the test, then of what the link carries; 0 before the test."""
+        return self.speed.bytes_per_s / 1e9
 
 
 def choose_carrier(

@@ -17,6 +17,7 @@ from pagewire.shared.cluster.registry import (
     WorkerRecord,
 )
 from pagewire.shared.control.protocol import MAX_EPOCH, PROTOCOL_VERSION
+from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.tests.support.aio import eventually, run_async, until_returns
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import (
@@ -37,7 +38,9 @@ def test_records_are_listed_as_published_until_withdrawn(any_redis_url: str) -> 
         state="draining",
         kv_transports=["ucx", "zmq"],
         load=WorkerLoad(running=3, iterations=2**40, total_blocks=100),
-        links=[LinkInfo(peer="decode-0", transport="ucx", gbps=350.5)],
+        links=[LinkInfo(peer="decode-0", transport="ucx", gbps=350.5, latency_s=1e-3)],
+        block_bytes=1 << 21,
+        prices=StepPrices(fixed=0.004, per_token=(1e-5, 2e-5), error=0.03, steps=2**33),
     )
 
     async def scenario() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.scheduling.step_costs import StepWork
+from pagewire.shared.costs.step_work import StepWork
 
 
 @pytest.mark.parametrize("max_model_len", [2, 15, 17, 49, 1041])

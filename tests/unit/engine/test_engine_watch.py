@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.schedule import Schedule
-from pagewire.shared.engine.scheduling.step_costs import StepWork
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.processor_waits import ProcessorWaits

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
@@ -322,3 +324,19 @@ def test_queued_tokens_are_those_that_nobody_has_prefilled() -> None:
     assert core.scheduler.num_queued_tokens == 12
     step(core, 2)
     assert core.scheduler.num_queued_tokens == 6
+
+
+def test_the_queue_in_seconds_is_what_computing_it_takes() -> None:
+    core, _ = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4)
+    core.scheduler.costs = StepCosts(StepPrices(fixed=1.0, per_product=0.01))
+    core.add(make_sequence("a", [1] * 10))
+    core.add(make_sequence("b", [1] * 6))
+    core.add(make_sequence("c", [1] * 30, remote_prefill=True))
+    assert core.scheduler.queued_s == pytest.approx(4 + 0.01 * (55 + 21))
+    assert core.scheduler.num_queued_tokens == 46
+    step(core)
+    assert core.scheduler.queued_s == pytest.approx(3 + 0.01 * (55 - 10 + 21))
+    core.abort("b")
+    assert core.scheduler.queued_s == pytest.approx(2 + 0.01 * (55 - 10))
+    step(core, 2)
+    assert core.scheduler.queued_s == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.costs.step_work import NOTHING
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect, Export, StepPlan, Withdraw
@@ -201,6 +202,7 @@ class Simulation:
             assert len(output.token_ids) <= 1
         self.core.scheduler.check_integrity()
         self.check_slots()
+        self.check_totals()
         for sequence in self.core.scheduler.awaiting_send.values():
             assert self.device.content(sequence) == sequence.token_ids[:-1]
         self.now += 1
@@ -352,6 +354,19 @@ class Simulation:
         assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
         turns = Counter(s.spec.owner for s in scheduler.holders() if s.device_slot is not None)
         assert {owner: scheduler.waiting.num_turns(owner) for owner in turns} == turns
+
+    def check_totals(self) -> None:
+        """Check the sums that the scheduler keeps instead of looking at each sequence."""
+        scheduler = self.core.scheduler
+        waiting, decoding = scheduler.waiting, scheduler._decoding
+        local = [sequence for sequence in waiting if not sequence.remote_prefill]
+        assert waiting.work.chunks == len(local)
+        if not local:
+            assert waiting.work == NOTHING
+        if not waiting:
+            assert waiting.num_tokens == 0
+        rows = decoding.rows.sequences
+        assert decoding.contexts == sum(row.num_computed_tokens + 1 for row in rows)
 
     def check_errors(self) -> None:
         """Check that one sequence fails with a step, of those whose blocks nobody else has."""

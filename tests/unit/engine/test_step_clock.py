@@ -1,96 +1,20 @@
-"""What steps cost, which one runs, and who is suspected when it does not end."""
+"""Which step runs, how long it took, and who is suspected when it does not end."""
 
 from __future__ import annotations
 
-import random
+import math
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
-from pagewire.shared.engine.scheduling.step_costs import SMALLEST_CHUNK, StepCosts, StepWork
 from pagewire.shared.engine.step_clock import RunningStep, StepClock
-from pagewire.tests.support.fake_engine import make_sequence
-
-
-def seconds(work: StepWork) -> float:
-    """What a step takes on an imagined machine."""
-    return 0.003 + 2e-4 * work.rows + 1e-4 * work.tokens + 2e-8 * work.products
-
-
-def some_work(rng: random.Random) -> StepWork:
-    if rng.random() < 0.3:
-        return StepWork(rng.randrange(1, 8))
-    chunk = rng.choice([16, 64, 256, 1024])
-    return StepWork(rng.randrange(5)).with_chunk(rng.randrange(20_000), chunk)
-
-
-UNSEEN = [
-    StepWork(1),
-    StepWork(20),
-    StepWork().with_chunk(0, 2048),
-    StepWork(3).with_chunk(30_000, 128),
-]
-
-
-def test_two_small_steps_are_enough_for_a_first_guess() -> None:
-    costs = StepCosts()
-    assert costs.predict(UNSEEN[2]) == 0.0
-    for start in (0, 1024):
-        work = StepWork().with_chunk(start, 16)
-        costs.observe(work, seconds(work))
-    assert costs.predict(UNSEEN[2]) == pytest.approx(seconds(UNSEEN[2]), rel=2)
-
-
-def test_predictions_are_right_for_work_that_was_not_seen() -> None:
-    costs, rng = StepCosts(), random.Random(0)
-    for _ in range(200):
-        work = some_work(rng)
-        costs.observe(work, seconds(work) * rng.uniform(0.95, 1.05))
-    for work in UNSEEN:
-        assert costs.predict(work) == pytest.approx(seconds(work), rel=0.15)
-
-
-def test_the_price_of_prompts_outlasts_a_time_without_any() -> None:
-    costs, rng = StepCosts(), random.Random(0)
-    for _ in range(100):
-        work = some_work(rng)
-        costs.observe(work, seconds(work))
-    for _ in range(5000):
-        costs.observe(StepWork(3), seconds(StepWork(3)))
-    assert costs.predict(UNSEEN[2]) == pytest.approx(seconds(UNSEEN[2]), rel=0.1)
-
-
-def test_a_machine_that_becomes_slower_is_followed_within_some_steps() -> None:
-    costs, rng = StepCosts(), random.Random(0)
-    for _ in range(100):
-        work = some_work(rng)
-        costs.observe(work, seconds(work))
-    for _ in range(100):
-        work = some_work(rng)
-        costs.observe(work, 4 * seconds(work))
-    for work in UNSEEN:
-        assert costs.predict(work) == pytest.approx(4 * seconds(work), rel=0.25)
-
-
-@pytest.mark.parametrize("start", [0, 5000, 100_000])
-def test_a_chunk_takes_about_the_time_that_is_asked_for(start: int) -> None:
-    costs, rng = StepCosts(), random.Random(0)
-    for _ in range(200):
-        work = some_work(rng)
-        costs.observe(work, seconds(work))
-    rest = StepWork(4)
-    tokens = costs.tokens_within(1.0, rest, start)
-    assert tokens % SMALLEST_CHUNK == 0
-    assert 0.6 < seconds(rest.with_chunk(start, tokens)) < 1.1
-
-
-def test_a_step_always_has_room_for_one_small_chunk() -> None:
-    costs = StepCosts()
-    work = StepWork().with_chunk(0, 16)
-    costs.observe(work, 30.0)
-    assert costs.tokens_within(1.0, StepWork(), 0) == SMALLEST_CHUNK
-    assert costs.tokens_within(1.0, work, 0) == 0
+from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.worker.metrics import EngineCollector
+from pagewire.tests.support.fake_engine import make_core, make_sequence
 
 
 class Learnt(StepCosts):
@@ -181,3 +105,18 @@ def test_without_prompts_the_newest_row_is_suspected() -> None:
     for sequence, arrival_s in zip(rows, (1.0, 3.0, 2.0), strict=True):
         sequence.arrival_s = arrival_s
     assert suspected(Schedule(rows=DecodeRows(rows))) == ["b"]
+
+
+def test_the_metric_says_how_right_predictions_are() -> None:
+    core, name = make_core()[0], "pagewire_step_prediction_error"
+
+    def shown(steps: str) -> float | None:
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(EngineThread(core, lambda _outputs: None), "m"))
+        return registry.get_sample_value(name, {"steps": steps})
+
+    assert [shown("all"), shown("prompt")] == [pytest.approx(math.nan, nan_ok=True)] * 2
+    for _ in range(20):
+        core.scheduler.costs.observe(StepWork(1), 0.01)
+    assert shown("all") == pytest.approx(0, abs=0.1)
+    assert shown("prompt") == pytest.approx(math.nan, nan_ok=True)

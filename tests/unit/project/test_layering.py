@@ -24,6 +24,7 @@ NEEDS_TORCH = ("torch", "triton", "transformers", "safetensors")
 PACKAGES = (
     "kernels",
     "shared.base",
+    "shared.costs",
     "shared.settings",
     "shared.request",
     "shared.kv",

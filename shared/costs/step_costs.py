@@ -1,0 +1,188 @@
+"""Learns the prices of an engine's steps from the steps before. Pure: it reads no clock.
+
+The prices are the least squares of relative errors over recent steps, none below 0. Steps with and
+without prompt tokens are forgotten at their own paces, so that rare ones are not lost among many of
+the other kind. What recent steps do not show, such as the price of a token while there is no
+prompt, stays as it was.
+
+A step that takes much longer or shorter than predicted counts as one that is just within the usual,
+unless several follow one another: then the machine or its load has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pagewire.shared.costs.least_squares import Equations
+from pagewire.shared.costs.step_prices import KNOTS, StepPrices
+from pagewire.shared.costs.step_work import NOTHING, StepWork
+
+DECAY = 0.95  # a step's weight in terms of the next one's of its kind
+FADING = 0.998  # the same in terms of one of the other kind
+SHORTEST_S = 1e-4  # shorter steps have the weight of such a one
+# Decode steps of equally many rows count as one step of their median time: that takes less of the
+# host's time, and a step during which the process was paused does not matter.
+LONGEST_RUN = 8
+SOLVE_EVERY = 32  # steps, unless one with prompt tokens shows an error
+TOLERANCE = 0.1  # of a prediction
+USUAL = 0.5  # a relative error that is never extraordinary,
+USUAL_ERRORS = 4.0  # nor is this many times the median error
+MOST_STRAYS = 3  # steps in a row that are not believed
+CHANGED = 0.5  # what counts of the steps before each further one
+NEW = 16  # the first steps of a kind are all believed
+# Sizes at which the terms may be of about the same importance, so that the equations are balanced:
+# one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
+_SCALES = (1.0, 16.0, 16384.0, 16384.0, 8.0, 24.0, 96.0, 384.0, 512.0)
+# How much each term is held to its last value, relative to the steps' weight: tokens least, which
+# explain the first step alone.
+_RIDGES = (1e-2, 1e-4, 1e-4, 1e-3, 1e-6, 1e-6, 1e-6, 1e-6, 1e-6)
+_FIRST_TOKENS = 4  # index of the first term of tokens
+
+
+@dataclass(slots=True)
+class _Kind:
+    """What is known from the steps with prompt tokens, or from those without.
+
+    Attributes:
+        steps: how many there were.
+        error: median relative error of recent predictions; None before there were any.
+        strays: how many of the most recent steps in a row were extraordinary.
+    """
+
+    steps: int = 0
+    error: float | None = None
+    strays: int = 0
+    equations: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
+
+    def note_error(self, expected: float, seconds: float) -> None:
+        """Take a prediction into account that was made before the step."""
+        if expected <= 0 or seconds <= 0:
+            return
+        error = abs(expected / seconds - 1)
+        if self.error is None:
+            self.error = error
+        # Up as often as down: that is the median.
+        factor = 1 + max(0.05, 1 / (1 + self.steps))
+        self.error = max(1e-3, self.error * (factor if error > self.error else 1 / factor))
+
+    def believed(self, expected: float, seconds: float) -> float:
+        """Return what to learn from a step's time."""
+        most = 1 + max(USUAL, USUAL_ERRORS * (self.error or 0))
+        if expected <= 0 or self.steps < NEW or expected / most <= seconds <= expected * most:
+            self.strays = 0
+            return seconds
+        self.strays += 1
+        if self.strays > MOST_STRAYS:
+            self.equations.fade(CHANGED)
+            return seconds
+        return expected * most if seconds > expected else expected / most
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Learns prices from each step that ends.
+
+    Attributes:
+        prices: the present ones, without errors and counts.
+    """
+
+    prices: StepPrices = field(default_factory=StepPrices)
+    _decodes: _Kind = field(default_factory=_Kind)
+    _prompts: _Kind = field(default_factory=_Kind)
+    _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
+    _unsolved: int = 0
+    _run: list[float] = field(default_factory=list)  # seconds of equal decode steps
+    _run_work: StepWork = NOTHING  # of the first of them
+
+    @property
+    def published(self) -> StepPrices:
+        """The present prices, with errors and counts; may be read in any thread."""
+        decodes, prompts = self._decodes, self._prompts
+        return msgspec.structs.replace(
+            self.prices,
+            error=decodes.error if decodes.steps > prompts.steps else prompts.error,
+            prompt_error=prompts.error,
+            steps=decodes.steps + len(self._run) + prompts.steps,
+            prompt_steps=prompts.steps,
+        )
+
+    def predict(self, work: StepWork) -> float:
+        """Return how many seconds a step takes; 0 before any was observed."""
+        return self.prices.step_s(work)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step, and how many seconds it took."""
+        if work.tokens:
+            self._end_run()
+            self._prompts.note_error(self.predict(work), seconds)
+            self._learn(self._prompts, self._decodes, work, seconds, 1)
+            return
+        run = self._run
+        if run and work.rows != self._run_work.rows:
+            self._end_run()
+        if not run:
+            self._run_work = work
+            self._decodes.note_error(self.predict(work), seconds)
+        run.append(seconds)
+        if len(run) >= LONGEST_RUN or self._decodes.steps < NEW:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        """Learn from decode steps with equally many rows."""
+        if not (count := len(self._run)):
+            return
+        median = sorted(self._run)[count // 2]
+        self._run.clear()
+        rows, contexts = self._run_work.rows, self._run_work.contexts
+        work = StepWork(rows, contexts + rows * (count - 1) // 2)
+        self._learn(self._decodes, self._prompts, work, median, count)
+
+    def _learn(self, kind: _Kind, other: _Kind, work: StepWork, seconds: float, count: int) -> None:
+        expected = self.predict(work)
+        seconds = kind.believed(expected, seconds)
+        kind.steps += count
+        kind.equations.fade(DECAY**count)
+        other.equations.fade(FADING**count)
+        weight = count / (max(seconds, SHORTEST_S) * max(expected or seconds, SHORTEST_S))
+        kind.equations.add(_parts(work), seconds, weight)
+        self._unsolved += count
+        is_wrong = work.tokens and abs(expected - seconds) > TOLERANCE * seconds
+        if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < NEW:
+            self._unsolved = 0
+            self._solve()
+
+    def _solve(self) -> None:
+        """Set the prices to those that explain the steps best."""
+        sum_of = self._decodes.equations.plus(self._prompts.equations)
+        self._terms = terms = sum_of.solve(_RIDGES, self._terms)
+        prices = [term / scale for term, scale in zip(terms, _SCALES, strict=True)]
+        for index in range(_FIRST_TOKENS + 1, len(terms)):
+            if not sum_of.has(index):  # no step had as many tokens
+                prices[index] = prices[index - 1]
+                terms[index] = prices[index] * _SCALES[index]
+        self.prices = StepPrices(
+            fixed=prices[0],
+            per_sequence=prices[1],
+            per_context=prices[2],
+            per_product=prices[3],
+            per_token=tuple(prices[_FIRST_TOKENS:]),
+        )
+
+
+def _parts(work: StepWork) -> list[tuple[int, float]]:
+    """Return the terms of a work that are not 0, with their indices."""
+    tokens = work.rows + work.tokens
+    parts = [(0, 1.0), (1, (work.rows + work.chunks) / _SCALES[1])]
+    if work.contexts:
+        parts.append((2, work.contexts / _SCALES[2]))
+    if work.products:
+        parts.append((3, work.products / _SCALES[3]))
+    ends = (*KNOTS[1:], tokens)
+    for number, (start, end) in enumerate(zip(KNOTS, ends, strict=True)):
+        if tokens <= start:
+            break
+        index = _FIRST_TOKENS + number
+        parts.append((index, (min(tokens, max(start, end)) - start) / _SCALES[index]))
+    return parts
