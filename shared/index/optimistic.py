@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pagewire.shared.kv.block_hash import BlockHash
 
@@ -16,9 +16,13 @@ class OptimisticEntries:
 
     They are in memory, so that a burst of equal prompts sees them without a wait. Their number is
     bounded: the oldest ones are dropped.
+
+    Args:
+        clock: monotonic, in seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         # Oldest first. hash -> worker id -> (epoch, end in monotonic time)
         self._entries: OrderedDict[BlockHash, dict[str, tuple[int, float]]] = OrderedDict()
 
@@ -36,7 +40,7 @@ class OptimisticEntries:
         self._sweep()
         if not self._entries:
             return
-        now = time.monotonic()
+        now = self._clock()
         for worker_id, epoch in epochs.items():
             count = counts.get(worker_id, 0)
             while count < len(hashes) and self._has(hashes[count], worker_id, epoch, now):
@@ -48,7 +52,7 @@ class OptimisticEntries:
         return entry is not None and entry[0] == epoch and entry[1] > now
 
     def _sweep(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         while self._entries:
             block_hash, workers = next(iter(self._entries.items()))
             expired = all(ends <= now for _, ends in workers.values())

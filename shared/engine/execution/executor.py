@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+
+if TYPE_CHECKING:  # the loop and the scheduler run without torch, as in `pagewire simulate`
+    import torch
+
+    from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 
 
 class PendingStep(Protocol):
