@@ -4,6 +4,7 @@
     client/   chat, complete, status, top
     batch/    the requests of a batch file, sent to any OpenAI-compatible endpoint
     bench/    load on any OpenAI-compatible endpoint
+    simulation/ simulate, plan: loads on clusters that do not exist
     doctor/   checks of this machine
 
 Entry point: `app` (main.py); services.py has the commands that start one service each, and

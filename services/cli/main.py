@@ -35,6 +35,8 @@ _MODULES = {
     "prove": "prove.command",
     "doctor": "doctor.command",
     "estimate": "estimate",
+    "simulate": "simulation.command",
+    "plan": "simulation.plan",
     "convert": "convert",
     "router": "services",
     "prefill": "services",

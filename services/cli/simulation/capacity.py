@@ -1,0 +1,38 @@
+"""How much of a load a cluster carries: the highest factor at which it keeps its promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+STEPS = 6  # of the search after its bounds are known
+HIGHEST, LOWEST = 64.0, 1 / 64
+
+
+def highest_factor(keeps: Callable[[float], bool], steps: int = STEPS) -> float:
+    """Return the highest factor at which `keeps` holds, by halving the range again and again.
+
+    The result is exact to 2 ** (1 / 2 ** steps): with 6 steps, to 1.1 %.
+
+    Args:
+        keeps: whether the promise is kept at a factor. Best if it holds up to one factor and not
+            beyond; it is called about `steps` + 2 times.
+        steps: of the search.
+
+    Returns:
+        0 if it does not even hold at `LOWEST`; at most `HIGHEST`.
+    """
+    low = high = 1.0
+    if keeps(1.0):
+        while keeps(high := 2 * low):
+            low = high
+            if low >= HIGHEST:
+                return low
+    else:
+        while not keeps(low := high / 2):
+            high = low
+            if high <= LOWEST:
+                return 0.0
+    for _ in range(steps):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low

@@ -1,0 +1,220 @@
+"""A whole cluster in virtual time: routers, workers, prefill jobs and KV transfer.
+
+Scheduling, block pools, prefix caches, placement and in-flight load are the product's own code.
+Steps, messages and transfers take the time that the machine's prices say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pagewire.services.cli.simulation.device import SimulatedDevice
+from pagewire.services.cli.simulation.events import Events
+from pagewire.services.cli.simulation.jobs import JobHook, PrefillJobs
+from pagewire.services.cli.simulation.machine import Machine
+from pagewire.services.cli.simulation.requests import Client, Request
+from pagewire.services.cli.simulation.results import Answer, Promise, Summary, summarize
+from pagewire.services.cli.simulation.router import POLICIES, Router, SimulatedIndex, run_length
+from pagewire.services.cli.simulation.wire import KvLink
+from pagewire.services.cli.simulation.worker import Worker, WorkerLimits, hasher_of, make_core
+from pagewire.services.cli.simulation.workload import ANSWER_TOKEN, Conversation
+from pagewire.shared.base.errors import InvalidRequestError, NoWorkerError, OverloadedError
+from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """Which workers and routers there are, and how requests are placed.
+
+    Attributes:
+        prefill: number of prefill workers.
+        decode: number of decode workers; without prefill workers they are aggregated.
+        policy: a name in `POLICIES`.
+    """
+
+    prefill: int
+    decode: int
+    policy: str = "prefix"
+    routers: int = 1
+
+    @property
+    def label(self) -> str:
+        """What this is called, such as 1P1D."""
+        return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
+
+
+class SimulatedCluster:
+    """A cluster and its clients; `run` simulates all of their requests.
+
+    Attributes:
+        answers: of all requests so far.
+        workers: by name.
+        links: by the names of sender and receiver.
+    """
+
+    def __init__(
+        self, plan: ClusterPlan, machine: Machine, limits: WorkerLimits, seed: int = 0
+    ) -> None:
+        self.machine = machine
+        self.events = Events()
+        self.index = SimulatedIndex(self.events)
+        self.answers: list[Answer] = []
+        self.workers: dict[str, Worker] = {}
+        self.links: dict[tuple[str, str], KvLink] = {}
+        self._requests: dict[str, Request] = {}
+        self._jobs = PrefillJobs(
+            self.events, machine, self.workers, self._requests, self.links, self._on_first_token
+        )
+        decodes = [self._add_worker(f"decode-{i}", False, limits) for i in range(plan.decode)]
+        prefills = [self._add_worker(f"prefill-{i}", True, limits) for i in range(plan.prefill)]
+        for prefill in prefills:
+            for decode in decodes:
+                credits = max(1, machine.wire.segments // plan.prefill)
+                self.links[prefill.name, decode.name] = KvLink(machine.wire, credits)
+        rng = random.Random(f"{seed}/ties")
+        self.routers = [
+            Router(number, self.events, self.workers, self.index, POLICIES[plan.policy](rng))
+            for number in range(plan.routers)
+        ]
+        self._hasher = hasher_of(machine)
+        self._streams: dict[tuple[str, int], int] = {}  # worker and router -> running answers
+        self._num_clients = 0
+
+    def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> Worker:
+        device = SimulatedDevice(self.events, self.machine)
+        core = make_core(self.machine, limits, device, self.index.cache_of(name))
+        on_outputs = self._jobs.on_outputs if is_prefill else self._on_outputs
+        worker = self.workers[name] = Worker(name, is_prefill, core, device, on_outputs)
+        core.hooks.append(JobHook(worker, self._jobs))
+        return worker
+
+    def run(self, load: Sequence[Conversation]) -> list[Answer]:
+        """Simulate all requests of a load until each has ended; returns the answers so far."""
+        self._num_clients += len(load)
+        for conversation in load:
+            self.events.at(conversation.start_s, partial(self._send, Client(conversation)))
+        self.events.run_until(lambda: self._num_clients == 0)
+        return self.answers
+
+    def summary(self, promise: Promise) -> Summary:
+        """Return the figures so far."""
+        workers = self.workers.values()
+        preemptions = sum(each.core.scheduler.num_preemptions for each in workers)
+        busy_s = {each.name: each.device.busy_s for each in workers}
+        return summarize(self.answers, promise, preemptions, busy_s)
+
+    # A request's way to its decode worker
+
+    def _send(self, client: Client) -> None:
+        turn = client.conversation.turns[client.turn]
+        if not turn.continues:
+            client.tokens, client.hashes = [], []
+        for content, count in turn.new:
+            client.tokens += [content] * count
+        self._hasher.extend(client.hashes, client.tokens)
+        number = len(self.answers)
+        answer = Answer(self.events.now, len(client.tokens))
+        self.answers.append(answer)
+        router = self.routers[number % len(self.routers)]
+        request = Request(f"r{number}", client, answer, turn.answer_tokens, router)
+        self.events.after(self.machine.host.request_ms * 1e-3, partial(self._place, request))
+
+    def _place(self, request: Request) -> None:
+        client, router, block_size = request.client, request.router, self.machine.block_size
+        known = run_length(self.index.ever, client.hashes) * block_size
+        request.answer.known_tokens = min(known, len(client.tokens) - 1)
+        try:
+            placement, prompt = router.place(
+                client.hashes, len(client.tokens), block_size, request.refused_by
+            )
+        except NoWorkerError:
+            request.answer.outcome = "refused"
+            self._next_turn(request)
+            return
+        decode = self.workers[placement.decode_workers[0]]
+        request.prefills = list(placement.prefill_workers)
+        request.load = router.in_flight.add(decode.name, prompt.missing_blocks(decode.name))
+        if request.prefills:
+            first = request.prefills[0]
+            request.prefill_load = router.in_flight.add(first, prompt.uncached_tokens(first))
+        router.note_sent(prompt, (decode.name, *request.prefills[:1]))
+        add = partial(self._add, request, decode)
+        self.events.after(self.machine.host.start_ms * 1e-3, lambda: decode.submit(add))
+
+    def _add(self, request: Request, decode: Worker, core: EngineCore) -> None:
+        """Queue a request's sequence. Runs in the decode worker's iteration."""
+        sequence = request.sequence()
+        sequence.remote_prefill = bool(request.prefills)
+        try:
+            core.add(sequence)
+        except (OverloadedError, InvalidRequestError) as exc:
+            request.unload()
+            refused = {decode.name} if isinstance(exc, OverloadedError) else self.workers
+            request.refused_by.update(refused)  # what one finds invalid, all do
+            self.events.after(2 * self.machine.host.hop_ms * 1e-3, partial(self._place, request))
+            return
+        self._requests[request.name] = request
+        key = decode.name, request.router.number
+        self._streams[key] = self._streams.get(key, 0) + 1
+
+    # Tokens
+
+    def _on_first_token(self, request: Request, prefill: Worker, report: LoadReport) -> None:
+        """Handle a prefill worker's first token, which the router has now."""
+        request.unload(prefill_only=True)
+        request.router.in_flight.note_report(prefill.name, report)
+
+    def _on_outputs(self, decode: Worker, outputs: StepOutputs) -> None:
+        """Send a step's tokens to their routers and clients."""
+        host, requests = self.machine.host, self._requests
+        arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
+        for name in outputs.request_ids:
+            requests[name].answer.times.append(arrives_s)
+        special: list[Request] = []
+        for output in outputs.others:
+            special.append(self._take(decode, output, arrives_s))
+        heard = partial(self._hear, decode, decode.report(), special)
+        self.events.after(host.hop_ms * 1e-3, heard)
+
+    def _take(self, decode: Worker, output: StepOutput, arrives_s: float) -> Request:
+        """Note a first or last token of an answer."""
+        request = self._requests[output.request_id]
+        answer = request.answer
+        answer.times.extend([arrives_s] * len(output.token_ids))
+        if output.cached_tokens is not None and not answer.is_remote:
+            answer.cached_tokens = output.cached_tokens
+        if output.finish_reason is not None:
+            answer.outcome = "ok"
+            del self._requests[request.name]
+            self._streams[decode.name, request.router.number] -= 1
+        return request
+
+    def _hear(self, decode: Worker, report: LoadReport, special: list[Request]) -> None:
+        """Handle a step's tokens at the routers of its answers."""
+        for router in self.routers:
+            is_running = self._streams.get((decode.name, router.number), 0) > 0
+            if is_running or any(each.router is router for each in special):
+                router.in_flight.note_report(decode.name, report)
+        for request in special:
+            has_ended = request.answer.outcome == "ok"
+            request.unload(prefill_only=not has_ended)
+            if has_ended:
+                delay_s = self.machine.host.answer_ms * 1e-3
+                self.events.after(delay_s, partial(self._next_turn, request))
+
+    def _next_turn(self, request: Request) -> None:
+        """Let the client send its next request, after its pause; all others depend on it."""
+        client = request.client
+        client.turn += 1
+        turns = client.conversation.turns
+        if client.turn == len(turns):
+            self._num_clients -= 1
+            return
+        if request.answer.outcome == "ok":
+            client.tokens += [ANSWER_TOKEN] * request.answer_tokens
+        self.events.after(turns[client.turn].pause_s, partial(self._send, client))

@@ -1,0 +1,114 @@
+"""`pagewire simulate`: a load on a cluster that does not exist, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.simulation import options
+from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
+from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.view import table_of
+from pagewire.services.cli.terminal import print_whole
+from pagewire.shared.base.errors import ConfigError
+
+MAX_WORKERS = 256
+
+_WORKERS = "Workers: 1P1D, or a number of aggregated ones; several of them after commas."
+Workers = Annotated[str, typer.Option(help=_WORKERS, rich_help_panel="Cluster")]
+_LOCAL = "Uncached prompt tokens that a decode worker computes itself."
+Local = Annotated[
+    int, typer.Option("--local-prefill-tokens", min=0, help=_LOCAL, rich_help_panel="Cluster")
+]
+
+
+def simulate(
+    ctx: typer.Context,
+    workers: Workers = "1P1D",
+    trace: options.Trace = None,
+    speed: options.Speed = 1.0,
+    rate: options.Rate = None,
+    arrivals: options.Arrivals = "poisson",
+    concurrency: options.Concurrency = None,
+    agents: options.Agents = None,
+    requests: options.Requests = None,
+    seed: options.LoadSeed = 0,
+    prompt_tokens: options.PromptTokens = "1024",
+    output_tokens: options.OutputTokens = "256",
+    shared_prefix: options.SharedPrefix = 0,
+    machine: options.MachineName = "h200-llama-3.1-8b",
+    policy: options.Policy = "prefix",
+    routers: options.Routers = 1,
+    max_num_batched_tokens: options.StepTokens = None,
+    max_num_seqs: options.MaxNumSeqs = 512,
+    num_blocks: options.NumBlocks = None,
+    local_prefill_tokens: Local = 32,
+    enable_prefix_caching: options.Caching = True,
+    slo_ttft: options.SloTtft = None,
+    slo_itl: options.SloItl = None,
+    slo_gap: options.SloGap = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Simulate a load on clusters, without a GPU.
+
+    Scheduler, prefix caches and placement are the real ones; steps and
+    transfers take as long as the machine's prices say.
+
+    Example: pagewire simulate --rate 8 --prompt-tokens 6000 --workers 1P1D,2
+    """
+    with one_line_errors():
+        params = ctx.params
+        plans = [parse_workers(each, policy, routers) for each in workers.split(",")]
+        load, found_machine = options.load_of(params), options.machine_of(params)
+        limits = options.limits_of(params, found_machine, local_prefill_tokens)
+        promise = options.promise_of(params)
+        found: dict[str, Summary] = {}
+        for plan in plans:
+            cluster = SimulatedCluster(plan, found_machine, limits, seed)
+            cluster.run(load)
+            found[plan.label] = cluster.summary(promise)
+        show(found, promise, as_json)
+
+
+def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
+    """Parse "1P1D" or "2".
+
+    Raises:
+        ConfigError: the text has another form, or names no worker that decodes, or too many.
+    """
+    matched = re.fullmatch(r"(?:(\d{1,3})P)?(\d{1,3})(D?)", text.strip(), re.IGNORECASE)
+    if matched is None or (matched[1] is not None and not matched[3]):
+        raise ConfigError(f"--workers {text}: give 1P1D, or a number of aggregated workers")
+    plan = ClusterPlan(int(matched[1] or 0), int(matched[2]), policy, routers)
+    if not plan.decode or plan.prefill + plan.decode > MAX_WORKERS:
+        raise ConfigError(
+            f"--workers {text}: there must be a decode worker, and at most {MAX_WORKERS} workers"
+        )
+    return plan
+
+
+def show(found: dict[str, Summary], promise: Promise, as_json: bool) -> None:
+    """Print the figures of simulations by the clusters' labels."""
+    if as_json:
+        print(json.dumps({name: report(each) for name, each in found.items()}, indent=2))
+    else:
+        print_whole(Console(), table_of(found, promise))
+
+
+def report(summary: Summary) -> dict[str, object]:
+    """Return a simulation's figures as JSON values; those that are not a number are None."""
+    plain: dict[str, object] = msgspec.to_builtins(summary)
+    return {name: _without_nan(value) for name, value in plain.items()}
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

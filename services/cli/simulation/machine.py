@@ -1,0 +1,184 @@
+"""What a simulated machine takes its time for: steps of the engine, KV transfer, the host.
+
+A machine is a JSON file; this package has some, by name.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from pagewire.shared.base.errors import ConfigError
+
+_MACHINES = files("pagewire.services.cli.simulation") / "machines"
+
+Price = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Work(NamedTuple):
+    """What a step computes.
+
+    Attributes:
+        rows: its decode rows.
+        contexts: tokens that all decode rows together attend to, themselves included.
+        tokens: its prompt tokens.
+        products: pairs of a prompt token and a token that it attends to, itself included.
+        chunks: parts of prompts.
+        longest: the most tokens that one decode row attends to.
+    """
+
+    rows: int = 0
+    contexts: int = 0
+    tokens: int = 0
+    products: int = 0
+    chunks: int = 0
+    longest: int = 0
+
+
+class StepTimes(Protocol):
+    """Says how long a step takes."""
+
+    def step_s(self, work: Work) -> float:
+        """Return the seconds of a step."""
+        ...
+
+
+class StepTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """Times of steps: a curve over all tokens of a step, and prices of what attention does.
+
+    Attributes:
+        curve: pairs of tokens (rows and prompt tokens) and milliseconds, both ascending. Between
+            two pairs time is linear; after the last one, as between the last two.
+        row_us: of each decode row, in addition.
+        context_ns: of each token that a decode row attends to.
+        product_ns: of each pair of a prompt token and a token that it attends to.
+        longest_ns: of each token of the longest context: decode attention takes at least that, as
+            the other rows have ended by then.
+        split_rows: with fewer rows, contexts are split, and the longest one takes less.
+    """
+
+    curve: Annotated[tuple[tuple[Count, Positive], ...], Meta(min_length=2)]
+    row_us: Price = 0.0
+    context_ns: Price = 0.0
+    product_ns: Price = 0.0
+    longest_ns: Price = 0.0
+    split_rows: Count = 32
+
+    def step_s(self, work: Work) -> float:
+        """Return the seconds of a step."""
+        known, tokens = self._seconds, work.rows + work.tokens
+        seconds = known.get(tokens)
+        if seconds is None:
+            seconds = known[tokens] = self._of_curve(tokens)
+        longest_ns = work.longest * self.longest_ns * min(1.0, work.rows / self.split_rows)
+        attention_ns = max(work.contexts * self.context_ns, longest_ns)
+        attention_ns += work.products * self.product_ns
+        return seconds + work.rows * self.row_us * 1e-6 + attention_ns * 1e-9
+
+    @cached_property
+    def _seconds(self) -> dict[int, float]:
+        return {}
+
+    def _of_curve(self, tokens: int) -> float:
+        segments = list(pairwise(self.curve))
+        (x0, y0), (x1, y1) = next((s for s in segments if tokens <= s[1][0]), segments[-1])
+        return (y0 + (y1 - y0) * (max(tokens, self.curve[0][0]) - x0) / (x1 - x0)) * 1e-3
+
+
+class WirePrices(msgspec.Struct, frozen=True, kw_only=True):
+    """KV transfer between two workers.
+
+    Attributes:
+        gb_s: bandwidth of a link, in 10^9 bytes a second.
+        latency_ms: from a segment's last byte until its blocks can be used; and back.
+        segment_mib: largest segment.
+        segments: how many a receiver takes at once.
+        layer_groups: in how many parts, one after the other, the KV of a step becomes final.
+        export_us: time by which each exported token makes its step longer.
+    """
+
+    gb_s: Positive
+    latency_ms: Price = 0.0
+    segment_mib: Positive = 128.0
+    segments: Count = 16
+    layer_groups: Count = 1
+    export_us: Price = 0.0
+
+
+class HostPrices(msgspec.Struct, frozen=True, kw_only=True):
+    """What passes outside steps, in milliseconds.
+
+    Attributes:
+        request_ms: from the client until the router places the request.
+        start_ms: from there until the decode worker's engine has it.
+        hop_ms: a message's way between two engines, or from a worker to the router.
+        answer_ms: from the router to the client.
+        launch_ms: until a step begins on a device that has nothing else to do.
+        launches_early: a step is launched before the tokens of the one before are read.
+    """
+
+    request_ms: Price = 0.0
+    start_ms: Price = 0.0
+    hop_ms: Price = 0.0
+    answer_ms: Price = 0.0
+    launch_ms: Price = 0.0
+    launches_early: bool = True
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device with a model.
+
+    Attributes:
+        source: where the figures come from.
+        kv_blocks: blocks of a worker's KV pool.
+        block_size: tokens of a block.
+        kv_token_bytes: KV of a token.
+        max_step_tokens: `PAGEWIRE_MAX_NUM_BATCHED_TOKENS` that the workers usually have.
+        step_limit_s: prompts are cut so that a step takes about this long; None: they are not.
+    """
+
+    source: str
+    kv_blocks: Count
+    block_size: Count
+    kv_token_bytes: Count
+    steps: StepTable
+    wire: WirePrices
+    host: HostPrices
+    max_step_tokens: Count = 2048
+    step_limit_s: Positive | None = None
+
+
+def machine_names() -> list[str]:
+    """Return the names of the machines in this package."""
+    return sorted(each.name.removesuffix(".json") for each in _MACHINES.iterdir())
+
+
+def load_machine(name: str) -> Machine:
+    """Return the machine of a name, or of a JSON file.
+
+    Raises:
+        ConfigError: there is no such machine, or its file is wrong.
+    """
+    known = machine_names()
+    file = _MACHINES / f"{name}.json" if name in known else Path(name)
+    try:
+        data = file.read_bytes()
+    except OSError as exc:
+        raise ConfigError(
+            f"no machine {name!r}: give a JSON file ({exc.strerror}), or one of {', '.join(known)}"
+        ) from exc
+    try:
+        machine = msgspec.json.decode(data, type=Machine)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"machine {name}: {exc}") from exc
+    if any(before[0] >= after[0] for before, after in pairwise(machine.steps.curve)):
+        raise ConfigError(f"machine {name}: the tokens of steps.curve must ascend")
+    return machine

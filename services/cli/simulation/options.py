@@ -1,0 +1,159 @@
+"""Options of `pagewire simulate` and `pagewire plan`, and the load that they describe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from pagewire.services.cli.bench.load import Lengths, arrival_times
+from pagewire.services.cli.simulation import workload
+from pagewire.services.cli.simulation.machine import Machine, load_machine, machine_names
+from pagewire.services.cli.simulation.results import Promise
+from pagewire.services.cli.simulation.trace_file import read_trace
+from pagewire.services.cli.simulation.worker import WorkerLimits
+from pagewire.services.cli.simulation.workload import Contents, Conversation
+from pagewire.shared.base.errors import ConfigError
+
+DEFAULT_REQUESTS = 2000
+
+_load = partial(typer.Option, rich_help_panel="Load")
+_content = partial(typer.Option, rich_help_panel="Requests")
+_cluster = partial(typer.Option, rich_help_panel="Cluster")
+_goal = partial(typer.Option, rich_help_panel="Goals and output")
+
+_TRACE = (
+    "File of a request trace in Mooncake's format, one JSON object a line: timestamp (ms), "
+    "input_length, output_length and hash_ids (numbers of 512-token blocks)."
+)
+Trace = Annotated[Path | None, _load(metavar="FILE", help=_TRACE)]
+_SPEED = "With --trace: requests come this many times as fast."
+Speed = Annotated[float, _load(min=0.001, max=1000, help=_SPEED)]
+Rate = Annotated[
+    float | None, _load(min=0.001, help="Requests a second, however slow the answers.")
+]
+_ARRIVALS = "With --rate: at random one by one, at random eight at once, or evenly spaced."
+Arrivals = Annotated[Literal["poisson", "bursts", "fixed"], _load(help=_ARRIVALS)]
+_USERS = "This many users, each with one request at a time."
+Concurrency = Annotated[int | None, _load(min=1, max=10_000, help=_USERS)]
+_AGENTS = (
+    "This many agents: 40 to 100 turns over a context that they share in part, each with 300 to "
+    "600 new tokens and an answer of 300 to 450, and pauses with medians of 2 to 24 s."
+)
+Agents = Annotated[int | None, _load(min=1, max=10_000, help=_AGENTS)]
+_HOW_MANY = f"Requests to send.  [default: {DEFAULT_REQUESTS}, or all of a trace]"
+Requests = Annotated[int | None, _load(min=1, max=1_000_000, help=_HOW_MANY)]
+LoadSeed = Annotated[int, _load("--seed", help="Seed of times, lengths and ties.")]
+PromptTokens = Annotated[str, _content(metavar="N", help="Tokens of a prompt, or LOW:HIGH.")]
+OutputTokens = Annotated[str, _content(metavar="N", help="Tokens of an answer, or LOW:HIGH.")]
+_SHARED = "Tokens at the start of each prompt that all share."
+SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
+_MACHINE = f"Prices of steps and transfers: a JSON file, or one of {', '.join(machine_names())}."
+MachineName = Annotated[str, _cluster("--machine", metavar="NAME", help=_MACHINE)]
+Policy = Annotated[Literal["prefix", "round_robin"], _cluster(help="Rule of placement.")]
+Routers = Annotated[int, _cluster(min=1, max=64, help="Routers, which requests reach in turn.")]
+_STEP = "Tokens of one step.  [default: the machine's]"
+StepTokens = Annotated[int | None, _cluster("--max-num-batched-tokens", min=16, help=_STEP)]
+MaxNumSeqs = Annotated[int, _cluster(min=1, help="Sequences that a worker runs at once.")]
+_BLOCKS = "Blocks in a worker's KV pool.  [default: the machine's]"
+NumBlocks = Annotated[int | None, _cluster(min=1, help=_BLOCKS)]
+_CACHING = "Reuse blocks with equal content."
+Caching = Annotated[
+    bool, _cluster("--enable-prefix-caching/--no-enable-prefix-caching", help=_CACHING)
+]
+_TTFT = "Promise: the first token within this many ms."
+SloTtft = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_TTFT)]
+_ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
+SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
+_GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
+SloGap = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)]
+AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
+
+BURST = 8
+
+
+def load_of(params: Mapping[str, Any]) -> list[Conversation]:
+    """Return the load that the options describe.
+
+    Raises:
+        ConfigError: options contradict each other, or the trace is wrong.
+    """
+    kinds = [name for name in ("trace", "rate", "concurrency", "agents") if params[name]]
+    if len(kinds) != 1:
+        raise ConfigError(
+            "give one load: --trace FILE, --rate, --concurrency or --agents; not "
+            + (" and ".join(f"--{name}" for name in kinds) or "none")
+        )
+    seed, requests = params["seed"], params["requests"]
+    if kinds == ["trace"]:
+        trace = read_trace(params["trace"])
+        return workload.faster(trace[:requests], params["speed"])
+    if kinds == ["agents"]:
+        return _first_turns(workload.agents(params["agents"], seed), requests)
+    contents, count = _contents(params), requests or DEFAULT_REQUESTS
+    if kinds == ["concurrency"]:
+        return workload.clients(params["concurrency"], count, contents, seed)
+    rate, arrivals = params["rate"], params["arrivals"]
+    if arrivals == "bursts":
+        times = workload.bursts(rate, BURST, seed)
+    else:
+        times = arrival_times(arrivals, rate, seed)
+    return workload.independent(times, count, contents, seed)
+
+
+def _contents(params: Mapping[str, Any]) -> Contents:
+    prompt = Lengths.parse(params["prompt_tokens"])
+    if params["shared_prefix"] > prompt.low:
+        raise ConfigError(f"--shared-prefix cannot be longer than a prompt, {prompt} tokens")
+    answer = Lengths.parse(params["output_tokens"])
+    return Contents(prompt.draw, answer.draw, params["shared_prefix"])
+
+
+def _first_turns(load: list[Conversation], most: int | None) -> list[Conversation]:
+    """Return conversations of at most this many turns together, each with about as many."""
+    total = sum(len(each.turns) for each in load)
+    if most is None or total <= most:
+        return load
+    ends = [most * number // len(load) for number in range(len(load) + 1)]
+    shares = zip(load, pairwise(ends), strict=True)
+    return [Conversation(each.start_s, each.turns[: end - begin]) for each, (begin, end) in shares]
+
+
+def machine_of(params: Mapping[str, Any]) -> Machine:
+    """Return the machine that the options name, with the pool that they give it.
+
+    Raises:
+        ConfigError: there is no such machine, or its file is wrong.
+    """
+    machine = load_machine(params["machine"])
+    if params["num_blocks"] is None:
+        return machine
+    return msgspec.structs.replace(machine, kv_blocks=params["num_blocks"])
+
+
+def limits_of(params: Mapping[str, Any], machine: Machine, local: int) -> WorkerLimits:
+    """Return the settings of the workers.
+
+    Args:
+        params: the options.
+        machine: what the workers run on.
+        local: prompt tokens that a decode worker computes itself.
+    """
+    return WorkerLimits(
+        max_num_batched_tokens=params["max_num_batched_tokens"] or machine.max_step_tokens,
+        max_num_seqs=params["max_num_seqs"],
+        local_prefill_tokens=local,
+        caching=params["enable_prefix_caching"],
+    )
+
+
+def promise_of(params: Mapping[str, Any]) -> Promise:
+    """Return the promise; a part without a bound is always kept."""
+    bounds = [params[name] for name in ("slo_ttft", "slo_itl", "slo_gap")]
+    return Promise(*(math.inf if bound is None else bound / 1e3 for bound in bounds))

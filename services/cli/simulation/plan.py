@@ -1,0 +1,213 @@
+"""`pagewire plan`: how to divide GPUs between prefill and decode for a load and a promise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.simulation import options
+from pagewire.services.cli.simulation.capacity import highest_factor
+from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
+from pagewire.services.cli.simulation.command import report
+from pagewire.services.cli.simulation.machine import Machine
+from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.view import table_of
+from pagewire.services.cli.simulation.worker import WorkerLimits
+from pagewire.services.cli.simulation.workload import Conversation, faster
+from pagewire.services.cli.terminal import print_whole
+from pagewire.shared.base.errors import ConfigError
+
+KEPT_SHARE = 0.9  # of requests: a promise that fewer get is not kept
+EQUAL_SHARE = 0.005  # differences up to this are noise
+WORDS = {"ttft": "first tokens", "tpot": "mean times between tokens", "gap": "gaps"}
+
+_GPUS = "GPUs to divide, one for each worker."
+Gpus = Annotated[int, typer.Option(min=1, max=64, help=_GPUS, rich_help_panel="Cluster")]
+_LOCAL = "Uncached prompt tokens that a decode worker computes itself; several values are tried."
+Locals = Annotated[
+    list[int],
+    typer.Option("--local-prefill-tokens", min=0, help=_LOCAL, rich_help_panel="Cluster"),
+]
+_CAPACITY = "Also find how many times this load each division carries; takes 8 times as long."
+FindCapacity = Annotated[
+    bool, typer.Option("--capacity", help=_CAPACITY, rich_help_panel="Goals and output")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A division of the GPUs, and how it did.
+
+    Attributes:
+        local: prompt tokens that a decode worker computes itself.
+        factor: how many times the load it carries; None: this was not looked for.
+    """
+
+    plan: ClusterPlan
+    local: int
+    summary: Summary
+    factor: float | None = None
+
+    @property
+    def rank(self) -> tuple[float, float, float]:
+        """The best choice has the highest: what it carries, or keeps, and then first tokens."""
+        kept = round(self.summary.kept_share / EQUAL_SHARE)
+        return self.factor or 0.0, kept, -self.summary.ttft.p50
+
+
+def plan(
+    ctx: typer.Context,
+    gpus: Gpus,
+    trace: options.Trace = None,
+    speed: options.Speed = 1.0,
+    rate: options.Rate = None,
+    arrivals: options.Arrivals = "poisson",
+    concurrency: options.Concurrency = None,
+    agents: options.Agents = None,
+    requests: options.Requests = None,
+    seed: options.LoadSeed = 0,
+    prompt_tokens: options.PromptTokens = "1024",
+    output_tokens: options.OutputTokens = "256",
+    shared_prefix: options.SharedPrefix = 0,
+    machine: options.MachineName = "h200-llama-3.1-8b",
+    policy: options.Policy = "prefix",
+    routers: options.Routers = 1,
+    max_num_batched_tokens: options.StepTokens = None,
+    max_num_seqs: options.MaxNumSeqs = 512,
+    num_blocks: options.NumBlocks = None,
+    local_prefill_tokens: Locals = [32],  # noqa: B006 - typer does not change it
+    enable_prefix_caching: options.Caching = True,
+    slo_ttft: options.SloTtft = None,
+    slo_itl: options.SloItl = None,
+    slo_gap: options.SloGap = None,
+    capacity: FindCapacity = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Choose how many GPUs prefill and how many decode, by simulation.
+
+    Tries every division, and aggregated workers, on the same load.
+
+    Example: pagewire plan --gpus 4 --rate 12 --slo-ttft 600 --slo-gap 30
+    """
+    with one_line_errors():
+        promise = options.promise_of(ctx.params)
+        if promise == Promise():
+            raise ConfigError("give a promise to keep: --slo-ttft, --slo-itl or --slo-gap")
+        load, found_machine = options.load_of(ctx.params), options.machine_of(ctx.params)
+        trial = Trial(load, found_machine, promise, seed, capacity)
+        plans = divisions(gpus, policy, routers)
+        choices = [
+            trial.run(each, options.limits_of(ctx.params, found_machine, local))
+            for each in plans
+            for local in (local_prefill_tokens if each.prefill else local_prefill_tokens[:1])
+        ]
+        if as_json:
+            print(json.dumps([_report(each) for each in _best_first(choices)], indent=2))
+        else:
+            _show(choices, promise)
+
+
+def divisions(gpus: int, policy: str, routers: int) -> list[ClusterPlan]:
+    """Return all divisions of GPUs, aggregated workers first."""
+    return [ClusterPlan(each, gpus - each, policy, routers) for each in range(gpus)]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A load that each choice is tried on."""
+
+    load: Sequence[Conversation]
+    machine: Machine
+    promise: Promise
+    seed: int = 0
+    finds_capacity: bool = False
+
+    def run(self, plan: ClusterPlan, limits: WorkerLimits) -> Choice:
+        """Return how a division of the GPUs does."""
+        choice = Choice(plan, limits.local_prefill_tokens, self._simulate(plan, limits, 1.0))
+        if not self.finds_capacity:
+            return choice
+
+        def keeps(factor: float) -> bool:
+            done = choice.summary if factor == 1 else self._simulate(plan, limits, factor)
+            return done.kept_share >= KEPT_SHARE
+
+        return replace(choice, factor=highest_factor(keeps))
+
+    def _simulate(self, plan: ClusterPlan, limits: WorkerLimits, factor: float) -> Summary:
+        cluster = SimulatedCluster(plan, self.machine, limits, self.seed)
+        cluster.run(faster(list(self.load), factor))
+        return cluster.summary(self.promise)
+
+
+def _best_first(choices: Sequence[Choice]) -> list[Choice]:
+    return sorted(choices, key=lambda each: each.rank, reverse=True)
+
+
+def _report(choice: Choice) -> dict[str, object]:
+    return {
+        "workers": choice.plan.label,
+        "local_prefill_tokens": choice.local,
+        "capacity": choice.factor,
+        "why": reason(choice),
+        **report(choice.summary),
+    }
+
+
+def _show(choices: Sequence[Choice], promise: Promise) -> None:
+    ranked = _best_first(choices)
+    has_locals = len({each.local for each in choices}) > 1
+    labels = [_label(each, has_locals) for each in ranked]
+    console = Console()
+    found = {label: each.summary for label, each in zip(labels, ranked, strict=True)}
+    print_whole(console, table_of(found, promise))
+    console.print(verdict(ranked[0]), soft_wrap=True)
+    for label, each in zip(labels, ranked, strict=True):
+        carries = "" if each.factor is None else f"carries {each.factor:.2f} times this load; "
+        console.print(f"  {label}: {carries}{reason(each)}", soft_wrap=True)
+
+
+def _label(choice: Choice, has_locals: bool) -> str:
+    is_mixed = has_locals and choice.plan.prefill
+    return f"{choice.plan.label}, {choice.local} local" if is_mixed else choice.plan.label
+
+
+def verdict(best: Choice) -> str:
+    """Return in words what to do."""
+    kept = best.summary.kept_share
+    if kept >= KEPT_SHARE:
+        return f"Take {best.plan.label}: {kept:.1%} of the requests get what they are promised."
+    return (
+        f"No division keeps the promise for {KEPT_SHARE:.0%} of the requests. "
+        f"{best.plan.label} keeps it for {kept:.1%}: use more GPUs, or promise less."
+    )
+
+
+def reason(choice: Choice) -> str:
+    """Return which part of the promise a choice broke most often, and why."""
+    summary = choice.summary
+    part, share = max(summary.broken.items(), key=lambda item: item[1])
+    if share == 0:
+        return "keeps every part of the promise"
+    found = f"{WORDS[part]} are too long for {share:.1%} of the requests"
+    return f"{found}: {_cause(choice, part)}"
+
+
+def _cause(choice: Choice, part: str) -> str:
+    busy = choice.summary.busy
+    prefill = max((each for name, each in busy.items() if name.startswith("prefill")), default=0.0)
+    decode = max((each for name, each in busy.items() if name.startswith("decode")), default=0.0)
+    if choice.summary.refused:
+        return f"{choice.summary.refused} requests were refused, as all queues were full"
+    if part == "ttft":
+        who, share = ("prefill workers", prefill) if choice.plan.prefill else ("workers", decode)
+        return f"{who} are busy {share:.0%} of the time"
+    if not choice.plan.prefill:
+        return "prompts are computed in the same steps as answers"
+    return f"decode workers have many answers at once (busy {decode:.0%} of the time)"

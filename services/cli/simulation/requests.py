@@ -1,0 +1,67 @@
+"""Requests in progress, as routers and workers share them in a simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagewire.services.cli.simulation.results import Answer
+from pagewire.services.cli.simulation.router import Router
+from pagewire.services.cli.simulation.workload import Conversation
+from pagewire.services.router.placement.in_flight_load import Entry
+from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
+from pagewire.shared.kv.block_hash import BlockHash
+from pagewire.shared.request.sampling import RequestSpec
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """A conversation in progress.
+
+    Attributes:
+        tokens: of the present prompt.
+        hashes: of its full blocks.
+        turn: index of the present turn.
+    """
+
+    conversation: Conversation
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    turn: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request in progress.
+
+    Attributes:
+        name: of its sequences in engines.
+        refused_by: decode workers that had no room.
+        prefills: prefill workers that may still compute its prompt, in order.
+        load, prefill_load: what the router counts of it.
+    """
+
+    name: str
+    client: Client
+    answer: Answer
+    answer_tokens: int
+    router: Router
+    refused_by: set[str] = field(default_factory=set)
+    prefills: list[str] = field(default_factory=list)
+    load: Entry | None = None
+    prefill_load: Entry | None = None
+
+    def sequence(self) -> Sequence:
+        """Return a new sequence for an engine."""
+        spec = RequestSpec(max_tokens=self.answer_tokens, ignore_eos=True, seed=1)
+        sequence = new_sequence(self.name, self.client.tokens, spec, ())
+        sequence.block_hashes = list(self.client.hashes)  # so that no engine hashes them again
+        return sequence
+
+    def unload(self, prefill_only: bool = False) -> None:
+        """Have the router count less of it, as `Attempt` does."""
+        if self.prefill_load is not None:
+            self.router.in_flight.remove(self.prefill_load)
+            self.prefill_load = None
+        if self.load is not None and not prefill_only:
+            self.router.in_flight.remove(self.load)
+            self.load = None

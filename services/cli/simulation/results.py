@@ -1,0 +1,185 @@
+"""What became of the simulated requests: promises kept, rates, percentiles, cache hits."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+from pagewire.services.cli.bench.stats import percentile
+
+Outcome = Literal["ok", "refused", "unfinished"]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What each answer is promised, in seconds.
+
+    Attributes:
+        ttft_s: bound on the time to the first token.
+        tpot_s: bound on the mean time between tokens.
+        gap_s: bound on the 99th percentile of an answer's times between tokens.
+    """
+
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+    gap_s: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One request and its answer, as the client sees them.
+
+    Attributes:
+        sent_s: when the request was sent.
+        times: when each token arrived.
+        prompt_tokens: length of the prompt.
+        cached_tokens: of these, the ones that the worker which computed the prompt had cached.
+        known_tokens: of these, the ones that some worker had computed by then: what a cache without
+            bounds that all workers share would have had.
+        is_remote: a prefill worker computed the prompt.
+    """
+
+    sent_s: float
+    prompt_tokens: int
+    times: array[float] = field(default_factory=lambda: array("d"))
+    cached_tokens: int = 0
+    known_tokens: int = 0
+    is_remote: bool = False
+    outcome: Outcome = "unfinished"
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token; NaN without one."""
+        return self.times[0] - self.sent_s if self.times else math.nan
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between tokens; 0 if there are fewer than two."""
+        count = len(self.times) - 1
+        return (self.times[-1] - self.times[0]) / count if count > 0 else 0.0
+
+    def gaps(self) -> list[float]:
+        """Return the times between tokens."""
+        return [after - before for before, after in pairwise(self.times)]
+
+    def breaks(self, promise: Promise) -> set[str]:
+        """Return which parts of a promise were broken: of "ttft", "tpot" and "gap".
+
+        An answer that is not complete breaks all.
+        """
+        if self.outcome != "ok":
+            return {"ttft", "tpot", "gap"}
+        gap_s = 0.0
+        if promise.gap_s != math.inf and len(self.times) > 1:
+            gap_s = percentile(self.gaps(), 99)
+        found = {
+            "ttft": self.ttft_s > promise.ttft_s,
+            "tpot": self.tpot_s > promise.tpot_s,
+            "gap": gap_s > promise.gap_s,
+        }
+        return {name for name, is_broken in found.items() if is_broken}
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Percentiles of times, in milliseconds; NaN if there are none."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Percentiles:
+        """Return the percentiles of times in seconds."""
+        ordered = sorted(seconds)
+        return cls(*(percentile(ordered, each) * 1e3 for each in (50, 90, 99)))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one simulation.
+
+    Attributes:
+        requests: how many were sent.
+        refused: those that no worker took.
+        seconds: virtual time from the first request to the last token.
+        completed_per_s: complete answers a second.
+        kept_per_s: of these, the ones that kept the promise.
+        kept_share: of all requests, those that kept the promise.
+        broken: part of the promise -> share of all requests that broke it.
+        tokens_per_s: output tokens a second.
+        gap: times between tokens, of all answers together.
+        remote_share: of the complete answers, those whose prompt a prefill worker computed.
+        cached_share: of all prompt tokens, those that did not have to be computed.
+        known_share: likewise, with a cache without bounds that all workers share.
+        preemptions: how often a running sequence lost its blocks.
+        busy: worker's name -> share of the time in which its device ran steps.
+    """
+
+    requests: int
+    refused: int
+    seconds: float
+    completed_per_s: float
+    kept_per_s: float
+    kept_share: float
+    broken: dict[str, float]
+    tokens_per_s: float
+    ttft: Percentiles
+    tpot: Percentiles
+    gap: Percentiles
+    remote_share: float
+    cached_share: float
+    known_share: float
+    preemptions: int
+    busy: dict[str, float]
+
+
+def summarize(
+    answers: Sequence[Answer], promise: Promise, preemptions: int, busy_s: dict[str, float]
+) -> Summary:
+    """Return the figures of a simulation.
+
+    Args:
+        answers: of all requests.
+        promise: what the answers are to keep.
+        preemptions: of all workers.
+        busy_s: of each worker, the time in which its device ran steps.
+    """
+    complete = [each for each in answers if each.outcome == "ok"]
+    broken = Counter[str]()
+    kept = 0
+    for each in answers:
+        parts = each.breaks(promise)
+        kept += not parts
+        broken.update(parts)
+    first = min((each.sent_s for each in answers), default=0.0)
+    last = max((each.times[-1] for each in answers if each.times), default=first)
+    seconds = last - first
+    prompt = sum(each.prompt_tokens for each in complete)
+    return Summary(
+        requests=len(answers),
+        refused=sum(each.outcome == "refused" for each in answers),
+        seconds=seconds,
+        completed_per_s=_ratio(len(complete), seconds),
+        kept_per_s=_ratio(kept, seconds),
+        kept_share=_ratio(kept, len(answers)),
+        broken={name: _ratio(broken[name], len(answers)) for name in ("ttft", "tpot", "gap")},
+        tokens_per_s=_ratio(sum(len(each.times) for each in answers), seconds),
+        ttft=Percentiles.of([each.ttft_s for each in answers if each.times]),
+        tpot=Percentiles.of([each.tpot_s for each in complete]),
+        gap=Percentiles.of([gap for each in complete for gap in each.gaps()]),
+        remote_share=_ratio(sum(each.is_remote for each in complete), len(complete)),
+        cached_share=_ratio(sum(each.cached_tokens for each in complete), prompt),
+        known_share=_ratio(sum(each.known_tokens for each in complete), prompt),
+        preemptions=preemptions,
+        busy={name: _ratio(each, seconds) for name, each in busy_s.items()},
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

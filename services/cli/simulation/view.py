@@ -1,0 +1,56 @@
+"""Tables of `pagewire simulate` and `pagewire plan`."""
+
+from __future__ import annotations
+
+import math
+
+from rich import box
+from rich.table import Table
+
+from pagewire.services.cli.simulation.results import Promise, Summary
+
+HEADS = ("done/s", "kept/s", "kept", "TTFT p50", "p99", "TPOT p50", "gap p99", "remote", "cached")
+
+
+def table_of(found: dict[str, Summary], promise: Promise) -> Table:
+    """Return a table of simulations by the clusters' labels; times are in milliseconds."""
+    has_promise = promise != Promise()
+    table = Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, caption=_caption(found), caption_justify="left"
+    )
+    table.add_column("workers, ms")
+    heads = [head for head in HEADS if has_promise or not head.startswith("kept")]
+    for head in (*heads, "busy"):
+        table.add_column(head, justify="right")
+    for label, each in found.items():
+        kept = [f"{each.kept_per_s:.2f}", f"{each.kept_share:.1%}"] if has_promise else []
+        times = (each.ttft.p50, each.ttft.p99, each.tpot.p50, each.gap.p99)
+        shares = (f"{each.remote_share:.0%}", f"{each.cached_share:.0%}")
+        row = [f"{each.completed_per_s:.2f}", *kept, *map(milliseconds, times), *shares]
+        table.add_row(label, *row, busy_text(each))
+    return table
+
+
+def milliseconds(value: float) -> str:
+    """Return a time in three or more digits; - for none."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def busy_text(summary: Summary) -> str:
+    """Return the mean share of time in which devices ran steps, by the workers' roles."""
+    shares: dict[str, list[float]] = {}
+    for name, share in summary.busy.items():
+        shares.setdefault(name.partition("-")[0], []).append(share)
+    means = {role: sum(each) / len(each) for role, each in shares.items()}
+    if set(means) == {"decode"}:
+        return f"{means['decode']:.0%}"
+    return ", ".join(f"{role[0].upper()} {means[role]:.0%}" for role in sorted(means, reverse=True))
+
+
+def _caption(found: dict[str, Summary]) -> str:
+    first = next(iter(found.values()))
+    known = f"{first.known_share:.0%} of prompt tokens had been computed before"
+    refused = sum(each.refused for each in found.values())
+    return f"{first.requests} requests; {known}" + (f"; {refused} refused" if refused else "")

@@ -1,0 +1,135 @@
+"""A worker in virtual time: the real engine over a simulated device, and its loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pagewire.services.cli.simulation.device import SimulatedDevice
+from pagewire.services.cli.simulation.events import Events
+from pagewire.services.cli.simulation.machine import Machine
+from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.kv.block_pool import BlockPool, CacheListener
+from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
+from pagewire.shared.kv.model_identity import ModelIdentity
+
+EPOCH = 1
+WATERMARK_SHARE = 100  # as in shared/engine/build.py
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """Settings of all workers; the names are those of the settings.
+
+    Attributes:
+        caching: whether blocks of equal content are used again.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int = 512
+    max_waiting: int = 1024
+    local_prefill_tokens: int = 32
+    caching: bool = True
+
+
+def hasher_of(machine: Machine) -> BlockHasher:
+    """Return what hashes the blocks of all workers."""
+    identity = ModelIdentity(
+        fingerprint="simulated",
+        dtype="bfloat16",
+        kv_format="bfloat16",
+        block_size=machine.block_size,
+    )
+    return BlockHasher("simulated", identity)
+
+
+def make_core(
+    machine: Machine, limits: WorkerLimits, device: SimulatedDevice, listener: CacheListener
+) -> EngineCore:
+    """Return the engine that a worker on this machine has."""
+    token = CachedToken(2, 1, 1)
+    layout = KvLayout.of([None], token, machine.block_size, "bfloat16")
+    scheduling = SchedulerLimits(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=machine.kv_blocks * machine.block_size,
+        max_waiting=limits.max_waiting,
+        watermark_blocks=machine.kv_blocks // WATERMARK_SHARE,
+        local_prefill_tokens=limits.local_prefill_tokens,
+        step_s=math.inf if machine.step_limit_s is None else machine.step_limit_s,
+    )
+    pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener)
+    core = EngineCore(
+        Scheduler(scheduling, pool, hasher_of(machine)), device, machine.host.launches_early
+    )
+    core.clock = core.steps.clock = device.events.clock
+    return core
+
+
+class Worker:
+    """An engine and its loop, as `EngineThread` runs it.
+
+    Args:
+        name: of the worker.
+        is_prefill: its role.
+        core: its engine, which this makes the only user of.
+        device: the engine's device.
+        on_outputs: called with the outputs of each step.
+
+    Attributes:
+        iterations: of the loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        is_prefill: bool,
+        core: EngineCore,
+        device: SimulatedDevice,
+        on_outputs: Callable[[Worker, StepOutputs], object],
+    ) -> None:
+        self.name, self.is_prefill = name, is_prefill
+        self.core, self.device = core, device
+        self.iterations = 0
+        self._events: Events = device.events
+        self._on_outputs = on_outputs
+        self._commands: list[Callable[[EngineCore], object]] = []
+        self._is_woken = False
+        device.on_launch = lambda ends_s: self._events.at(ends_s, self._run)
+
+    def submit(self, command: Callable[[EngineCore], object]) -> None:
+        """Run a command between two steps."""
+        self._commands.append(command)
+        if not self._is_woken:
+            self._is_woken = True
+            self._events.at(self._events.now, self._run)
+
+    def report(self) -> LoadReport:
+        """Return a load report with the load now, in the unit of the worker's role."""
+        return LoadReport(EPOCH, self.iterations, self.load)
+
+    @property
+    def load(self) -> int:
+        """Queued prompt tokens of a prefill worker, used blocks of a decode worker."""
+        scheduler = self.core.scheduler
+        return scheduler.num_queued_tokens if self.is_prefill else scheduler.pool.counts().used
+
+    def _run(self) -> None:
+        """Run iterations until only time brings something new."""
+        self._is_woken = False
+        worked = True
+        while worked:
+            self.iterations += 1
+            commands, self._commands = self._commands, []
+            for command in commands:
+                command(self.core)
+            outputs, worked = self.core.advance(wait=False)
+            if outputs:
+                self._on_outputs(self, outputs)
+            worked |= self.core.run_hooks()

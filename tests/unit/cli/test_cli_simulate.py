@@ -1,0 +1,164 @@
+"""`pagewire simulate` and `pagewire plan`: loads, errors, and what they advise."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from pagewire.services.cli.main import app
+from pagewire.services.cli.simulation.trace_file import read_trace
+from pagewire.services.cli.simulation.workload import Part, Turn
+from pagewire.shared.base.errors import ConfigError
+
+LINES = [
+    {"timestamp": 27, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]},
+    {"timestamp": 5, "input_length": 512, "output_length": 1, "hash_ids": [46], "chat_id": 3},
+    {"timestamp": 90.5, "input_length": 10, "output_length": 2},
+]
+
+
+def pagewire(*arguments: str) -> Result:
+    env = {"COLUMNS": "120", "NO_COLOR": "1"}
+    return CliRunner().invoke(app, arguments, env=env, prog_name="pagewire")
+
+
+def write(path: Path, lines: list[object]) -> Path:
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_traces_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
+    file = write(tmp_path / "trace.jsonl", LINES)
+    load = read_trace(file)
+    assert [each.start_s for each in load] == [0.005, 0.027, 0.0905]
+    assert load[1].turns == (Turn((Part(47, 512), Part(48, 88)), 52),)
+    assert load[0].turns[0].new == (Part(47, 512),)
+    packed = tmp_path / "trace.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes() + b"\n"))
+    assert read_trace(packed) == load
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ('{"timestamp": 1', "line 4: Input data was truncated"),
+        ("[1]", "line 4: Expected `object`, got `array`"),
+        ('{"timestamp": 1, "input_length": 5}', "missing required field `output_length`"),
+        ('{"timestamp": 1, "input_length": 0, "output_length": 5}', "$.input_length"),
+        ('{"timestamp": -1, "input_length": 9, "output_length": 5}', "$.timestamp"),
+        (
+            '{"timestamp": 1, "input_length": 513, "output_length": 5, "hash_ids": [1]}',
+            "1 hash_ids",
+        ),
+        ('{"timestamp": 1, "input_length": 9, "output_length": 5, "hash_ids": [-1]}', "$.hash_ids"),
+        ("\xff", "line 4"),
+    ],
+)
+def test_wrong_lines_are_named(tmp_path: Path, line: str, error: str) -> None:
+    file = write(tmp_path / "trace", LINES)
+    file.write_bytes(file.read_bytes() + line.encode("latin-1") + b"\n")
+    with pytest.raises(ConfigError) as caught:
+        read_trace(file)
+    assert error in str(caught.value)
+    assert f"{file}, line 4" in str(caught.value)
+
+
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
+    empty, cut = tmp_path / "empty", tmp_path / "cut"
+    empty.write_text("\n")
+    cut.write_bytes(gzip.compress(b"{}" * 1000)[:30])
+    for file, error in [
+        (empty, "no requests"),
+        (cut, "cannot be read"),
+        (tmp_path, "cannot be read"),
+    ]:
+        with pytest.raises(ConfigError, match=error):
+            read_trace(file)
+
+
+def test_a_trace_is_simulated_on_several_clusters(tmp_path: Path) -> None:
+    file = write(tmp_path / "trace", LINES)
+    done = pagewire("simulate", "--trace", str(file), "--workers", "1p1d, 2", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert list(found) == ["1P1D", "2 aggregated"]
+    assert found["1P1D"]["requests"] == 3
+    assert found["1P1D"]["remote_share"] == pytest.approx(2 / 3)  # a short one is computed locally
+    assert found["2 aggregated"]["remote_share"] == 0
+    assert found["1P1D"]["ttft"]["p50"] > 0
+
+
+def test_the_table_has_the_figures(tmp_path: Path) -> None:
+    done = pagewire("simulate", "--rate", "20", "--requests", "40", "--slo-ttft", "500")
+    assert done.exit_code == 0, done.output
+    assert "1P1D" in done.stdout
+    assert "100.0%" in done.stdout
+    assert "40 requests" in done.stdout
+    agents = ("--agents", "2", "--requests", "6", "--workers", "1")
+    assert "6 requests" in pagewire("simulate", *agents).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "give one load"),
+        (("--rate", "1", "--agents", "2"), "--rate and --agents"),
+        (("--rate", "1", "--workers", "1P"), "--workers 1P: give 1P1D"),
+        (("--rate", "1", "--workers", "1P0D"), "there must be a decode worker"),
+        (("--rate", "1", "--workers", "300"), "at most 256 workers"),
+        (("--rate", "1", "--machine", "abacus"), "no machine 'abacus'"),
+        (("--rate", "1", "--prompt-tokens", "x"), "'x' is not a number of tokens"),
+        (("--rate", "1", "--prompt-tokens", "9", "--shared-prefix", "10"), "--shared-prefix"),
+        (("--trace", "/nowhere"), "No such file"),
+    ],
+)
+def test_wrong_options_are_one_line(options: tuple[str, ...], error: str) -> None:
+    done = pagewire("simulate", *options)
+    assert done.exit_code == 2
+    assert error in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_wrong_machine_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text('{"source": "me", "kv_blocks": 0}')
+    done = pagewire("simulate", "--rate", "1", "--machine", str(file))
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "$.kv_blocks" in done.stderr
+
+
+LONG_PROMPTS = ("--prompt-tokens", "6000", "--output-tokens", "64", "--requests", "60")
+
+
+def best(*arguments: str) -> dict[str, Any]:
+    done = pagewire("plan", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    choice: dict[str, Any] = json.loads(done.stdout)[0]
+    return choice
+
+
+def test_short_gaps_under_long_prompts_need_prefill_workers() -> None:
+    choice = best(
+        "--gpus", "2", "--rate", "3", *LONG_PROMPTS, "--slo-ttft", "900", "--slo-gap", "15"
+    )
+    assert choice["workers"] == "1P1D"
+    assert choice["kept_share"] > 0.9
+
+
+def test_first_tokens_alone_need_all_workers_for_prompts() -> None:
+    choice = best("--gpus", "2", "--rate", "8", *LONG_PROMPTS, "--slo-ttft", "900")
+    assert choice["workers"] == "2 aggregated"
+
+
+def test_the_plan_says_why() -> None:
+    load = ("--gpus", "2", "--rate", "6", *LONG_PROMPTS)
+    done = pagewire("plan", *load, "--slo-ttft", "400", "--slo-gap", "15")
+    assert "prompts are computed in the same steps as answers" in done.stdout
+    assert "prefill workers are busy" in done.stdout
+    assert "No division keeps the promise" in done.stdout
+    assert pagewire("plan", "--gpus", "2", "--rate", "1").exit_code == 2
