@@ -1,0 +1,142 @@
+"""`python -P -m pagewire.loadtest.bench.forecast FILE`: the simulator against measured loads.
+
+Reads lines of a bench of two GPUs, each with `RESULT` and a JSON object:
+
+    {"label": "1P1D" or "2agg", "kind": "rate 5.0" or "conc 512", "mix": "6144/256" or "mixed",
+     "n": requests, "req_s": ..., "ttft_p50": ms, "itl_p50": ms, "tpot_p50": ms, "good": share}
+
+Other labels are left out. Simulates the same loads with a few seeds, prints a table, and ends with
+code 1 if a forecast is further off than the bounds. "mixed" lengths are log-normal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pagewire.loadtest.bench.tables import markdown
+from pagewire.services.cli.bench.load import Lengths
+from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
+from pagewire.services.cli.simulation.machine import Machine, load_machine
+from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.worker import WorkerLimits
+from pagewire.services.cli.simulation.workload import (
+    Contents,
+    Conversation,
+    clients,
+    independent,
+    log_normal,
+)
+
+PLANS = {"1P1D": ClusterPlan(1, 1, routers=2), "2agg": ClusterPlan(0, 2, routers=2)}
+PROMISE = Promise(ttft_s=0.6, tpot_s=0.015, gap_s=0.03)
+MIXED = Contents(log_normal(6.2, 1.1, 16, 12_000), log_normal(5.0, 0.8, 2, 1500))
+RATE_BOUND, TTFT_BOUND = 0.1, 0.25  # the largest error of completed rate and of p50
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measured load and its figures."""
+
+    label: str
+    kind: str
+    mix: str
+    n: int
+    measured: Mapping[str, float]
+
+    def load(self, seed: int, seconds: float = 0.0) -> list[Conversation]:
+        """Return such a load.
+
+        Args:
+            seed: of times and lengths.
+            seconds: requests come at random within this time, or within the one that their number
+                and rate mean, if that is longer.
+        """
+        name, _, number = self.kind.partition(" ")
+        if name == "conc":
+            return clients(int(number), self.n, self._contents(), seed)
+        rng = random.Random(f"{seed}/times")
+        last_s = max(seconds, self.n / float(number))
+        times = sorted(rng.uniform(0, last_s) for _ in range(self.n))
+        return independent(iter(times), self.n, self._contents(), seed)
+
+    def _contents(self) -> Contents:
+        if self.mix == "mixed":
+            return MIXED
+        prompt, answer = (Lengths.parse(each) for each in self.mix.split("/"))
+        return Contents(prompt.draw, answer.draw)
+
+
+def read_cells(path: Path) -> list[Cell]:
+    """Return the cells of a file that can be simulated, in its order."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("RESULT "):
+            continue
+        row: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+        if row.get("label") in PLANS:
+            found.append(Cell(row["label"], row["kind"], row["mix"], row["n"], row))
+    return found
+
+
+def forecast(cell: Cell, machine: Machine, seeds: int, seconds: float) -> dict[str, float]:
+    """Return a cell's figures by simulation, the medians of several seeds."""
+    limits = WorkerLimits(machine.max_step_tokens)
+    runs: list[Summary] = []
+    for seed in range(seeds):
+        cluster = SimulatedCluster(PLANS[cell.label], machine, limits, seed)
+        cluster.run(cell.load(seed, seconds))
+        runs.append(cluster.summary(PROMISE))
+    return {
+        "req_s": median(each.completed_per_s for each in runs),
+        "ttft_p50": median(each.ttft.p50 for each in runs),
+        "ttft_p99": median(each.ttft.p99 for each in runs),
+        "itl_p50": median(each.gap.p50 for each in runs),
+        "itl_p99": median(each.gap.p99 for each in runs),
+        "tpot_p50": median(each.tpot.p50 for each in runs),
+        "good": median(each.kept_share for each in runs),
+    }
+
+
+def compared(cell: Cell, found: Mapping[str, float]) -> dict[str, Any]:
+    """Return a row of the table: each figure as measured and by forecast."""
+    pairs = {name: f"{cell.measured[name]:.4g} / {found[name]:.4g}" for name in found}
+    return {"cluster": cell.label, "load": f"{cell.mix}, {cell.kind}", **pairs}
+
+
+def errors(cell: Cell, found: Mapping[str, float]) -> tuple[float, float]:
+    """Return the relative errors of the completed rate and of the median first token."""
+    rate, ttft = (found[each] / cell.measured[each] - 1 for each in ("req_s", "ttft_p50"))
+    return rate, ttft
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Forecast and compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, help="measured cells")
+    parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
+    parser.add_argument("--seeds", type=int, default=5, help="simulations of each cell")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="for which requests came at least, with a rate"
+    )
+    options = parser.parse_args(arguments)
+    machine, rows, worst = load_machine(options.machine), [], (0.0, 0.0)
+    for cell in read_cells(options.file):
+        found = forecast(cell, machine, options.seeds, options.seconds)
+        rate, ttft = errors(cell, found)
+        worst = max(worst[0], abs(rate)), max(worst[1], abs(ttft))
+        rows.append(compared(cell, found) | {"rate error": rate, "TTFT p50 error": ttft})
+    print("Each cell is: measured / forecast; times in ms.\n")
+    print(markdown(rows))
+    return int(worst[0] > RATE_BOUND or worst[1] > TTFT_BOUND)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""`python -P -m pagewire.loadtest.bench.machine --model demo > machine.json`: for the simulator.
+
+Runs steps of all sizes on an engine of this machine, fits the prices of `StepTable` to their times,
+and prints a machine for `pagewire simulate --machine machine.json`. Transfer and host are given on
+the command line: they need a cluster. What the fit does not explain goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from pagewire.services.cli.simulation.device import PlanReader
+from pagewire.services.cli.simulation.machine import (
+    HostPrices,
+    Machine,
+    StepTable,
+    WirePrices,
+    Work,
+)
+from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.offline.llm import LLM
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
+from pagewire.shared.request.sampling import RequestSpec
+
+ROUNDS = 12  # of each number of rows
+ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+STEPS = 12  # of a round
+Sample = tuple[Work, float]
+
+
+@dataclass
+class Recorder:
+    """Takes an executor's place, and notes what its steps compute."""
+
+    executor: Executor
+    works: deque[Work] = field(default_factory=deque)
+    _reader: PlanReader = field(default_factory=PlanReader)
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Launch a step."""
+        work = self._reader.work_of(plan)
+        if plan.has_rows:
+            self.works.append(work)
+        return self.executor.execute(plan)
+
+    def supply(self, supply: Supply) -> None:
+        """Launch the sampling of a step."""
+        self.executor.supply(supply)
+
+
+class RecordingCosts(StepCosts):
+    """Notes how long steps take, and learns from them as usual."""
+
+    def __init__(self, works: deque[Work]) -> None:
+        super().__init__()
+        self.samples: list[Sample] = []
+        self._works = works
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Note a step's time."""
+        self.samples.append((self._works.popleft(), seconds))
+        super().observe(work, seconds)
+
+
+def record(core: EngineCore) -> RecordingCosts:
+    """Have an engine's steps recorded from now on; it must be idle."""
+    recorder = Recorder(core.executor)
+    costs = RecordingCosts(recorder.works)
+    core.executor = recorder
+    core.steps.costs = core.scheduler.costs = costs
+    return costs
+
+
+def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> None:
+    """Run steps of all sizes."""
+    rng, spec = random.Random(0), RequestSpec(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    for rows in [each for each in ROWS if each <= most_rows]:
+        for _ in range(ROUNDS):
+            length = rng.randint(8, max(9, longest // 3))
+            lengths = [length] * rows + [rng.randint(1, longest)] * rng.randint(0, 2)
+            for number, count in enumerate(lengths):
+                prompt = [rng.randrange(vocab) for _ in range(count)]
+                core.add(new_sequence(f"fit-{number}", prompt, spec, ()))
+            while core.has_work:
+                core.step()
+
+
+def fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
+    """Return the prices that explain steps best, and the median relative error.
+
+    Args:
+        samples: works and seconds; the curve gets a point for each power of two of their tokens.
+    """
+    tokens = [work.rows + work.tokens for work, _ in samples]
+    knots = [1 << power for power in range(max(tokens).bit_length()) if 1 << power <= max(tokens)]
+    knots = [*knots, 2 * knots[-1]]
+    rows = []
+    for (work, _), count in zip(samples, tokens, strict=True):
+        rows.append([*_hats(knots, count), work.rows, work.contexts, work.products])
+    matrix, seconds = np.array(rows, float), np.array([each for _, each in samples])
+    weighted = matrix / seconds[:, None]
+    smooth = np.zeros((len(knots), matrix.shape[1]))  # a point without steps lies between others
+    for index in range(1, len(knots) - 1):
+        smooth[index, index - 1 : index + 2] = (1e-3, -2e-3, 1e-3)
+    found = _not_negative(
+        np.vstack([weighted, smooth / np.median(seconds)]),
+        np.concatenate([np.ones(len(seconds)), np.zeros(len(smooth))]),
+    )
+    curve = np.maximum.accumulate(np.maximum(found[: len(knots)], 1e-7))
+    table = StepTable(
+        curve=tuple(
+            (knot, round(float(each) * 1e3, 5)) for knot, each in zip(knots, curve, strict=True)
+        ),
+        row_us=float(found[-3]) * 1e6,
+        context_ns=float(found[-2]) * 1e9,
+        product_ns=float(found[-1]) * 1e9,
+    )
+    error = median(abs(table.step_s(work) / each - 1) for work, each in samples)
+    return table, error
+
+
+def _hats(knots: Sequence[int], count: int) -> list[float]:
+    """Return the share of each knot in a value that is linear between knots."""
+    shares = [0.0] * len(knots)
+    right = next(index for index in range(1, len(knots)) if count <= knots[index])
+    part = (count - knots[right - 1]) / (knots[right] - knots[right - 1])
+    shares[right - 1], shares[right] = 1 - part, part
+    return shares
+
+
+def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the least squares without negative coefficients."""
+    used = list(range(matrix.shape[1]))
+    found = np.zeros(matrix.shape[1])
+    while used:
+        solution = np.linalg.lstsq(matrix[:, used], target, rcond=None)[0]
+        lowest = int(np.argmin(solution))
+        if solution[lowest] >= 0:
+            found[used] = solution
+            break
+        del used[lowest]
+    return found
+
+
+def main() -> None:
+    """Measure, fit and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--max-rows", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=1500, help="tokens of a sequence")
+    parser.add_argument("--wire", default='{"gb_s": 1.0}', help="JSON, see `WirePrices`")
+    parser.add_argument("--host", default="{}", help="JSON, see `HostPrices`")
+    options = parser.parse_args()
+    llm = LLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        enable_prefix_caching=False,
+    )
+    core, config = llm.engine.core, llm.engine.config
+    longest = min(options.longest, llm.engine.max_model_len - STEPS - 1)
+    run_steps(core, longest // 4, 4, config.vocab_size)  # warms up
+    costs = record(core)
+    run_steps(core, longest, options.max_rows, config.vocab_size)
+    samples = costs.samples
+    table, error = fit(samples)
+    layout = core.scheduler.pool.layout
+    machine = Machine(
+        source=f"{options.model} on {llm.engine.device}, {len(samples)} steps",
+        kv_blocks=core.scheduler.pool.num_blocks,
+        block_size=layout.block_size,
+        kv_token_bytes=layout.block_bytes // layout.block_size,
+        max_step_tokens=options.max_num_batched_tokens,
+        steps=table,
+        wire=msgspec.json.decode(options.wire, type=WirePrices),
+        host=msgspec.json.decode(options.host, type=HostPrices),
+    )
+    print(msgspec.json.format(msgspec.json.encode(machine), indent=1).decode())
+    print(f"{len(samples)} steps, median error {error:.1%}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
