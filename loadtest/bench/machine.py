@@ -26,12 +26,13 @@ from pagewire.services.cli.simulation.machine import (
     WirePrices,
     Work,
 )
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan, Supply
-from pagewire.shared.engine.scheduling.step_costs import StepCosts, StepWork
 from pagewire.shared.request.sampling import RequestSpec
 
 ROUNDS = 12  # of each number of rows

@@ -29,6 +29,7 @@ from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, PrefixPolicy, Prompt
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import NO_LOAD, Load
 
 WORKERS = 8  # of each role
 PREFILL_RATE = 30_000.0  # tokens/s
@@ -40,7 +41,7 @@ HEARTBEAT_S = 1.0  # of records; they are read twice as often
 BLOCK = 16  # tokens
 WARM_UP_S = 10.0
 KNOWN = ("record", "shared", "reports")
-_NOTHING = LoadReport(1, 0, 0)
+_NOTHING = LoadReport(1, 0, NO_LOAD)
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Worker:
     """A prefill or decode worker.
 
     Attributes:
-        amount: returns its load now: queued prompt tokens, or used blocks.
+        load: returns its load now: queued prompt tokens, or used blocks.
         published: load in its record.
         iterations: number of its last load report.
         busy_until: time at which a prefill worker's queue is empty.
@@ -56,7 +57,7 @@ class Worker:
     """
 
     name: str
-    amount: Callable[[], int]
+    load: Callable[[], Load]
     published: LoadReport = _NOTHING
     iterations: int = 0
     busy_until: float = 0.0
@@ -65,7 +66,7 @@ class Worker:
     def report(self) -> LoadReport:
         """Return a load report with its load now."""
         self.iterations += 1
-        return LoadReport(1, self.iterations, self.amount())
+        return LoadReport(1, self.iterations, self.load())
 
 
 @dataclass
@@ -109,16 +110,16 @@ class Simulation:
             for _ in range(routers)
         ]
         # Each router's reserved load of each worker in Redis, and its expiry.
-        self._reserved: dict[tuple[int, str], tuple[int, float]] = {}
+        self._reserved: dict[tuple[int, str], tuple[Load, float]] = {}
         self._waits: list[float] = []
         self._excess: list[float] = []
 
-    def _worker(self, name: str, amount: Callable[[Worker], int]) -> Worker:
-        worker = Worker(name, lambda: amount(worker))
+    def _worker(self, name: str, load: Callable[[Worker], Load]) -> Worker:
+        worker = Worker(name, lambda: load(worker))
         return worker
 
-    def _queued(self, worker: Worker) -> int:
-        return int(max(0.0, worker.busy_until - self.now) * PREFILL_RATE)
+    def _queued(self, worker: Worker) -> Load:
+        return Load(tokens=int(max(0.0, worker.busy_until - self.now) * PREFILL_RATE))
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), event))
@@ -169,8 +170,9 @@ class Simulation:
         load = router.in_flight.load(worker.name, router.records.get(worker.name, worker.published))
         if self._known != "record":
             for other in range(len(self.routers)):
-                amount, until = self._reserved.get((other, worker.name), (0, 0.0))
-                load += amount if other != number and until > self.now else 0
+                reserved, until = self._reserved.get((other, worker.name), (NO_LOAD, 0.0))
+                if other != number and until > self.now:
+                    load = load.plus(reserved)
         return Candidate(worker.name, load)
 
     def _arrive(self) -> None:
@@ -187,11 +189,11 @@ class Simulation:
         decode = self.workers[placement.decode_workers[0]]
         prefill = self.workers[placement.prefill_workers[0]]
         entries = (
-            router.in_flight.add(prefill.name, prompt.num_tokens),
-            router.in_flight.add(decode.name, prompt.num_blocks),
+            router.in_flight.add(prefill.name, Load(tokens=prompt.num_tokens)),
+            router.in_flight.add(decode.name, Load(blocks=prompt.num_blocks)),
         )
-        for name, (amount, ttl_s) in router.in_flight.take_changes().items():
-            self._reserved[number, name] = (amount, self.now + ttl_s)
+        for name, (load, ttl_s) in router.in_flight.take_changes().items():
+            self._reserved[number, name] = (load, self.now + ttl_s)
         self._at(self.now + HOP_S, lambda: self._start(router, prefill, decode, prompt, entries))
 
     def _start(
@@ -223,8 +225,8 @@ class Simulation:
         self._at(prefill.busy_until + answer_s, last_token)
 
 
-def _used(worker: Worker) -> int:
-    return worker.used_blocks
+def _used(worker: Worker) -> Load:
+    return Load(blocks=worker.used_blocks)
 
 
 def main() -> None:

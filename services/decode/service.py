@@ -212,6 +212,7 @@ class DecodeService:
             message.output_token_ids,
         )
         sequence.remote_prefill = bool(message.prefill_workers)
+        sequence.local_prefill_tokens = message.local_tokens
         sequence.strikes = message.strikes
         return sequence
 
@@ -332,8 +333,8 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        thread, now = self.engine.thread, self.engine.thread.snapshot
-        load = LoadReport(self.epoch, thread.iterations, now.blocks.used, now.queued_s)
+        thread = self.engine.thread
+        load = LoadReport(self.epoch, thread.iterations, thread.snapshot.load)
         self.post(peer_id, TokenBatch(outputs=outputs, load=load))
 
 

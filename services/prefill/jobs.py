@@ -145,13 +145,12 @@ class PrefillJobs:
         else:
             del self._jobs[job_id]
             job.end_span(output.cached_tokens or 0, output.chunks)
-            scheduler, iterations = self.engine.core.scheduler, self.engine.thread.iterations
-            queued, queued_s = scheduler.num_queued_tokens, scheduler.queued_s
+            load, iterations = self.engine.core.scheduler.load, self.engine.thread.iterations
             done = PrefillDone(
                 job_id=job_id,
                 first_token=output.token_ids[0],
                 cached_tokens=output.cached_tokens or 0,
-                load=LoadReport(self.epoch, iterations, queued, queued_s),
+                load=LoadReport(self.epoch, iterations, load),
                 queue_s=output.queue_s,
                 prefill_s=output.prefill_s,
                 chunks=output.chunks,

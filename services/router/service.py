@@ -25,6 +25,7 @@ from pagewire.services.router.operator_pages import OperatorPages
 from pagewire.services.router.placement.admission import Admission
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
+from pagewire.services.router.placement.predicted import PredictedPolicy
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.aio import end_task, start_task
@@ -247,6 +248,10 @@ class RouterService:
 
 
 def _policy(settings: RouterSettings) -> Policy:
-    if settings.policy == "round_robin":
-        return RoundRobinPolicy()
-    return PrefixPolicy(random.Random())
+    match settings.policy:
+        case "round_robin":
+            return RoundRobinPolicy()
+        case "prefix":
+            return PrefixPolicy(random.Random())
+        case "predicted":
+            return PredictedPolicy(random.Random())

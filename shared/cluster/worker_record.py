@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Count, Epoch, Id, Role
+from pagewire.shared.costs.load import Load
 from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.kv.model_identity import ModelIdentity
 
@@ -31,6 +32,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         running, waiting: requests in the engine.
+        rows: answers that it decodes, or will when their KV has arrived.
         queued_prefill_tokens: prompt tokens that are still to be computed.
         queued_prefill_s: predicted seconds of those that this worker computes; None: unknown.
         free_blocks, cached_blocks, used_blocks, total_blocks: blocks of the KV pool.
@@ -40,6 +42,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     running: Count = 0
     waiting: Count = 0
+    rows: Count = 0
     queued_prefill_tokens: Count = 0
     queued_prefill_s: Annotated[float, Meta(ge=0)] | None = None
     free_blocks: Count = 0
@@ -48,6 +51,16 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     total_blocks: Count = 0
     iterations: Epoch = 0
     max_num_seqs: Count = 0
+
+    @property
+    def total(self) -> Load:
+        """The load as placement adds it up."""
+        return Load(
+            self.used_blocks,
+            self.queued_prefill_tokens,
+            self.queued_prefill_s or 0.0,
+            self.rows,
+        )
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +99,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         kv_transports: in its order of preference.
         block_bytes: KV of as many tokens as a block has, in all cache groups; 0: unknown.
         prices: of the worker's steps; None: unknown.
+        max_num_batched_tokens: most tokens of a step; 0: unknown.
         protocol: version of its control messages, see `RecordHead`.
     """
 
@@ -105,6 +119,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
     block_bytes: Count = 0
     prices: StepPrices | None = None
+    max_num_batched_tokens: Count = 0
     protocol: Count = 0
 
 

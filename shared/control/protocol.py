@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError, VersionMismatchError
+from pagewire.shared.costs.load import Load
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.request.logprobs import Logprobs, PromptLogprobs
@@ -28,7 +29,7 @@ from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.request.sampling_types import LogId, OwnerName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -91,6 +92,8 @@ class Generate(Message, frozen=True, kw_only=True):
             after them, and they count towards `spec.max_tokens`.
         spec: always has a seed: the router chooses one if the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
+        local_tokens: the decode worker computes the prompt itself if it lacks at most this many
+            tokens of it; None: as its settings say.
         forks: the other requests. The prompt is computed once, and they fork from there. Outputs,
             refusals and cancels name each of them; none depends on another.
         timed: send the timings as soon as they are known, not only with the last token. The worker
@@ -104,6 +107,7 @@ class Generate(Message, frozen=True, kw_only=True):
     spec: RequestSpec
     output_token_ids: TokenIds = []
     prefill_workers: Annotated[list[Id], Meta(max_length=16)] = []
+    local_tokens: Count | None = None
     forks: Annotated[list[Fork], Meta(max_length=MAX_FORKS)] = []
     timed: bool = False
     trace: Trace | None = None
@@ -201,14 +205,11 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         epoch: number of this run of the worker.
         iterations: of its engine so far; of two reports of one run, the one with more is newer.
-        amount: active KV blocks of a decode worker, queued prompt tokens of a prefill worker.
-        queued_s: predicted seconds of the prompts that wait there to be computed.
     """
 
     epoch: Epoch
     iterations: Epoch
-    amount: Count
-    queued_s: Annotated[float, Meta(ge=0)] = 0.0
+    load: Load
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

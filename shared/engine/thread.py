@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.base.errors import IntegrityError, OverloadedError
+from pagewire.shared.costs.load import Load
 from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_clock import RunningStep
@@ -46,15 +47,14 @@ class EngineSnapshot:
     """The engine's state at one moment, for other threads to read.
 
     Attributes:
-        queued_s: see `SequenceTable`.
+        load: what is reported to routers.
         prices: of the engine's steps.
     """
 
     blocks: BlockCounts
     running: int
     waiting: int
-    queued_tokens: int
-    queued_s: float
+    load: Load
     prices: StepPrices
     num_preemptions: int
 
@@ -240,8 +240,7 @@ class EngineThread:
             blocks=scheduler.pool.counts(),
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
-            queued_tokens=scheduler.num_queued_tokens,
-            queued_s=scheduler.queued_s,
+            load=scheduler.load,
             prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
         )

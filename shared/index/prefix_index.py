@@ -22,6 +22,7 @@ from redis.asyncio import Redis
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.redis_client import redis_call
+from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.index.scripts import ASSUME, LOOKUP, PUBLISH
 from pagewire.shared.kv.block_hash import BlockHash
@@ -35,7 +36,7 @@ _SIGN_TTL_S = 60
 _FAILURES_TO_PAUSE = 2
 _PAUSE_S = 0.5
 _MAX_OPTIMISTIC_WRITES = 32
-_NOTHING: Mapping[str, tuple[int, float]] = {}
+_NOTHING: Mapping[str, tuple[Load, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Found:
         hits: worker id -> number of leading blocks of the prompt after which it can continue;
             without workers that have none.
         reserved: worker id -> load that other routers have placed there and that the worker's
-            record may not show yet; in the worker's unit.
+            record may not show yet.
     """
 
     hits: Mapping[str, int]
-    reserved: Mapping[str, int]
+    reserved: Mapping[str, Load]
 
 
 class PrefixIndex:
@@ -110,13 +111,16 @@ class PrefixIndex:
             return Found({}, {})
         hits, reserved = await self._ask(hashes, epochs, resume_blocks)
         self._recent.extend(hits, hashes, epochs)
-        return Found(_without_zeros(hits), _without_zeros(reserved))
+        return Found(
+            {worker_id: count for worker_id, count in hits.items() if count},
+            {worker_id: load for worker_id, load in reserved.items() if load != NO_LOAD},
+        )
 
     def add_optimistic(
         self,
         hashes: Sequence[BlockHash],
         epochs: Mapping[str, int],
-        reserved: Mapping[str, tuple[int, float]] = _NOTHING,
+        reserved: Mapping[str, tuple[Load, float]] = _NOTHING,
         ttl_s: float = 5.0,
     ) -> None:
         """Add optimistic entries for the workers of a request that was just placed.
@@ -191,7 +195,7 @@ class PrefixIndex:
 
     async def _ask(
         self, hashes: Sequence[BlockHash], epochs: Mapping[str, int], resume_blocks: int
-    ) -> tuple[dict[str, int], dict[str, int]]:
+    ) -> tuple[dict[str, int], dict[str, Load]]:
         if self._is_paused():
             self.failed_lookups += 1
             return {}, {}
@@ -217,7 +221,7 @@ class PrefixIndex:
         hits, reserved = counts[: len(epochs)], counts[len(epochs) :]
         return (
             dict(zip(epochs, hits, strict=True)),
-            dict(zip(epochs, reserved, strict=True)),
+            {name: _from_text(text) for name, text in zip(epochs, reserved, strict=True)},
         )
 
     def _count_failure(self, exc: RedisUnavailableError) -> None:
@@ -232,12 +236,12 @@ class PrefixIndex:
         self,
         hashes: Sequence[BlockHash],
         epochs: Mapping[str, int],
-        reserved: Mapping[str, tuple[int, float]],
+        reserved: Mapping[str, tuple[Load, float]],
         ttl_s: float,
     ) -> None:
         workers: list[str | int] = [part for worker in epochs.items() for part in worker]
-        for worker_id, (amount, seconds) in reserved.items():
-            workers += [worker_id, amount, _milliseconds(seconds)]
+        for worker_id, (load, seconds) in reserved.items():
+            workers += [worker_id, _to_text(load), _milliseconds(seconds)]
         try:
             await self._run(
                 ASSUME,
@@ -258,8 +262,15 @@ class PrefixIndex:
         return await redis_call(self._redis.eval(script, 0, *arguments), timeout)
 
 
-def _without_zeros(counts: Mapping[str, int]) -> dict[str, int]:
-    return {worker_id: count for worker_id, count in counts.items() if count}
+def _to_text(load: Load) -> str:
+    if load == NO_LOAD:
+        return ""
+    return f"{load.blocks},{load.tokens},{load.seconds * 1e6:.0f},{load.rows}"
+
+
+def _from_text(text: bytes) -> Load:
+    blocks, tokens, microseconds, rows = map(int, text.split(b","))
+    return Load(blocks, tokens, microseconds / 1e6, rows)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -6,7 +6,8 @@ optimistic entry. Several 16-byte block hashes come as one string. Lua cannot ho
 type are garbage: read as none, overwritten.
 """
 
-# Leading blocks after which each worker can go on, then what other routers have reserved on each.
+# Leading blocks after which each worker can go on, then the load that other routers have reserved
+# on each: blocks, tokens, microseconds and rows, one text.
 # ARGV: key prefix, hashes, load prefix, own router id, how many of a prefix's last blocks a worker
 # needs (0: all), then id, epoch pairs.
 LOOKUP = """
@@ -17,14 +18,14 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local counts, runs, ids, epochs, places, reserved = {}, {}, {}, {}, {}, {}
 for i = 6, #ARGV, 2 do
   counts[#counts + 1], runs[#runs + 1] = 0, 0
-  local loads, sum = redis.pcall('HGETALL', load_prefix .. ARGV[i]), 0
+  local loads, sums = redis.pcall('HGETALL', load_prefix .. ARGV[i]), {0, 0, 0, 0}
   for at = 1, #loads, 2 do
-    local amount, expires = string.match(loads[at + 1], '^(%d+):(%d+)$')
-    if loads[at] ~= own and amount and tonumber(expires) > now then
-      sum = sum + tonumber(amount)
+    local parts = {string.match(loads[at + 1], '^(%d+),(%d+),(%d+),(%d+):(%d+)$')}
+    if loads[at] ~= own and #parts == 5 and tonumber(parts[5]) > now then
+      for n = 1, 4 do sums[n] = sums[n] + tonumber(parts[n]) end
     end
   end
-  reserved[#reserved + 1] = sum
+  reserved[#reserved + 1] = string.format('%.0f,%.0f,%.0f,%.0f', unpack(sums))
   ids[#ids + 1], epochs[#epochs + 1], places[#places + 1] = ARGV[i], ARGV[i + 1], #counts
 end
 for block = 0, #hashes / 16 - 1 do
@@ -55,7 +56,7 @@ for block = 0, #hashes / 16 - 1 do
   if #next_ids == 0 then break end
   ids, epochs, places = next_ids, next_epochs, next_places
 end
-for _, sum in ipairs(reserved) do counts[#counts + 1] = sum end
+for _, sums in ipairs(reserved) do counts[#counts + 1] = sums end
 return counts
 """
 
@@ -96,7 +97,7 @@ return known and 1 or 0
 
 # Add optimistic entries of workers that do not have the blocks yet, and a router's reserved load.
 # ARGV: key prefix, hashes, TTL in ms, load prefix, router id, number of workers, then id, epoch of
-# each, then worker id, amount, TTL in ms of each reservation.
+# each, then worker id, load, TTL in ms of each reservation; a load of none is empty.
 ASSUME = """
 local prefix, hashes, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local load_prefix, own, first_load = ARGV[4], ARGV[5], 7 + 2 * tonumber(ARGV[6])
@@ -116,7 +117,7 @@ for i = 7, first_load - 1, 2 do
 end
 for i = first_load, #ARGV, 3 do
   local key, amount, load_ttl = load_prefix .. ARGV[i], ARGV[i + 1], tonumber(ARGV[i + 2])
-  if amount == '0' then
+  if amount == '' then
     redis.pcall('HDEL', key, own)
   elseif type(redis.pcall('HSET', key, own, amount .. string.format(':%.0f', now + load_ttl)))
       ~= 'table' and redis.call('PTTL', key) < load_ttl then

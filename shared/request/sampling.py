@@ -93,6 +93,8 @@ class RequestSpec(
             address; None counts as an owner.
         tenant: name of the API keys whose requests share cached blocks with this one; None: cached
             blocks are not divided by keys.
+        use_prefill_worker: a prefill worker computes the prompt if there is one, even where that
+            takes longer.
     """
 
     temperature: Temperature = 1.0
@@ -118,6 +120,7 @@ class RequestSpec(
     cache_salt: CacheSalt | None = None
     owner: OwnerName | None = None
     tenant: OwnerName | None = None
+    use_prefill_worker: bool = False
 
     @property
     def hash_extra(self) -> bytes:

@@ -198,7 +198,10 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         panel=NETWORK,
     )
     local_prefill_tokens: Annotated[int, Field(ge=0)] = described(
-        32, "A decode worker computes up to this many uncached prompt tokens itself.", panel=ENGINE
+        32,
+        "A decode worker computes up to this many uncached prompt tokens itself, unless its router "
+        "predicts what is best.",
+        panel=ENGINE,
     )
     transfer_timeout_s: Seconds = described(
         10.0,
@@ -247,6 +250,12 @@ class RouterSettings(ClusterSettings, KeySettings):
         "sandbox, in a process of its own, for 2 s of CPU time at most.",
         panel=MAIN,
     )
+    trust_request_placement: bool = described(
+        False,
+        "Let a request have a prefill worker compute its prompt, even where that takes longer, by "
+        "the field use_prefill_worker; for tests and demonstrations.",
+        panel=MAIN,
+    )
     tool_parser: ToolParserName = TOOL_PARSER
     reasoning_parser: ReasoningParserName = REASONING_PARSER
     router_id: ServiceId = described(
@@ -277,7 +286,8 @@ class RouterSettings(ClusterSettings, KeySettings):
     operator_fd: Annotated[int, Field(ge=3)] | None = OPERATOR_FD
     policy: Policy = described(
         "prefix",
-        "prefix places requests by cached prefix and load; round_robin, in turn.",
+        "prefix places requests by cached prefix and load; predicted, where the answer is "
+        "predicted to come soonest and to delay others least; round_robin, in turn.",
         panel=NETWORK,
     )
     max_queue: Positive = described(

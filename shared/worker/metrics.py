@@ -103,8 +103,9 @@ def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
     return WorkerLoad(
         running=snapshot.running,
         waiting=snapshot.waiting,
-        queued_prefill_tokens=snapshot.queued_tokens,
-        queued_prefill_s=snapshot.queued_s if snapshot.prices.prompt_steps else None,
+        rows=snapshot.load.rows,
+        queued_prefill_tokens=snapshot.load.tokens,
+        queued_prefill_s=snapshot.load.seconds if snapshot.prices.prompt_steps else None,
         free_blocks=snapshot.blocks.free,
         cached_blocks=snapshot.blocks.cached,
         used_blocks=snapshot.blocks.used,

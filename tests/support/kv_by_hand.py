@@ -11,6 +11,7 @@ import zmq
 
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.protocol import KvHello, KvRefusal, LoadReport
+from pagewire.shared.costs.load import NO_LOAD
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.job_messages import Prefill, PrefillDone, PrefillFailed
 from pagewire.shared.transfer.messages import (
@@ -152,7 +153,7 @@ class KvLinkByHand:
 
     def done(self, job_id: str, first_token: int) -> None:
         """Report a job's first token."""
-        load = LoadReport(1, 1, 0)
+        load = LoadReport(1, 1, NO_LOAD)
         done = PrefillDone(job_id=job_id, first_token=first_token, cached_tokens=0, load=load)
         self.send(done)
 

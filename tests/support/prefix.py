@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.costs.load import Load
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
@@ -70,7 +71,7 @@ async def until_found(
 
 
 async def until_reserved(
-    index: PrefixIndex, epochs: dict[str, int], expected: dict[str, int]
+    index: PrefixIndex, epochs: dict[str, int], expected: dict[str, Load]
 ) -> None:
     """Wait until a lookup returns this reserved load of other routers."""
     deadline = time.monotonic() + 20

@@ -22,7 +22,9 @@ from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import Worker, WorkerLimits, hasher_of, make_core
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN, Conversation
 from pagewire.shared.base.errors import InvalidRequestError, NoWorkerError, OverloadedError
+from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import Load
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 
@@ -77,8 +79,13 @@ class SimulatedCluster:
                 credits = max(1, machine.wire.segments // plan.prefill)
                 self.links[prefill.name, decode.name] = KvLink(machine.wire, credits)
         rng = random.Random(f"{seed}/ties")
+        wire, policy = machine.wire, POLICIES[plan.policy]
+        link = partial(LinkInfo, transport="sim", gbps=wire.gb_s, latency_s=wire.latency_ms * 1e-3)
+        links: dict[str, dict[str, LinkInfo]] = {name: {} for name in self.workers}
+        for sender, receiver in self.links:
+            links[sender][receiver] = link(peer=receiver)
         self.routers = [
-            Router(number, self.events, self.workers, self.index, POLICIES[plan.policy](rng))
+            Router(number, self.events, self.workers, self.index, policy(rng), links)
             for number in range(plan.routers)
         ]
         self._hasher = hasher_of(machine)
@@ -138,11 +145,13 @@ class SimulatedCluster:
             return
         decode = self.workers[placement.decode_workers[0]]
         request.prefills = list(placement.prefill_workers)
-        request.load = router.in_flight.add(decode.name, prompt.missing_blocks(decode.name))
-        if request.prefills:
-            first = request.prefills[0]
-            request.prefill_load = router.in_flight.add(first, prompt.uncached_tokens(first))
-        router.note_sent(prompt, (decode.name, *request.prefills[:1]))
+        load = Load(blocks=prompt.missing_blocks(decode.name), rows=1)
+        request.load = router.in_flight.add(decode.name, load)
+        request.local_tokens = placement.local_tokens
+        computing = next(iter(request.prefills), decode.name)
+        prefill_load = placement.prefill_load(prompt, computing)
+        request.prefill_load = router.in_flight.add(computing, prefill_load)
+        router.note_sent(prompt, {decode.name, computing})
         add = partial(self._add, request, decode)
         self.events.after(self.machine.host.start_ms * 1e-3, lambda: decode.submit(add))
 
@@ -150,6 +159,7 @@ class SimulatedCluster:
         """Queue a request's sequence. Runs in the decode worker's iteration."""
         sequence = request.sequence()
         sequence.remote_prefill = bool(request.prefills)
+        sequence.local_prefill_tokens = request.local_tokens
         try:
             core.add(sequence)
         except (OverloadedError, InvalidRequestError) as exc:

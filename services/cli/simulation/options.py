@@ -20,6 +20,7 @@ from pagewire.services.cli.simulation.trace_file import read_trace
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import Contents, Conversation
 from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.settings.types import Policy as PolicyName
 
 DEFAULT_REQUESTS = 2000
 
@@ -56,7 +57,7 @@ _SHARED = "Tokens at the start of each prompt that all share."
 SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
 _MACHINE = f"Prices of steps and transfers: a JSON file, or one of {', '.join(machine_names())}."
 MachineName = Annotated[str, _cluster("--machine", metavar="NAME", help=_MACHINE)]
-Policy = Annotated[Literal["prefix", "round_robin"], _cluster(help="Rule of placement.")]
+Policy = Annotated[PolicyName, _cluster(help="Rule of placement.")]
 Routers = Annotated[int, _cluster(min=1, max=64, help="Routers, which requests reach in turn.")]
 _STEP = "Tokens of one step.  [default: the machine's]"
 StepTokens = Annotated[int | None, _cluster("--max-num-batched-tokens", min=16, help=_STEP)]

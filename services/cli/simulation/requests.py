@@ -37,6 +37,7 @@ class Request:
         name: of its sequences in engines.
         refused_by: decode workers that had no room.
         prefills: prefill workers that may still compute its prompt, in order.
+        local_tokens: see `Generate`.
         load, prefill_load: what the router counts of it.
     """
 
@@ -47,6 +48,7 @@ class Request:
     router: Router
     refused_by: set[str] = field(default_factory=set)
     prefills: list[str] = field(default_factory=list)
+    local_tokens: int | None = None
     load: Entry | None = None
     prefill_load: Entry | None = None
 

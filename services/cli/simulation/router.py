@@ -7,12 +7,13 @@ with heartbeats, and the index has a block some time after a worker has it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.worker import EPOCH, Worker
+from pagewire.services.router.placement.forecast import Forecast, completed
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import (
     Candidate,
@@ -22,7 +23,10 @@ from pagewire.services.router.placement.policy import (
     Prompt,
     RoundRobinPolicy,
 )
+from pagewire.services.router.placement.predicted import PredictedPolicy
+from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.kv.block_hash import BlockHash
 
@@ -31,6 +35,7 @@ INDEX_DELAY_S = 0.051  # a publisher collects changes for 50 ms, then sends them
 OPTIMISTIC_TTL_S = 5.0
 
 POLICIES: Mapping[str, Callable[[random.Random], Policy]] = {
+    "predicted": PredictedPolicy,
     "prefix": PrefixPolicy,
     "round_robin": lambda _rng: RoundRobinPolicy(),
 }
@@ -86,7 +91,7 @@ class SimulatedIndex:
     events: Events
     caches: dict[str, WorkerCache] = field(default_factory=dict)
     ever: set[BlockHash] = field(default_factory=set)
-    reserved: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    reserved: dict[tuple[int, str], tuple[Load, float]] = field(default_factory=dict)
     recent: OptimisticEntries = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,14 +107,13 @@ class SimulatedIndex:
         self.recent.extend(counts, hashes, dict.fromkeys(worker_ids, EPOCH))
         return {worker_id: count for worker_id, count in counts.items() if count}
 
-    def reserved_by_others(self, router: int, worker_id: str) -> int:
+    def reserved_by_others(self, router: int, worker_id: str) -> Load:
         """Return the load that other routers have placed on a worker recently."""
-        now = self.events.now
-        return sum(
-            amount
-            for (other, name), (amount, until_s) in self.reserved.items()
-            if name == worker_id and other != router and until_s > now
-        )
+        total = NO_LOAD
+        for (other, name), (load, until_s) in self.reserved.items():
+            if name == worker_id and other != router and until_s > self.events.now:
+                total = total.plus(load)
+        return total
 
 
 def run_length(known: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
@@ -129,6 +133,7 @@ class Router:
     Attributes:
         number: of this router.
         workers: all workers, by name.
+        links: the KV links from each worker, by their receivers.
     """
 
     number: int
@@ -136,9 +141,11 @@ class Router:
     workers: Mapping[str, Worker]
     index: SimulatedIndex
     policy: Policy
+    links: Mapping[str, Mapping[str, LinkInfo]]
     in_flight: InFlightLoad = field(init=False)
     _published: dict[str, LoadReport] = field(default_factory=dict)
     _records: dict[str, LoadReport] = field(default_factory=dict)
+    _forecasts: dict[str, Forecast] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.in_flight = InFlightLoad(2 * HEARTBEAT_S, self.events.clock)
@@ -155,6 +162,9 @@ class Router:
 
     def _read_records(self) -> None:
         self._records = dict(self._published)
+        self._forecasts = completed(
+            {each.name: each.forecast(self.links[each.name]) for each in self.workers.values()}
+        )
 
     def place(
         self, hashes: Sequence[BlockHash], num_tokens: int, block_size: int, excluded: set[str]
@@ -168,7 +178,7 @@ class Router:
         decodes = [each for each in usable if not each.is_prefill]
         prefills = [each for each in usable if each.is_prefill]
         hits: Mapping[str, int] = {}
-        is_looked_up = self.policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1)
+        is_looked_up = self.policy.needs_hits(len(decodes), len(prefills))
         if is_looked_up:
             hits = self.index.hits(hashes, [each.name for each in usable])
         prompt = Prompt(num_tokens, block_size, hits, hashes if is_looked_up else None)
@@ -181,16 +191,15 @@ class Router:
 
     def _candidate(self, worker: Worker) -> Candidate:
         load = self.in_flight.load(worker.name, self._records[worker.name])
-        return Candidate(
-            worker.name, load + self.index.reserved_by_others(self.number, worker.name)
-        )
+        load = load.plus(self.index.reserved_by_others(self.number, worker.name))
+        return Candidate(worker.name, load, self._forecasts.get(worker.name))
 
-    def note_sent(self, prompt: Prompt, worker_ids: Sequence[str]) -> None:
+    def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish which workers compute a prompt, and their load."""
         if prompt.hashes is None:
             return
         now = self.events.now
         for worker_id in worker_ids:
             self.index.recent.add(prompt.hashes, worker_id, EPOCH, now + OPTIMISTIC_TTL_S)
-        for worker_id, (amount, seconds) in self.in_flight.take_changes().items():
-            self.index.reserved[self.number, worker_id] = (amount, now + seconds)
+        for worker_id, (load, seconds) in self.in_flight.take_changes().items():
+            self.index.reserved[self.number, worker_id] = (load, now + seconds)

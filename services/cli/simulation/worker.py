@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.machine import Machine
+from pagewire.services.router.placement.forecast import Forecast
+from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
@@ -94,6 +96,7 @@ class Worker:
         device: SimulatedDevice,
         on_outputs: Callable[[Worker, StepOutputs], object],
     ) -> None:
+        self._machine = device.machine
         self.name, self.is_prefill = name, is_prefill
         self.core, self.device = core, device
         self.iterations = 0
@@ -111,14 +114,25 @@ class Worker:
             self._events.at(self._events.now, self._run)
 
     def report(self) -> LoadReport:
-        """Return a load report with the load now, in the unit of the worker's role."""
-        return LoadReport(EPOCH, self.iterations, self.load)
+        """Return a load report with the load now."""
+        return LoadReport(EPOCH, self.iterations, self.core.scheduler.load)
 
-    @property
-    def load(self) -> int:
-        """Queued prompt tokens of a prefill worker, used blocks of a decode worker."""
+    def forecast(self, links: Mapping[str, LinkInfo]) -> Forecast:
+        """Return what the worker's record predicts.
+
+        Args:
+            links: its KV links to workers that it computes prompts for, by their names.
+        """
         scheduler = self.core.scheduler
-        return scheduler.num_queued_tokens if self.is_prefill else scheduler.pool.counts().used
+        return Forecast(
+            prices=scheduler.costs.published,
+            chunk=scheduler.limits.max_num_batched_tokens,
+            max_rows=scheduler.limits.max_num_seqs,
+            total_blocks=scheduler.pool.num_blocks,
+            block_size=self._machine.block_size,
+            block_bytes=self._machine.block_size * self._machine.kv_token_bytes,
+            links=links,
+        )
 
     def _run(self) -> None:
         """Run iterations until only time brings something new."""

@@ -22,6 +22,7 @@ from pagewire.shared.control.protocol import (
     Refused,
     TokenOutput,
 )
+from pagewire.shared.costs.load import Load
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +78,16 @@ class Attempt:
     _load: Entry | None = None
     _prefill_load: Entry | None = None
 
-    def start(self, request: Generate | Embed, amount: int, uncached_tokens: int = 0) -> None:
+    def start(
+        self, request: Generate | Embed, load: Load, prefill: tuple[str, Load] | None = None
+    ) -> None:
         """Send the request.
 
         Args:
             request: the message; its request id is this attempt's.
-            amount: load that the request adds to the link's worker.
-            uncached_tokens: load that the request adds to its first prefill worker.
+            load: what the request adds to the link's worker until it ends.
+            prefill: the worker that computes the prompt, and what that adds there until the first
+                token.
 
         Raises:
             ChannelError: the worker cannot be reached.
@@ -91,9 +95,9 @@ class Attempt:
         self.log_id = request.spec.log_id if isinstance(request, Generate) else request.log_id
         self.link.post(request)
         self.link.listen(self.request_id, self)
-        self._load = self.in_flight.add(self.link.worker_id, amount)
-        if isinstance(request, Generate) and request.prefill_workers:
-            self._prefill_load = self.in_flight.add(request.prefill_workers[0], uncached_tokens)
+        self._load = self.in_flight.add(self.link.worker_id, load)
+        if prefill is not None:
+            self._prefill_load = self.in_flight.add(*prefill)
 
     def start_with(self, first: Attempt) -> None:
         """Join another attempt, whose message also starts this one and which counts its load."""

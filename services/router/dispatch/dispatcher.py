@@ -29,7 +29,7 @@ from pagewire.services.router.dispatch.times import AnswerTimes, Watch
 from pagewire.services.router.metrics.requests import AnswerLengths, RouterMetrics
 from pagewire.services.router.placement.admission import Admission, Place
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
-from pagewire.services.router.placement.policy import Prompt
+from pagewire.services.router.placement.policy import Placement, Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.shared.base.errors import (
     ChannelError,
@@ -41,6 +41,7 @@ from pagewire.shared.base.errors import (
     RequestFailedError,
 )
 from pagewire.shared.control.protocol import FinishReason, Fork, Generate, Refused, TokenOutput
+from pagewire.shared.costs.load import Load
 from pagewire.shared.request.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -286,7 +287,7 @@ class TokenStream:
     async def _try_workers(self) -> Attempt:
         try:
             placement, prompt = await self._dispatcher.selector.place(
-                self._prompt_ids + self._output_ids, self._refused_by, self._spec.hash_extra
+                self._prompt_ids + self._output_ids, self._refused_by, self._spec
             )
         except NoWorkerError as exc:
             if self._overloaded:
@@ -297,18 +298,19 @@ class TokenStream:
             if link is None:
                 continue
             try:
-                return self._send_to(link, list(placement.prefill_workers), prompt)
+                return self._send_to(link, placement, prompt)
             except ChannelError as exc:
                 logger.info("%s cannot be reached: %s", worker_id, exc)
         raise NoWorkerError("no decode worker can be reached")
 
-    def _send_to(self, link: WorkerLink, prefills: list[str], prompt: Prompt) -> Attempt:
+    def _send_to(self, link: WorkerLink, placement: Placement, prompt: Prompt) -> Attempt:
         """Send the request to a worker, with the other answers that start with it.
 
         Raises:
             ChannelError: the worker cannot be reached.
         """
         in_flight = self._dispatcher.in_flight
+        computing = next(iter(placement.prefill_workers), link.worker_id)
         attempt = Attempt(link, self._on_output, in_flight, self._strikes)
         self._num_sent_output = len(self._output_ids)
         others = [other for other in self._others if not other._ended]
@@ -320,7 +322,8 @@ class TokenStream:
                 prompt_token_ids=self._prompt_ids,
                 spec=self._remaining_spec(),
                 output_token_ids=self._output_ids,
-                prefill_workers=prefills,
+                prefill_workers=list(placement.prefill_workers),
+                local_tokens=placement.local_tokens,
                 forks=[
                     Fork(request_id=fork.request_id, seed=other._seed)
                     for other, fork in zip(others, forks, strict=True)
@@ -329,10 +332,10 @@ class TokenStream:
                 trace=self._watch.trace,
                 strikes=self._strikes,
             ),
-            prompt.missing_blocks(link.worker_id),
-            prompt.uncached_tokens(prefills[0]) if prefills else 0,
+            Load(blocks=prompt.missing_blocks(link.worker_id), rows=1 + len(forks)),
+            (computing, placement.prefill_load(prompt, computing)),
         )
-        self._dispatcher.selector.note_sent(prompt, (link.worker_id, *prefills[:1]))
+        self._dispatcher.selector.note_sent(prompt, {link.worker_id, computing})
         self._others = []
         self._sent_at = self._sent_at or sent_at
         for other, fork in zip(others, forks, strict=True):

@@ -131,7 +131,7 @@ class EmbeddingSet:
             NoWorkerError: there is none.
         """
         dispatcher = self._dispatcher
-        for link, amount in dispatcher.selector.embedding_workers(len(token_ids), excluded):
+        for link, load in dispatcher.selector.embedding_workers(len(token_ids), excluded):
             attempt = _Attempt(link, dispatcher.in_flight, strikes)
             asked = msgspec.structs.replace(
                 self._template,
@@ -140,7 +140,7 @@ class EmbeddingSet:
                 strikes=strikes,
             )
             try:
-                attempt.start(asked, amount)
+                attempt.start(asked, load)
             except ChannelError as exc:
                 logger.info("%s cannot be reached: %s", link.worker_id, exc)
             else:

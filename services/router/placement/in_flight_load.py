@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import NO_LOAD, Load
 
 # From a placement until the worker's reports include it: two network hops and a step.
 REPORT_SETTLE_S = 0.05
@@ -21,10 +22,10 @@ REPORT_SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request's load on one worker, in the worker's unit."""
+    """One request's load on one worker."""
 
     worker_id: str
-    amount: int
+    load: Load
     since: float
     number: int
 
@@ -52,9 +53,9 @@ class InFlightLoad:
         self._reports: dict[str, _Arrived] = {}
         self._changed: set[str] = set()
 
-    def add(self, worker_id: str, amount: int) -> Entry:
+    def add(self, worker_id: str, load: Load) -> Entry:
         """Count a placement; the caller removes it when its work is done."""
-        entry = Entry(worker_id, amount, self._clock(), next(self._numbers))
+        entry = Entry(worker_id, load, self._clock(), next(self._numbers))
         self._entries.setdefault(worker_id, {})[entry.number] = entry
         self._changed.add(worker_id)
         return entry
@@ -77,7 +78,7 @@ class InFlightLoad:
         """Drop the report of a lost worker."""
         self._reports.pop(worker_id, None)
 
-    def take_changes(self) -> dict[str, tuple[int, float]]:
+    def take_changes(self) -> dict[str, tuple[Load, float]]:
         """Return the reserved loads that have changed since the last call, for other routers.
 
         Returns:
@@ -89,12 +90,12 @@ class InFlightLoad:
             worker_id: (self.recently_placed(worker_id), self._settle_s) for worker_id in changed
         }
 
-    def recently_placed(self, worker_id: str) -> int:
+    def recently_placed(self, worker_id: str) -> Load:
         """Return the load that the worker's record and newest report may not include yet."""
         return self._placed_since(worker_id, self._settled(worker_id, records_arrive=True))
 
-    def load(self, worker_id: str, on_record: LoadReport, records_arrive: bool = True) -> int:
-        """Return a worker's load: the amount that it last reported, and the load placed since.
+    def load(self, worker_id: str, on_record: LoadReport, records_arrive: bool = True) -> Load:
+        """Return a worker's load: what it last reported, and the load placed since.
 
         Args:
             worker_id: id of the worker.
@@ -104,9 +105,9 @@ class InFlightLoad:
         known = self._reports.get(worker_id)
         if known is None or _is_newer(on_record, known.report):
             oldest = self._clock() - self._settle_s if records_arrive else float("-inf")
-            return on_record.amount + self._placed_since(worker_id, oldest)
+            return on_record.load.plus(self._placed_since(worker_id, oldest))
         oldest = self._settled(worker_id, records_arrive)
-        return known.report.amount + self._placed_since(worker_id, oldest)
+        return known.report.load.plus(self._placed_since(worker_id, oldest))
 
     def _settled(self, worker_id: str, records_arrive: bool) -> float:
         """Return the time since which placements may be missing in the worker's own numbers."""
@@ -114,12 +115,12 @@ class InFlightLoad:
         known = self._reports.get(worker_id)
         return by_record if known is None else max(by_record, known.time_s - REPORT_SETTLE_S)
 
-    def _placed_since(self, worker_id: str, oldest: float) -> int:
-        total = 0
+    def _placed_since(self, worker_id: str, oldest: float) -> Load:
+        total = NO_LOAD
         for entry in reversed(self._entries.get(worker_id, {}).values()):
             if entry.since < oldest:
                 break
-            total += entry.amount
+            total = total.plus(entry.load)
         return total
 
 

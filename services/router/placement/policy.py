@@ -1,10 +1,11 @@
-"""Where a request goes: pure functions of what is known about the workers.
+"""Where a request goes by load and cached prefix: pure functions of what is known about workers.
 
-The cost of a prefill worker is the number of tokens that it computes before this prompt's first
-token: the queued tokens and the prompt's uncached ones. Uncached tokens weigh a little more: if two
-workers would be ready at the same time, the one that computes less is better. So a burst of equal
-prefixes stays on one worker until its queue costs more than its cache saves. The cost of a decode
-worker is the number of blocks in use there with this request: active blocks and missing ones.
+`predicted.py` chooses by predicted times instead. Here, the cost of a prefill worker is the number
+of tokens that it computes before this prompt's first token: the queued tokens and the prompt's
+uncached ones. Uncached tokens weigh a little more: if two workers would be ready at the same time,
+the one that computes less is better. So a burst of equal prefixes stays on one worker until its
+queue costs more than its cache saves. The cost of a decode worker is the number of blocks in use
+there with this request: active blocks and missing ones.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagewire.services.router.placement.forecast import Forecast
 from pagewire.shared.base.errors import NoWorkerError
+from pagewire.shared.costs.load import Load
 from pagewire.shared.kv.block_hash import BlockHash
 
 MAX_PREFILL_WORKERS = 4  # named to a decode worker: the first choice, and alternates
@@ -27,11 +30,13 @@ class Candidate:
     """A worker that may be chosen.
 
     Attributes:
-        load: queued prompt tokens of a prefill worker, active blocks of a decode worker.
+        load: of the worker, with what was placed there lately.
+        forecast: predicts how long its work takes; None: unknown.
     """
 
     worker_id: str
-    load: int
+    load: Load
+    forecast: Forecast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +47,27 @@ class Prompt:
         num_tokens: its length, at least 1.
         hits: number of its leading blocks that a worker has cached, by worker id.
         hashes: hashes of its full blocks; None if the index was not asked.
+        remote: a prefill worker is to compute it, if there is one.
     """
 
     num_tokens: int
     block_size: int
     hits: Mapping[str, int]
     hashes: Sequence[BlockHash] | None = None
+    remote: bool = False
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the prompt fills, a partial last one included."""
         return -(-self.num_tokens // self.block_size)
 
+    def cached_tokens(self, worker_id: str) -> int:
+        """Return how many tokens a worker need not compute; the last token is never cached."""
+        return min(self.hits.get(worker_id, 0) * self.block_size, self.num_tokens - 1)
+
     def uncached_tokens(self, worker_id: str) -> int:
-        """Return how many tokens a worker would compute; the last token is never cached."""
-        cached = self.hits.get(worker_id, 0) * self.block_size
-        return self.num_tokens - min(cached, self.num_tokens - 1)
+        """Return how many tokens a worker would compute."""
+        return self.num_tokens - self.cached_tokens(worker_id)
 
     def missing_blocks(self, worker_id: str) -> int:
         """Return how many blocks a worker would have to allocate."""
@@ -71,16 +81,28 @@ class Placement:
     Attributes:
         decode_workers: in order of preference; the first is chosen, the rest are alternates.
         prefill_workers: likewise; empty means that the decode worker prefills locally.
+        prefill_s: predicted seconds of computing the prompt, by worker, as far as known.
+        local_tokens: the decode worker computes the prompt itself if it lacks at most this many
+            tokens; None: as its settings say.
     """
 
     decode_workers: tuple[str, ...]
     prefill_workers: tuple[str, ...]
+    prefill_s: Mapping[str, float] = field(default_factory=dict)
+    local_tokens: int | None = None
+
+    def prefill_load(self, prompt: Prompt, worker_id: str) -> Load:
+        """Return the load of computing the prompt."""
+        tokens = prompt.uncached_tokens(worker_id)
+        return Load(tokens=tokens, seconds=self.prefill_s.get(worker_id, 0.0))
 
 
 class Policy(Protocol):
     """Chooses workers."""
 
-    uses_hits: bool
+    def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
+        """Whether the choice among these workers depends on what each has cached."""
+        ...
 
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
@@ -96,24 +118,29 @@ class Policy(Protocol):
 class PrefixPolicy:
     """Chooses the cheapest workers by cached prefix and load, at random among equal ones."""
 
-    uses_hits = True
-
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+
+    def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
+        """Whether there is a choice."""
+        return max(num_decodes, num_prefills) > 1
 
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
     ) -> Placement:
         """Order the workers by cost."""
-        _require(decodes)
-        by_blocks = {c.worker_id: c.load + prompt.missing_blocks(c.worker_id) for c in decodes}
+        require_decode_worker(decodes)
+        by_blocks = {
+            c.worker_id: c.load.blocks + prompt.missing_blocks(c.worker_id) for c in decodes
+        }
         by_tokens = {
-            c.worker_id: c.load + UNCACHED_WEIGHT * prompt.uncached_tokens(c.worker_id)
+            c.worker_id: c.load.tokens + UNCACHED_WEIGHT * prompt.uncached_tokens(c.worker_id)
             for c in prefills
         }
         return Placement(
             self._cheapest_first(by_blocks),
             self._cheapest_first(by_tokens)[:MAX_PREFILL_WORKERS],
+            local_tokens=0 if prompt.remote else None,
         )
 
     def _cheapest_first(self, costs: Mapping[str, float]) -> tuple[str, ...]:
@@ -124,21 +151,32 @@ class PrefixPolicy:
 class RoundRobinPolicy:
     """Chooses each worker in turn, whatever it has cached and however busy it is."""
 
-    uses_hits = False
-
     def __init__(self) -> None:
         self._turn = itertools.count()
+
+    def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
+        """Say no."""
+        return False
 
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
     ) -> Placement:
         """Choose the next worker of each role."""
-        _require(decodes)
+        require_decode_worker(decodes)
         turn = next(self._turn)
-        return Placement(_rotated(decodes, turn), _rotated(prefills, turn)[:MAX_PREFILL_WORKERS])
+        return Placement(
+            _rotated(decodes, turn),
+            _rotated(prefills, turn)[:MAX_PREFILL_WORKERS],
+            local_tokens=0 if prompt.remote else None,
+        )
 
 
-def _require(decodes: Sequence[Candidate]) -> None:
+def require_decode_worker(decodes: Sequence[Candidate]) -> None:
+    """Check that there is a decode worker.
+
+    Raises:
+        NoWorkerError: there is none.
+    """
     if not decodes:
         raise NoWorkerError("no decode worker is alive")
 

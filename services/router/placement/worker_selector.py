@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
+from pagewire.services.router.placement.forecast import completed, forecast_of
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
 from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.protocol import LoadReport, PrefillSoon
+from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
 from pagewire.shared.kv.model_identity import first_difference
+from pagewire.shared.request.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class WorkerSelector:
 
     def embedding_workers(
         self, num_tokens: int, excluded: AbstractSet[str]
-    ) -> list[tuple[WorkerLink, int]]:
+    ) -> list[tuple[WorkerLink, Load]]:
         """Return the workers that may compute an embedding, the least loaded first.
 
         These are prefill workers, or decode workers where there is no such worker.
@@ -102,16 +105,16 @@ class WorkerSelector:
         decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
         identity = next((record.model_identity for record in (*decodes, *prefills)), None)
         prefills = [each for each in prefills if each.model_identity == identity]
-        links, wanted = self._prefill_links, num_tokens
+        links, wanted = self._prefill_links, Load(tokens=num_tokens)
         loads = {
-            each.worker_id: self._load(each, each.load.queued_prefill_tokens)
+            each.worker_id: self._load(each).tokens
             for each in prefills
             if each.worker_id not in excluded
         }
         if not loads and identity is not None:
-            links, wanted = self._links, -(-num_tokens // identity.block_size)
+            links, wanted = self._links, Load(blocks=-(-num_tokens // identity.block_size))
             loads = {
-                each.worker_id: self._load(each, each.load.used_blocks)
+                each.worker_id: self._load(each).blocks
                 for each in decodes
                 if each.worker_id not in excluded
             }
@@ -122,20 +125,20 @@ class WorkerSelector:
         known = (self._directory.get(link.worker_id) for link in links)
         return [record for record in known if record is not None and record.state == "ready"]
 
-    def _load(self, record: WorkerRecord, amount: int) -> int:
+    def _load(self, record: WorkerRecord) -> Load:
         """Return a worker's load: what it last reported, and what was placed since."""
-        on_record = LoadReport(record.epoch, record.load.iterations, amount)
+        on_record = LoadReport(record.epoch, record.load.iterations, record.load.total)
         return self._in_flight.load(record.worker_id, on_record, self._directory.redis_ok)
 
     async def place(
-        self, token_ids: Sequence[int], excluded: AbstractSet[str], hash_extra: bytes = b""
+        self, token_ids: Sequence[int], excluded: AbstractSet[str], spec: RequestSpec
     ) -> tuple[Placement, Prompt]:
         """Choose workers for a sequence whose tokens so far are to be computed.
 
         Args:
             token_ids: at least one.
             excluded: decode workers that must not be used.
-            hash_extra: further input of the block hashes, see `RequestSpec.hash_extra`.
+            spec: parameters of the request.
 
         Raises:
             NoWorkerError: no decode worker is left.
@@ -151,25 +154,27 @@ class WorkerSelector:
         ]
         hashes: Sequence[BlockHash] | None = None
         found = Found({}, {})
-        if self._policy.uses_hits and (len(decodes) > 1 or len(prefills) > 1):
-            hashes = self._hasher(identity).hash_prompt(token_ids, hash_extra)
+        if self._policy.needs_hits(len(decodes), len(prefills)):
+            hashes = self._hasher(identity).hash_prompt(token_ids, spec.hash_extra)
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
             found = await self._index.lookup(hashes, epochs, decodes[0].resume_blocks)
-        prompt = Prompt(len(token_ids), identity.block_size, found.hits, hashes)
+        prompt = Prompt(
+            len(token_ids), identity.block_size, found.hits, hashes, spec.use_prefill_worker
+        )
 
-        def candidate(record: WorkerRecord, amount: int) -> Candidate:
+        forecasts = completed({each.worker_id: forecast_of(each) for each in (*decodes, *prefills)})
+
+        def candidate(record: WorkerRecord) -> Candidate:
             worker_id = record.worker_id
-            load = self._load(record, amount) + found.reserved.get(worker_id, 0)
-            return Candidate(worker_id, load)
+            load = self._load(record).plus(found.reserved.get(worker_id, NO_LOAD))
+            return Candidate(worker_id, load, forecasts.get(worker_id))
 
         placement = self._policy.place(
-            prompt,
-            [candidate(each, each.load.used_blocks) for each in decodes],
-            [candidate(each, each.load.queued_prefill_tokens) for each in prefills],
+            prompt, [candidate(each) for each in decodes], [candidate(each) for each in prefills]
         )
         return placement, prompt
 
-    def note_sent(self, prompt: Prompt, worker_ids: Sequence[str]) -> None:
+    def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish, for this and other routers, which workers compute a prompt, and their load.
 
         So a burst of equal prefixes goes to the worker that computes the first of them.
@@ -190,6 +195,6 @@ class WorkerSelector:
         self._next_wake_s = time.monotonic() + WAKE_INTERVAL_S
         for record in self._ready(self._prefill_links):
             link = self._prefill_links.get(record.worker_id)
-            if link is not None and not self._load(record, record.load.queued_prefill_tokens):
+            if link is not None and not self._load(record).tokens:
                 with contextlib.suppress(ChannelError):  # it is lost, which the links will notice
                     link.post(PrefillSoon())

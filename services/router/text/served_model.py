@@ -61,6 +61,7 @@ class ServedModel:
     hidden_size: int = 0
     pooling: PoolingRules | str = PoolingRules()  # noqa: RUF009 - immutable
     before_template: Callable[[], None] | None = None
+    trusts_placement: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -100,12 +101,27 @@ class ServedModel:
             hidden_size=config.hidden_size,
             pooling=_pooling(path),
             before_template=_not_here if settings.trust_request_chat_template else None,
+            trusts_placement=settings.trust_request_placement,
         )
 
     @property
     def name(self) -> str:
         """The first of its names; metrics use it."""
         return self.names[0]
+
+    def check_placement(self) -> None:
+        """Check that requests may have their prompts computed by a prefill worker.
+
+        Raises:
+            InvalidRequestError: they may not.
+        """
+        if not self.trusts_placement:
+            raise InvalidRequestError(
+                "use_prefill_worker is not supported unless the operator sets "
+                "--trust-request-placement",
+                "use_prefill_worker",
+                "unsupported_parameter",
+            )
 
     def tokenizer_with(self, chat_template: str | None) -> Tokenizer:
         """Return the tokenizer that renders a request's conversation.

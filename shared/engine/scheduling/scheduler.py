@@ -301,7 +301,7 @@ class Scheduler(SequenceTable):
         tables = self._usable_prefix(sequence)
         num_cached = len(tables[0])
         uncomputed = len(sequence.token_ids) - num_cached * self.block_size
-        is_remote = sequence.remote_prefill and uncomputed > self.limits.local_prefill_tokens
+        is_remote = sequence.remote_prefill and uncomputed > self._local_tokens(sequence)
         missing, later = self._blocks_to_admit(sequence, tables, is_remote)
         reserve = self.limits.watermark_blocks if self.running or self.reserved else 0
         cached = [block for table in tables for block in table.held]
@@ -323,6 +323,10 @@ class Scheduler(SequenceTable):
         self._take_device_slot(sequence)
         self._let_run_or_reserve(sequence, decision)
         return sequence
+
+    def _local_tokens(self, sequence: Sequence) -> int:
+        asked = sequence.local_prefill_tokens
+        return self.limits.local_prefill_tokens if asked is None else asked
 
     def _let_run_or_reserve(self, sequence: Sequence, decision: Schedule) -> None:
         if not sequence.remote_prefill:

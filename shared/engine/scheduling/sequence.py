@@ -36,6 +36,8 @@ class Sequence:
         spec: the request's settings; it has a seed.
         stop_token_ids: tokens that end it, the model's end-of-sequence ids included.
         remote_prefill: its prompt's KV will arrive from another worker.
+        local_prefill_tokens: unless at most this many tokens of it are missing here; None: as
+            `SchedulerLimits` says.
         strikes: how strongly it is suspected of making its worker hang or die, or a step fail; see
             `Suspects`.
         prefill_only: a prefill job: ends with its first token, and keeps its blocks until `forget`.
@@ -69,6 +71,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     arrival_s: float = 0.0
     remote_prefill: bool = False
+    local_prefill_tokens: int | None = None
     strikes: int = 0
     prefill_only: bool = False
     pooling: PoolingMode | None = None

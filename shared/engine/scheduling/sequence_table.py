@@ -19,6 +19,7 @@ from itertools import chain
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
 from pagewire.shared.base.shares import has_room
+from pagewire.shared.costs.load import Load
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
@@ -329,6 +330,16 @@ class SequenceTable:
         if self.limits.step_s != math.inf:
             chunk = prices.tokens_within(self.limits.step_s, rows, 0, chunk)
         return prices.prompts_s(work.tokens, work.products, chunk, rows)
+
+    @property
+    def load(self) -> Load:
+        """How busy the engine is. Answers whose KV is arriving count as if they were decoded."""
+        return Load(
+            blocks=self.pool.counts().used,
+            tokens=self.num_queued_tokens,
+            seconds=self.queued_s,
+            rows=len(self._decoding) + len(self.reserved),
+        )
 
     def _chunked(self) -> list[Sequence]:
         """Return the running sequences whose prompts are not computed yet."""

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from pagewire.shared.cluster.redis_client import connect_redis
+from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.prefix_index import (
     MAX_LOOKUP_BLOCKS,
 )
@@ -184,19 +185,19 @@ def test_an_optimistic_entry_counts_here_at_once_and_elsewhere_soon(any_redis_ur
 def test_what_other_routers_reserve_comes_with_the_lookup(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         url = redis_server.url
-        epochs = {"v": 1, "w": 2}
+        epochs, other = {"v": 1, "w": 2}, Load(5, 9, 0.25, 2)
         async with (
             index_at(url, router_id="a") as first,
             index_at(url, router_id="b") as second,
             index_at(url, lookup_timeout_s=1.0, router_id="c") as third,
         ):
-            first.add_optimistic(blocks(2), {"w": 2}, {"w": (10, 60.0)})
-            second.add_optimistic([], {"w": 2, "v": 1}, {"w": (5, 60.0), "v": (7, 0.5)})
-            await until_reserved(third, epochs, {"v": 7, "w": 15})
-            assert (await first.lookup(blocks(2), epochs)).reserved == {"v": 7, "w": 5}
+            first.add_optimistic(blocks(2), {"w": 2}, {"w": (Load(10, 20, 0.5, 1), 60.0)})
+            second.add_optimistic([], {"w": 2, "v": 1}, {"w": (other, 60.0), "v": (Load(7), 0.5)})
+            await until_reserved(third, epochs, {"v": Load(7), "w": Load(15, 29, 0.75, 3)})
+            assert (await first.lookup(blocks(2), epochs)).reserved == {"v": Load(7), "w": other}
             assert (await third.lookup(blocks(2), epochs)).hits == {"w": 2}
-            first.add_optimistic([], {}, {"w": (0, 60.0)})
-            await until_reserved(third, epochs, {"w": 5})  # v's is over by itself
+            first.add_optimistic([], {}, {"w": (NO_LOAD, 60.0)})
+            await until_reserved(third, epochs, {"w": other})  # v's is over by itself
             redis_server.freeze()
             assert (await third.lookup(blocks(2), epochs)).reserved == {}
             redis_server.thaw()
@@ -208,15 +209,15 @@ def test_garbage_in_a_workers_reservations_is_none(redis_server: RedisServer) ->
     async def scenario() -> None:
         redis = await connect_redis(redis_server.url)
         async with index_at(redis_server.url, router_id="a") as index:
-            index.add_optimistic([], {}, {"w": (3, 60.0)})
+            index.add_optimistic([], {}, {"w": (Load(3), 60.0)})
             async with index_at(redis_server.url, router_id="b") as other:
-                await until_reserved(other, {"w": 1}, {"w": 3})
+                await until_reserved(other, {"w": 1}, {"w": Load(3)})
                 [key] = await redis.keys("pagewire:*:l:w")
                 await redis.hset(key, "c", "much")
-                assert (await other.lookup([], {"w": 1})).reserved == {"w": 3}
+                assert (await other.lookup([], {"w": 1})).reserved == {"w": Load(3)}
                 await redis.set(key, "no hash")
                 assert (await other.lookup([], {"w": 1})).reserved == {}
-                index.add_optimistic([], {}, {"w": (4, 60.0)})
+                index.add_optimistic([], {}, {"w": (Load(4), 60.0)})
                 await asyncio.sleep(0.1)
                 assert (await other.lookup([], {"w": 1})).reserved == {}
         await redis.aclose()

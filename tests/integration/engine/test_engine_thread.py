@@ -269,7 +269,7 @@ def test_snapshot_follows_the_engine() -> None:
         engine.submit(lambda core: core.abort("job"))
         wait_until(lambda: engine.snapshot.blocks.used == 0)
         assert engine.snapshot.blocks.cached == 2
-        assert engine.snapshot.waiting == engine.snapshot.queued_tokens == 0
+        assert engine.snapshot.waiting == engine.snapshot.load.tokens == 0
 
 
 def test_idle_loop_beats() -> None:

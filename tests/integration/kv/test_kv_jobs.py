@@ -57,12 +57,12 @@ def test_tokens_report_the_loads_of_both_workers() -> None:
             await router.answer("short")
             first, *_ = router.outputs["short"]
             assert first.prefill_load is not None
-            assert (first.prefill_load.epoch, first.prefill_load.amount) == (7, 0)
+            assert (first.prefill_load.epoch, first.prefill_load.load.tokens) == (7, 0)
             # A message has the load of when it is sent. A busy machine may do so after the end.
             for name in map(str, range(50)):
                 router.generate(name, prompt_of(40), max_tokens=20)
                 await router.answer(name)
-                if max(load.amount for load in router.loads if load) >= 40 // BLOCK_SIZE:
+                if max(load.load.blocks for load in router.loads if load) >= 40 // BLOCK_SIZE:
                     break
             else:
                 pytest.fail("no message had the load of 10 blocks")

@@ -9,6 +9,7 @@ import pytest
 
 from pagewire.shared.control.auth import ClusterKeys
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import NO_LOAD
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket, SenderSocket
 from pagewire.shared.transfer.job_messages import PrefillDone
 from pagewire.shared.transfer.messages import Segment, ToReceiver
@@ -21,7 +22,7 @@ PAYLOAD = bytes(32 << 20)
 
 
 def test_a_first_token_does_not_wait_for_the_payloads_before_it() -> None:
-    done = PrefillDone(job_id="job", first_token=1, cached_tokens=0, load=LoadReport(1, 1, 0))
+    done = PrefillDone(job_id="job", first_token=1, cached_tokens=0, load=LoadReport(1, 1, NO_LOAD))
 
     async def scenario() -> list[ToReceiver]:
         sockets = KvSockets(ClusterKeys.derive("secret"), len(PAYLOAD))

@@ -77,7 +77,7 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
         assert [message.spec for message in worker.generated] == [expected]
 
     with RedisServer() as redis:
-        with_worker(redis.url, scenario)
+        with_worker(redis.url, scenario, trust_request_placement=True)
 
 
 # The fake engines have no vocabulary, and draw any token. tests/e2e/test_cluster_structured.py has

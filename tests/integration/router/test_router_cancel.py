@@ -11,6 +11,7 @@ import pytest
 from pagewire.services.router.http.body_processes.reader import PROCESSES, THREAD_BODY_BYTES
 from pagewire.services.router.http.connection.http_io import UNCOUNTED_BYTES
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import NO_LOAD
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.body_processes import stopped_body_processes
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
@@ -36,7 +37,9 @@ def scenario_of(
             dispatcher = router.service.dispatcher
             await eventually(lambda: worker.active == 0)
             await eventually(lambda: dispatcher.admission.num_sequences == 0)
-            assert dispatcher.in_flight.load("decode-0", LoadReport(0, 0, 0), False) == 0
+            assert (
+                dispatcher.in_flight.load("decode-0", LoadReport(0, 0, NO_LOAD), False) == NO_LOAD
+            )
             worker.hold.set()
             worker.refuse = None
             assert (await router.complete(prompt="Hi", max_tokens=2)).status_code == 200

@@ -18,6 +18,7 @@ import pytest
 from pagewire.services.router.dispatch.embeddings import MAX_AT_ONCE
 from pagewire.shared.cluster.registry import WorkerLoad
 from pagewire.shared.control.protocol import LoadReport, Role
+from pagewire.shared.costs.load import NO_LOAD
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_embedding
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
@@ -43,8 +44,9 @@ def with_workers(
             dispatcher = router.service.dispatcher
             await eventually(lambda: dispatcher.admission.num_sequences == 0)
             await eventually(lambda: not any(worker.active for worker in workers.values()))
-            nothing = LoadReport(0, 0, 0)
-            assert not any(dispatcher.in_flight.load(name, nothing, False) for name in names)
+            nothing = LoadReport(0, 0, NO_LOAD)
+            loads = [dispatcher.in_flight.load(name, nothing, False) for name in names]
+            assert all(load == NO_LOAD for load in loads)
 
     run_async(main())
 

@@ -13,6 +13,7 @@ import pytest
 
 from pagewire.services.router.http.api.openai.formats import CompletionFormat
 from pagewire.shared.control.protocol import Generate, LoadReport
+from pagewire.shared.costs.load import NO_LOAD
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
@@ -48,7 +49,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
 def test_an_answered_request_has_one_line_with_all_numbers(redis_url, lines, stream):
     async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
         worker.cached_tokens = 2
-        worker.prefilled_by = ("prefill-7", LoadReport(epoch=1, iterations=1, amount=0))
+        worker.prefilled_by = ("prefill-7", LoadReport(1, 1, NO_LOAD))
         router.http.headers.update({"x-api-key": KEY})
         answer = await router.complete(prompt=[5, 6, 7], n=2, stream=stream, max_tokens=100)
         assert answer.status_code == 200

@@ -14,6 +14,8 @@ from pagewire.services.router.placement.worker_selector import WAKE_INTERVAL_S
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import WorkerLoad
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import Load
+from pagewire.shared.costs.step_prices import KNOTS, StepPrices
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.tests.support.aio import eventually, run_async
@@ -335,8 +337,11 @@ def reachable(router: LiveRouter) -> int:
 def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):
     async def scenario(cluster: Cluster) -> None:
         for worker, amount in zip(cluster.decodes, (1000, 0), strict=True):
-            worker.load = LoadReport(1, 10, amount)
-            worker.prefilled_by = (f"prefill-{amount // 1000}", LoadReport(1, 10, 50 * amount))
+            worker.load = LoadReport(1, 10, Load(blocks=amount))
+            worker.prefilled_by = (
+                f"prefill-{amount // 1000}",
+                LoadReport(1, 10, Load(tokens=50 * amount)),
+            )
         seen: set[str] = set()
         number = itertools.count(10)
         while len(seen) < 2:  # ties are placed at random
@@ -347,3 +352,61 @@ def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):
             assert (decode, prefills[0]) == ("decode-1", "prefill-0")
 
     with_cluster(redis, scenario)
+
+
+PRICES = StepPrices(fixed=0.001, per_token=(0.001,) * len(KNOTS), steps=9, prompt_steps=9)
+
+
+def priced(**load: Any) -> dict[str, Any]:
+    """Return fields of a record from which times can be predicted."""
+    most = WorkerLoad(total_blocks=4096, max_num_seqs=64, **load)
+    return {"prices": PRICES, "max_num_batched_tokens": 512, "load": most}
+
+
+def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest(redis):
+    async def scenario(cluster: Cluster) -> None:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        directory = cluster.router.service.members.directory
+        decode.put_record(**priced())
+        for seconds, expected in ((9.0, []), (0.0, ["prefill-0"])):
+            prefill.put_record(**priced(queued_prefill_s=seconds))
+            await eventually(
+                lambda: (
+                    directory.get("prefill-0").load.queued_prefill_s == seconds  # noqa: B023
+                    and directory.get("decode-0").prices is not None
+                )
+            )
+            assert (await cluster.ask([int(seconds) + 1] * 200))[1] == expected
+            assert decode.generated[-1].local_tokens == IDENTITY.block_size
+
+    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
+
+
+def test_without_prices_a_prompt_goes_where_it_would_by_load_and_prefix(redis):
+    async def scenario(cluster: Cluster) -> None:
+        assert (await cluster.ask(LONG))[1] == ["prefill-0"]
+        assert cluster.decodes[0].generated[-1].local_tokens is None
+
+    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
+
+
+@pytest.mark.parametrize("policy", ["predicted", "prefix", "round_robin"])
+def test_a_request_may_ask_for_a_prefill_worker_where_the_operator_lets_it(redis, policy):
+    async def scenario(cluster: Cluster) -> None:
+        for worker in (*cluster.decodes, *cluster.prefills):
+            worker.put_record(**priced())
+        assert (await cluster.ask([3], use_prefill_worker=True))[1] == ["prefill-0"]
+        assert cluster.decodes[0].generated[-1].local_tokens == 0
+
+    with_cluster(
+        redis, scenario, decodes=1, prefills=1, policy=policy, trust_request_placement=True
+    )
+
+
+def test_a_request_may_not_ask_for_a_prefill_worker_otherwise(redis):
+    async def scenario(cluster: Cluster) -> None:
+        response = await cluster.router.complete(prompt=[3], max_tokens=1, use_prefill_worker=True)
+        assert response.status_code == 400
+        assert "--trust-request-placement" in response.json()["error"]["message"]
+
+    with_cluster(redis, scenario, decodes=1, prefills=1)

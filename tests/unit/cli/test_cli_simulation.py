@@ -33,6 +33,7 @@ from pagewire.services.cli.simulation.workload import (
     clients,
     independent,
 )
+from pagewire.shared.costs.load import NO_LOAD
 
 MACHINE = Machine(
     source="a test",
@@ -120,7 +121,7 @@ def test_steps_attend_to_the_tokens_before_them() -> None:
 
 
 @pytest.mark.parametrize("plan", [ClusterPlan(0, 2), ClusterPlan(1, 1), ClusterPlan(2, 2)])
-@pytest.mark.parametrize("policy", ["prefix", "round_robin"])
+@pytest.mark.parametrize("policy", ["predicted", "prefix", "round_robin"])
 def test_each_request_ends_once_and_no_block_stays_in_use(plan: ClusterPlan, policy: str) -> None:
     load = independent(bursts(400.0, 8, seed=3), 150, MIXED, seed=3)
     cluster = SimulatedCluster(dataclasses.replace(plan, policy=policy), MACHINE, LIMITS, seed=3)
@@ -137,7 +138,7 @@ def test_each_request_ends_once_and_no_block_stays_in_use(plan: ClusterPlan, pol
         assert not worker.core.has_work
     for router in cluster.routers:
         for name in cluster.workers:
-            assert router.in_flight.recently_placed(name) == 0
+            assert router.in_flight.recently_placed(name) == NO_LOAD
 
 
 def test_equal_seeds_give_equal_figures_and_policies_get_equal_requests() -> None:

@@ -14,13 +14,14 @@ from pagewire.services.router.placement.policy import (
 )
 from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import Load
 
 IDS = [f"w{i}" for i in range(6)]
 BLOCK = 16
 
 
 def candidates(**loads: int) -> list[Candidate]:
-    return [Candidate(worker_id, load) for worker_id, load in loads.items()]
+    return [Candidate(worker_id, Load(load, load)) for worker_id, load in loads.items()]
 
 
 def place(prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate], seed: int = 0):
@@ -58,7 +59,7 @@ def test_no_worker_is_better_in_both_load_and_cache_than_the_chosen(situation, r
         by_id = {c.worker_id: c for c in group}
         for chosen in chosen_ids[:1]:
             for other in by_id:
-                load_gain = by_id[chosen].load - by_id[other].load
+                load_gain = by_id[chosen].load.blocks - by_id[other].load.blocks
                 hit_gain = prompt.hits.get(other, 0) - prompt.hits.get(chosen, 0)
                 # A better cache may not save anything of a prompt's last, always computed token.
                 saves = prompt.uncached_tokens(chosen) - prompt.uncached_tokens(other)
@@ -71,7 +72,8 @@ def test_more_load_never_attracts(situation, extra):
     prompt, decodes, prefills = situation
     chosen = place(prompt, decodes, prefills).decode_workers[0]
     heavier = [
-        c if c.worker_id == chosen else Candidate(c.worker_id, c.load + extra) for c in decodes
+        c if c.worker_id == chosen else Candidate(c.worker_id, c.load.plus(Load(extra)))
+        for c in decodes
     ]
     assert place(prompt, heavier, prefills, seed=1).decode_workers[0] == chosen
 
@@ -108,10 +110,10 @@ def test_a_burst_of_equal_prefixes_stays_together_until_its_queue_is_long():
     for number in range(8):
         hits = {chosen[0]: 64} if number else {}
         prompt = Prompt(1054, BLOCK, hits)
-        loads = candidates(p0=in_flight.recently_placed("p0"), p1=in_flight.recently_placed("p1"))
+        loads = [Candidate(p, in_flight.recently_placed(p)) for p in ("p0", "p1")]
         placement = policy.place(prompt, candidates(d0=0), loads)
         chosen.append(placement.prefill_workers[0])
-        in_flight.add(chosen[-1], prompt.uncached_tokens(chosen[-1]))
+        in_flight.add(chosen[-1], Load(tokens=prompt.uncached_tokens(chosen[-1])))
     assert len(set(chosen[:6])) == 1
 
 
@@ -120,9 +122,9 @@ def test_different_prompts_spread_evenly():
     chosen = []
     for _ in range(9):
         prompt = Prompt(500, BLOCK, {})
-        loads = candidates(**{p: in_flight.recently_placed(p) for p in ("p0", "p1", "p2")})
+        loads = [Candidate(p, in_flight.recently_placed(p)) for p in ("p0", "p1", "p2")]
         chosen.append(policy.place(prompt, candidates(d0=0), loads).prefill_workers[0])
-        in_flight.add(chosen[-1], 500)
+        in_flight.add(chosen[-1], Load(tokens=500))
     assert sorted(chosen) == ["p0"] * 3 + ["p1"] * 3 + ["p2"] * 3
 
 
@@ -143,7 +145,7 @@ def test_without_a_decode_worker_there_is_no_placement(policy):
         policy.place(Prompt(1, BLOCK, {}), [], candidates(p0=0))
 
 
-RECORD = LoadReport(0, 0, 0)
+RECORD = LoadReport(0, 0, Load(0))
 
 
 class Clock:
@@ -156,14 +158,15 @@ class Clock:
 def test_recent_placements_count_until_a_record_must_show_them():
     clock = Clock()
     in_flight = InFlightLoad(settle_s=2, clock=clock)
-    in_flight.add("w0", 5)
+    in_flight.add("w0", Load(5))
     clock.now = 1.5
-    in_flight.add("w0", 7)
-    in_flight.add("w1", 1)
-    assert (in_flight.recently_placed("w0"), in_flight.recently_placed("w1")) == (12, 1)
+    in_flight.add("w0", Load(7))
+    in_flight.add("w1", Load(1))
+    assert in_flight.recently_placed("w0").blocks == 12
+    assert in_flight.recently_placed("w1").blocks == 1
     clock.now = 3
-    assert in_flight.recently_placed("w0") == 7
-    assert in_flight.load("w0", RECORD, records_arrive=False) == 12
+    assert in_flight.recently_placed("w0").blocks == 7
+    assert in_flight.load("w0", RECORD, records_arrive=False).blocks == 12
 
 
 @given(
@@ -186,14 +189,14 @@ def test_other_routers_never_know_of_less_than_there_is_and_of_nothing_in_the_en
         return amount if until >= clock.now else 0
 
     def write() -> None:
-        for worker_id, (amount, seconds) in in_flight.take_changes().items():
-            known_elsewhere[worker_id] = (amount, clock.now + seconds)
-            assert amount == in_flight.recently_placed(worker_id)
+        for worker_id, (load, seconds) in in_flight.take_changes().items():
+            known_elsewhere[worker_id] = (load.blocks, clock.now + seconds)
+            assert load == in_flight.recently_placed(worker_id)
         assert in_flight.take_changes() == {}
 
     for action, worker_id, amount in steps:
         if action == "add":
-            entries.append(in_flight.add(worker_id, amount))
+            entries.append(in_flight.add(worker_id, Load(amount)))
         elif action == "remove" and entries:
             in_flight.remove(entries.pop(amount % len(entries)))
         elif action == "wait":
@@ -201,51 +204,55 @@ def test_other_routers_never_know_of_less_than_there_is_and_of_nothing_in_the_en
         if action in ("add", "write"):
             write()
         for each in ("w0", "w1"):
-            assert known(each) >= in_flight.recently_placed(each)
+            assert known(each) >= in_flight.recently_placed(each).blocks
     clock.now += 3
     assert known("w0") == known("w1") == 0
 
 
 def test_finished_placements_count_no_more():
     in_flight = InFlightLoad(settle_s=2, clock=Clock())
-    entries = [in_flight.add("w0", amount) for amount in (1, 2, 4)]
+    entries = [in_flight.add("w0", Load(amount)) for amount in (1, 2, 4)]
     in_flight.remove(entries[1])
     in_flight.remove(entries[1])
-    assert in_flight.recently_placed("w0") == 5
+    assert in_flight.recently_placed("w0").blocks == 5
     in_flight.remove(entries[0])
     in_flight.remove(entries[2])
-    assert in_flight.recently_placed("w0") == 0
+    assert in_flight.recently_placed("w0").blocks == 0
 
 
 def test_what_a_worker_reports_with_tokens_replaces_an_older_record():
     clock = Clock()
     in_flight = InFlightLoad(settle_s=2, clock=clock)
-    record = LoadReport(1, 100, 9)
-    in_flight.note_report("w0", LoadReport(1, 120, 3))
-    assert in_flight.load("w0", record) == 3
-    assert in_flight.load("w0", record, records_arrive=False) == 3
-    in_flight.note_report("w0", LoadReport(1, 110, 50))  # came by a longer way
-    assert in_flight.load("w0", record) == 3
-    assert in_flight.load("w0", LoadReport(1, 130, 7)) == 7
-    assert in_flight.load("w0", LoadReport(2, 1, 8)) == 8, "the worker was started again"
+    record = LoadReport(1, 100, Load(9))
+    in_flight.note_report("w0", LoadReport(1, 120, Load(3)))
+    assert in_flight.load("w0", record).blocks == 3
+    assert in_flight.load("w0", record, records_arrive=False).blocks == 3
+    in_flight.note_report("w0", LoadReport(1, 110, Load(50)))  # came by a longer way
+    assert in_flight.load("w0", record).blocks == 3
+    assert in_flight.load("w0", LoadReport(1, 130, Load(7))).blocks == 7
+    assert in_flight.load("w0", LoadReport(2, 1, Load(8))).blocks == 8, (
+        "the worker was started again"
+    )
     in_flight.forget("w0")
-    assert in_flight.load("w0", record) == 9
+    assert in_flight.load("w0", record).blocks == 9
 
 
 @pytest.mark.parametrize("records_arrive", [True, False])
 def test_what_was_placed_before_a_report_is_part_of_it(records_arrive):
     clock = Clock()
     in_flight = InFlightLoad(settle_s=2, clock=clock)
-    in_flight.add("w0", 5)
+    in_flight.add("w0", Load(5))
     clock.now = 1.0
-    in_flight.add("w0", 7)
-    in_flight.note_report("w0", LoadReport(1, 1, 100))
-    assert in_flight.load("w0", RECORD, records_arrive) == 107, "the newest is still on its way"
+    in_flight.add("w0", Load(7))
+    in_flight.note_report("w0", LoadReport(1, 1, Load(100)))
+    assert in_flight.load("w0", RECORD, records_arrive).blocks == 107, (
+        "the newest is still on its way"
+    )
     clock.now = 1.2
-    in_flight.note_report("w0", LoadReport(1, 2, 100))
-    assert in_flight.load("w0", RECORD, records_arrive) == 100
-    assert in_flight.recently_placed("w0") == 0
+    in_flight.note_report("w0", LoadReport(1, 2, Load(100)))
+    assert in_flight.load("w0", RECORD, records_arrive).blocks == 100
+    assert in_flight.recently_placed("w0").blocks == 0
     clock.now = 1.3
-    in_flight.add("w0", 2)
-    assert in_flight.load("w0", RECORD, records_arrive) == 102
-    assert in_flight.recently_placed("w0") == 2
+    in_flight.add("w0", Load(2))
+    assert in_flight.load("w0", RECORD, records_arrive).blocks == 102
+    assert in_flight.recently_placed("w0").blocks == 2

@@ -252,6 +252,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         cache_salt: cached blocks are shared only with requests of the same salt.
         metadata: changes no answer, nor does service_tier.
         timings: the response says where the time went.
+        use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
     """
 
     max_tokens: schemas.AtLeastOne
@@ -264,3 +265,4 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     metadata: MessageMetadata | None = None
     service_tier: str | None = None
     timings: bool | None = None
+    use_prefill_worker: bool | None = None

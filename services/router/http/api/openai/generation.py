@@ -297,6 +297,9 @@ def _input(
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     _check_size(body, prompts)
     form = form_of(body, model.tokenizer.markers)
+    if body.use_prefill_worker:
+        model.check_placement()
+        prompts = [_computed_elsewhere(prompt) for prompt in prompts]
     if form is not None:
         prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
     return GenerationInput(
@@ -320,6 +323,11 @@ def _input(
 
 def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
     spec = msgspec.structs.replace(prompt.spec, grammar=text)
+    return msgspec.structs.replace(prompt, spec=spec)
+
+
+def _computed_elsewhere(prompt: PromptInput) -> PromptInput:
+    spec = msgspec.structs.replace(prompt.spec, use_prefill_worker=True)
     return msgspec.structs.replace(prompt, spec=spec)
 
 

@@ -89,6 +89,7 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
             default for completions, and false for chats, whose template has these tokens.
         service_tier: changes nothing; if it is given, the response has "default".
         timings: the response says where the time went.
+        use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
         user: changes nothing, nor do the fields after it.
     """
 
@@ -98,6 +99,7 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     service_tier: ServiceTier | None = None
     timings: bool | None = None
+    use_prefill_worker: bool | None = None
     user: Label | None = None
     metadata: Metadata | None = None
     request_id: Label | None = None

@@ -1,0 +1,133 @@
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagewire.services.router.placement.forecast import Forecast
+from pagewire.services.router.placement.policy import Candidate, Placement, PrefixPolicy, Prompt
+from pagewire.services.router.placement.predicted import PredictedPolicy
+from pagewire.shared.base.errors import NoWorkerError
+from pagewire.shared.cluster.worker_record import LinkInfo
+from pagewire.shared.costs.load import Load
+from pagewire.shared.costs.step_prices import KNOTS, StepPrices
+
+BLOCK = 16
+# A step takes 5 ms, a row 0.1 ms and a prompt token 0.1 ms.
+PRICES = StepPrices(
+    fixed=0.005, per_token=(0.0001,) * len(KNOTS), steps=100, prompt_steps=100, per_context=1e-8
+)
+FORECAST = Forecast(PRICES, chunk=512, max_rows=256, total_blocks=4096, block_size=BLOCK)
+
+
+def worker(name: str, **known: Any) -> Candidate:
+    load = Load(**{key: known.pop(key) for key in list(known) if key in Load.__struct_fields__})
+    return Candidate(name, load, dataclasses.replace(FORECAST, **known) if known else FORECAST)
+
+
+def place(
+    prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate], seed: int = 0
+) -> Placement:
+    return PredictedPolicy(random.Random(seed)).place(prompt, decodes, prefills)
+
+
+def prompt_of(num_tokens: int, **known: Any) -> Prompt:
+    return Prompt(num_tokens, BLOCK, known.pop("hits", {}), **known)
+
+
+def test_an_idle_decode_worker_computes_what_nobody_waits_for():
+    placement = place(prompt_of(2000), [worker("d")], [worker("p", seconds=0.1)])
+    assert (placement.decode_workers, placement.prefill_workers) == (("d",), ())
+
+
+def test_places_of_about_the_same_cost_follow_the_roles():
+    placement = place(prompt_of(2000), [worker("d")], [worker("p")])
+    assert (placement.decode_workers, placement.prefill_workers) == (("d",), ("p",))
+
+
+def test_a_busy_decode_worker_is_spared_a_long_prompt_and_not_a_short_one():
+    decodes, prefills = [worker("d", rows=64)], [worker("p", seconds=0.04)]
+    assert place(prompt_of(2000), decodes, prefills).prefill_workers == ("p",)
+    assert place(prompt_of(8), decodes, prefills).prefill_workers == ()
+
+
+def test_the_longer_the_queue_of_the_prefill_worker_the_more_is_computed_where_it_is_decoded():
+    def is_local(seconds: float) -> bool:
+        prefill = worker("p", seconds=seconds)
+        return not place(prompt_of(1000), [worker("d", rows=16)], [prefill]).prefill_workers
+
+    found = [is_local(0.1 * number) for number in range(20)]
+    assert found == sorted(found)
+    assert {*found} == {False, True}
+
+
+def test_a_later_turn_is_computed_where_the_earlier_ones_are():
+    decodes, prefills = [worker("d0"), worker("d1", rows=8)], [worker("p0")]
+    prompt = prompt_of(6000, hits={"d1": 350, "p0": 100})
+    placement = place(prompt, decodes, prefills)
+    assert (placement.decode_workers, placement.prefill_workers) == (("d1", "d0"), ())
+
+
+def test_a_request_may_ask_for_a_prefill_worker():
+    prompt = prompt_of(3, remote=True)
+    placement = place(prompt, [worker("d")], [worker("p", seconds=9.0)])
+    assert placement.prefill_workers == ("p",)
+    assert placement.local_tokens == 0
+    assert place(prompt, [worker("d")], []).prefill_workers == ()
+
+
+def test_a_full_decode_worker_is_left_alone_while_another_one_has_room():
+    full, empty = worker("d0", blocks=4000), worker("d1", rows=200, blocks=3000)
+    assert place(prompt_of(3200), [full, empty], []).decode_workers == ("d1", "d0")
+    full, empty = worker("d0", rows=256), worker("d1", rows=255)
+    assert place(prompt_of(16), [full, empty], [worker("p")]).decode_workers[0] == "d1"
+    assert place(prompt_of(16), [full], []).decode_workers == ("d0",)
+
+
+def test_a_slow_link_counts():
+    fast, slow = (
+        {"d": LinkInfo(peer="d", transport="zmq", gbps=gbps, latency_s=0.001)}
+        for gbps in (10.0, 0.01)
+    )
+    prefills = [
+        worker("p0", links=slow, block_bytes=1 << 20),
+        worker("p1", links=fast, block_bytes=1 << 20, seconds=0.02),
+    ]
+    placement = place(prompt_of(2000), [worker("d", rows=99)], prefills)
+    assert placement.prefill_workers == ("p1", "p0")
+
+
+def test_seconds_of_the_chosen_workers_are_known_afterwards():
+    prompt = prompt_of(512)
+    placement = place(prompt, [worker("d", rows=99)], [worker("p")])
+    load = placement.prefill_load(prompt, "p")
+    assert load == Load(tokens=512, seconds=pytest.approx(0.0562))
+
+
+@given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 9))
+def test_without_forecasts_it_places_as_by_prefix(num_tokens: int, blocks: int, seed: int):
+    decodes = [worker("d0", blocks=blocks), Candidate("d1", Load(blocks=100))]
+    prefills = [worker("p0", tokens=300), worker("p1", tokens=blocks)]
+    prompt = prompt_of(num_tokens)
+    by_prefix = PrefixPolicy(random.Random(seed)).place(prompt, decodes, prefills)
+    by_both = PredictedPolicy(random.Random(seed)).place(prompt, decodes, prefills)
+    assert by_both.decode_workers[0] == by_prefix.decode_workers[0]
+    assert by_both.local_tokens is None
+
+
+def test_workers_of_equal_cost_are_chosen_equally_often():
+    policy = PredictedPolicy(random.Random(0))
+    decodes, prefills = [worker("d0"), worker("d1")], [worker("p0"), worker("p1")]
+    placements = [policy.place(prompt_of(900), decodes, prefills) for _ in range(200)]
+    for chosen in (
+        [each.decode_workers[0] for each in placements],
+        [each.prefill_workers[0] for each in placements],
+    ):
+        assert 60 < chosen.count(chosen[0]) < 140
+
+
+def test_without_a_decode_worker_there_is_no_placement():
+    with pytest.raises(NoWorkerError):
+        place(prompt_of(1), [], [worker("p")])
