@@ -1,4 +1,4 @@
-"""Both sides of the wire bench: an engine without a model, and its half of the endpoint.
+"""Both sides of the wire bench: an engine without a model, and its KV endpoint.
 
 The receiving side is in the bench's own process, each sending side in a child's.
 """
@@ -39,6 +39,7 @@ from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -172,15 +173,15 @@ class Engine:
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Ignore all tokens."""
 
-    def endpoint(self, carrier: str) -> tuple[KvSockets, dict[str, Any]]:
-        """Open sockets and carrier; also returns what both halves of an endpoint take."""
+    def endpoint(self, carrier: str, **options: Any) -> KvEndpoint:
+        """Open sockets, carrier and endpoint, with further arguments of its receiver."""
         sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
         self.open.callback(sockets.close)
         self.open.callback(opened.close)
         for fd in opened.fds():
             self.thread.watch(fd)
-        return sockets, {
+        parts: dict[str, Any] = {
             "core": self.core,
             "moves": self.runner,
             "staging": self.staging,
@@ -189,6 +190,19 @@ class Engine:
             "watch": self.thread.watch,
             "unwatch": self.thread.unwatch,
         }
+        socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
+        receiver = KvReceiver(socket=socket, **options, **parts)
+        sender = KvSender(
+            slots=receiver.slots,
+            notify=receiver.send_all,
+            sockets=sockets,
+            timeout_s=TIMEOUT_S,
+            **parts,
+        )
+        endpoint = KvEndpoint(sender, receiver)
+        self.open.callback(endpoint.close_all)
+        self.core.hooks.append(endpoint)
+        return endpoint
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
         """Add a sequence; only for the engine's thread."""
@@ -214,10 +228,7 @@ def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int)
     engine = Engine(torch.device(device), num_tokens)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
-    sockets, parts = engine.endpoint(carrier)
-    sender = KvSender(sockets=sockets, timeout_s=TIMEOUT_S, **parts)
-    engine.open.callback(sender.close_all)
-    engine.core.hooks.append(sender)
+    sender = engine.endpoint(carrier).sender
     engine.thread.start()
     commands.send(None)
     (hello,) = commands.recv()
@@ -245,19 +256,14 @@ class Receiving(JobCallbacks):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
-        sockets, parts = engine.endpoint(carrier)
-        socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
         self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
         self._engine = engine
-        self._receiver = KvReceiver(
-            socket=socket,
+        self._receiver = engine.endpoint(
+            carrier,
             on_link_tested=lambda _link: self._events.put(time.monotonic_ns()),
             on_link_lost=self._on_link_lost,
-            **parts,
-        )
+        ).receiver
         self._receiver.callbacks = self
-        engine.open.callback(self._receiver.close_all)
-        engine.core.hooks.append(self._receiver)
         self._rounds = 0
 
     def on_reserved(self, job: ReceiverJob) -> None:

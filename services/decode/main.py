@@ -5,9 +5,7 @@ from __future__ import annotations
 from pagewire.services.decode.prefill_links import PrefillLinks
 from pagewire.services.decode.remote_jobs import RemoteJobs
 from pagewire.services.decode.service import DecodeService
-from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.metrics import local_prefill_counter
 from pagewire.shared.worker.process import run_worker
@@ -25,9 +23,7 @@ def run(settings: WorkerSettings) -> int:
 
 def make_service(runtime: WorkerRuntime) -> DecodeService:
     """Compose the service from a worker's parts."""
-    settings, engine, receiver = runtime.settings, runtime.engine_handle, runtime.kv
-    if not isinstance(receiver, KvReceiver):
-        raise ConfigError("a decode service needs the receiving half of the KV endpoint")
+    settings, engine, receiver = runtime.settings, runtime.engine_handle, runtime.kv.receiver
     local_prefills = local_prefill_counter(runtime.metrics_registry)
     links = PrefillLinks(
         runtime.identity,

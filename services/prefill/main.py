@@ -5,9 +5,7 @@ from __future__ import annotations
 from pagewire.services.prefill.decode_links import DecodeLinks
 from pagewire.services.prefill.jobs import PrefillJobs
 from pagewire.services.prefill.service import PrefillService
-from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
@@ -25,9 +23,7 @@ def run(settings: WorkerSettings) -> int:
 
 def make_service(runtime: WorkerRuntime) -> Service:
     """Compose the service from a worker's parts."""
-    engine, post, sender = runtime.engine_handle, runtime.server.post, runtime.kv
-    if not isinstance(sender, KvSender):
-        raise ConfigError("a prefill service needs the sending half of the KV endpoint")
+    engine, post, sender = runtime.engine_handle, runtime.server.post, runtime.kv.sender
     links = DecodeLinks(engine, sender, post, runtime.tasks, runtime.settings.transfer_timeout_s)
     jobs = PrefillJobs(runtime.epoch, engine, sender, lambda: runtime.is_draining, runtime.tracing)
     embeddings = EmbeddingJobs(engine, post, lambda: runtime.is_draining)

@@ -1,4 +1,4 @@
-"""Moves KV blocks from a prefill worker's pool to a decode worker's.
+"""Moves KV blocks from one worker's pool to another's.
 
     endpoint/         both halves: links, segments, credits
     carriers/         send the bytes: CUDA IPC, UCX or ZeroMQ
@@ -6,7 +6,7 @@
     staging.py        page-locked or GPU memory that blocks pass through
     device_memory.py  memory that other processes may map; peer_process.py: who maps it
 
-Entry points: `KvSender` and `KvReceiver` (endpoint/).
+Entry point: `KvEndpoint` (endpoint/).
 Read first: `endpoint/__init__.py`, `messages.py`.
 
 May import: `engine`, `kv`, `control` and what is above them in `shared`.

@@ -1,25 +1,24 @@
-"""Opens a worker's half of the KV endpoint: its sockets, its carriers, and the half itself."""
+"""Opens a worker's KV endpoint: its sockets, its carriers, and both halves."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from functools import partial
 from importlib.util import find_spec
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.base.errors import ConfigError, TransferError
-from pagewire.shared.control.protocol import Role
 from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
@@ -78,13 +77,12 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
 async def open_endpoint(
     stack: contextlib.AsyncExitStack,
     settings: WorkerSettings,
-    role: Role,
     engine: EngineHandle,
     sockets: KvSockets,
     staging: Staging,
     advertise_host: str,
-) -> KvSender | KvReceiver:
-    """Open the half of the KV endpoint that a role needs.
+) -> KvEndpoint:
+    """Open the KV endpoint.
 
     `stack` closes it, after the engine's thread has ended.
 
@@ -107,28 +105,29 @@ async def open_endpoint(
             engine.thread.watch(fd)
             stack.callback(engine.thread.unwatch, fd)
         carriers[name] = carrier
-    make: partial[KvSender] | partial[KvReceiver]
-    if role == "prefill":
-        make = partial(KvSender, sockets=sockets, timeout_s=settings.transfer_timeout_s)
-    else:
-        socket = ReceiverSocket(sockets, settings.host, advertise_host)
-        make = partial(KvReceiver, socket=socket)
-    half = make(
-        core=engine.core,
-        moves=engine.moves,
-        staging=staging,
-        layout=engine.layout,
-        carriers=carriers,
-        watch=engine.thread.watch,
-        unwatch=engine.thread.unwatch,
+    parts: dict[str, Any] = {
+        "core": engine.core,
+        "moves": engine.moves,
+        "staging": staging,
+        "layout": engine.layout,
+        "carriers": carriers,
+        "watch": engine.thread.watch,
+        "unwatch": engine.thread.unwatch,
+    }
+    receiver = KvReceiver(socket=ReceiverSocket(sockets, settings.host, advertise_host), **parts)
+    sender = KvSender(
+        slots=receiver.slots,
+        notify=receiver.send_all,
+        sockets=sockets,
+        timeout_s=settings.transfer_timeout_s,
+        **parts,
     )
-    stack.callback(half.close_all)
-    return half
+    endpoint = KvEndpoint(sender, receiver)
+    stack.callback(endpoint.close_all)
+    return endpoint
 
 
-def capture_moves(mover: BlockMover, role: Role, buffers: list[torch.Tensor]) -> None:
+def capture_moves(mover: BlockMover, buffers: list[torch.Tensor]) -> None:
     """Capture moves between KV pool and staging as CUDA graphs, before the engine runs."""
-    if role == "prefill":
-        mover.capture_packing(buffers)
-    else:
-        mover.capture_unpacking(buffers)
+    mover.capture_packing(buffers)
+    mover.capture_unpacking(buffers)

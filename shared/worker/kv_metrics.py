@@ -9,16 +9,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.metrics.faults import labelled
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.messages import Outcome
 
 
-def links_of(half: KvSender | KvReceiver | None) -> list[LinkInfo]:
-    """Return the KV links of a prefill worker, for its record."""
-    if not isinstance(half, KvSender):
-        return []
-    found = [(link, half.stats.bytes[link.peer, link.carrier]) for link in list(half.links)]
+def links_of(sender: KvSender) -> list[LinkInfo]:
+    """Return the KV links over which a worker sends, for its record."""
+    found = [(link, sender.stats.bytes[link.peer, link.carrier]) for link in list(sender.links)]
     return [
         LinkInfo(
             peer=link.peer,
@@ -33,7 +31,7 @@ def links_of(half: KvSender | KvReceiver | None) -> list[LinkInfo]:
 
 
 def _speeds(sender: KvSender) -> Metric:
-    """Return the measured speeds of a prefill worker's links."""
+    """Return the measured speeds of the links over which a worker sends."""
     family = GaugeMetricFamily(
         "pagewire_kv_link_bytes_per_second",
         "Speed of a KV link: of its test, then of what it carries, by transport and peer",
@@ -46,36 +44,41 @@ def _speeds(sender: KvSender) -> Metric:
 
 
 class KvCollector:
-    """Reads the counters of one half of the endpoint when `/metrics` is read."""
+    """Reads the counters of both halves of the endpoint when `/metrics` is read."""
 
-    def __init__(self, half: KvSender | KvReceiver) -> None:
-        self._half = half
-        self._direction = "sent" if isinstance(half, KvSender) else "received"
+    def __init__(self, endpoint: KvEndpoint) -> None:
+        self._sender, self._receiver = endpoint.sender, endpoint.receiver
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
-        half, stats = self._half, self._half.stats
+        sender, receiver = self._sender, self._receiver
         crossed = CounterMetricFamily(
             "pagewire_kv_transfer_bytes",
             "KV bytes sent and received, by transport and peer",
             labels=["direction", "transport", "peer"],
         )
-        for (peer, carrier), count in list(stats.bytes.items()):
-            crossed.add_metric([self._direction, carrier, peer], count)
-        yield crossed
         segments = CounterMetricFamily(
             "pagewire_kv_transfer_segments",
             "KV segments by outcome: lost with their link, dropped if not wanted",
             labels=["direction", "outcome"],
         )
-        lost = ("lost",) if isinstance(half, KvSender) else ()
-        for outcome in (*get_args(Outcome), *lost):
-            segments.add_metric([self._direction, outcome], stats.outcomes[outcome])
+        arrived = get_args(Outcome)
+        for direction, stats, outcomes in (
+            ("sent", sender.stats, (*arrived, "lost")),
+            ("received", receiver.stats, arrived),
+        ):
+            for (peer, carrier), count in list(stats.bytes.items()):
+                crossed.add_metric([direction, carrier, peer], count)
+            for outcome in outcomes:
+                segments.add_metric([direction, outcome], stats.outcomes[outcome])
+        yield crossed
         yield segments
-        yield GaugeMetricFamily("pagewire_kv_links", "Open KV links", value=len(half.links))
-        if isinstance(half, KvSender):
-            text = "KV segments that were sent again"
-            yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=stats.resends)
-            yield _speeds(half)
+        num_links = len(sender.links) + len(receiver.links)
+        yield GaugeMetricFamily("pagewire_kv_links", "Open KV links", value=num_links)
+        text = "KV segments that were sent again"
+        yield CounterMetricFamily("pagewire_kv_transfer_resends", text, value=sender.stats.resends)
+        yield _speeds(sender)
         text = "Faults of KV links: links lost, malformed and stray messages, clients denied"
-        yield labelled("pagewire_kv_link_faults", text, "kind", half.fault_counts())
+        faults = receiver.fault_counts()
+        faults["lost"] += sender.stats.lost_links
+        yield labelled("pagewire_kv_link_faults", text, "kind", faults)

@@ -41,8 +41,7 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
-from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sockets import KvSockets
 from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.crash_watch import CrashWatch
@@ -77,7 +76,7 @@ class WorkerRuntime:
 
     Attributes:
         built: the engine and its facts, from `open` on.
-        kv: the role's half of the KV endpoint.
+        kv: the KV endpoint, from `open` on.
         tracing: makes the spans of requests; None if they are not traced.
         crash_reports: says why peers crashed, from `open` on.
         left_behind: what a hanging engine still uses, so that only the process's end frees it.
@@ -87,6 +86,7 @@ class WorkerRuntime:
     engine: EngineThread
     server: ControlServer
     directory: WorkerDirectory
+    kv: KvEndpoint
     crash_reports: CrashReports
 
     def __init__(self, settings: WorkerSettings, role: Role) -> None:
@@ -95,7 +95,6 @@ class WorkerRuntime:
         self.worker_id = settings.worker_id
         self.epoch = 0
         self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
-        self.kv: KvSender | KvReceiver | None = None
         self.tracing: Tracing | None = None
         self.is_draining = False
         self.tasks = TaskSet()
@@ -247,15 +246,13 @@ class WorkerRuntime:
         self.kv = await open_endpoint(
             stack,
             settings,
-            self.role,
             self.engine_handle,
             KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
             staging,
             self._advertised,
         )
         if settings.cuda_graphs:
-            mover, buffers = self.built.runner.mover, self.kv.staging.buffers
-            await asyncio.to_thread(capture_moves, mover, self.role, buffers)
+            await asyncio.to_thread(capture_moves, self.built.runner.mover, staging.buffers)
         self.built.core.hooks.append(self.kv)
         self.metrics_registry.register(KvCollector(self.kv))
 
@@ -329,8 +326,7 @@ class WorkerRuntime:
 
     def _is_worn_out(self) -> bool:
         """Whether only a new process can open further KV links; this one drains and ends."""
-        carriers = {} if self.kv is None else self.kv.carriers
-        return any(carrier.should_restart for carrier in carriers.values())
+        return any(carrier.should_restart for carrier in self.kv.receiver.carriers.values())
 
     async def _drain(self) -> None:
         """Let running work finish, within the drain time; not if the engine hangs."""
@@ -380,9 +376,9 @@ class WorkerRuntime:
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",
-            kv_transports=[] if self.kv is None else list(self.kv.carriers),
+            kv_transports=list(self.kv.receiver.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
-            links=links_of(self.kv),
+            links=links_of(self.kv.sender),
             block_bytes=layout.block_bytes * len(layout.groups),
             prices=self.engine.snapshot.prices,
             max_num_batched_tokens=self.settings.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""A model of the credits of a receiver and its senders, and of the messages between them."""
+"""A model of the staging slots of a worker: its own sender, its links, and their messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from pagewire.shared.transfer.endpoint.credits import (
     MIN_CREDITS,
-    ReceiverCredits,
     SenderCredits,
+    StagingSlots,
     StagingSlotState,
 )
 from pagewire.shared.transfer.messages import Grant, Reclaim, Return
@@ -71,6 +71,9 @@ class World:
     Attributes:
         busy: largest number of credits that a sender uses at the same time.
         opens, closes: how often links may still open and end; None means no bound.
+        own_busy: how many staging slots the own sender uses at the same time; 0: it never starts.
+        sends: whether the own sender has links.
+        own: staging slots that the own sender uses.
         lent: staging slot -> link that has its credit, until the receiver knows that the credit is
             returned.
         filled: staging slot -> use that is announced and not acknowledged.
@@ -78,10 +81,13 @@ class World:
         quarantine: staging slots of links that have ended.
     """
 
-    receiver: ReceiverCredits
+    receiver: StagingSlots
     busy: int
     opens: int | None = None
     closes: int | None = None
+    own_busy: int = 0
+    sends: bool = False
+    own: list[int] = field(default_factory=list)
     links: dict[int, Link] = field(default_factory=dict)
     lent: dict[int, int] = field(default_factory=dict)
     filled: dict[int, Use] = field(default_factory=dict)
@@ -101,6 +107,10 @@ class World:
                 yield Event("close", number)
         if len(self.links) < self.receiver.num_slots // MIN_CREDITS and self.opens != 0:
             yield Event("open", min({1, 2, 3} - self.links.keys()))
+        if self.own_busy:
+            yield Event("stop_sending" if self.sends else "start_sending")
+        if self.receiver.num_idle and len(self.own) < self.own_busy:
+            yield Event("acquire")
 
     def deliveries(self) -> Iterator[Event]:
         """Yield the messages that may arrive next."""
@@ -117,6 +127,8 @@ class World:
                 yield Event("announce", number, credit)
         for credit in self.filled:
             yield Event("acknowledge", credit)
+        for slot in self.own:
+            yield Event("give_back", slot)
         for index in range(len(self.quarantine)):
             yield Event("release", index)
 
@@ -128,7 +140,26 @@ class World:
         else:
             method(event.of)
 
-    # A sender
+    # The own sender
+
+    def start_sending(self, _: int = 0) -> None:
+        self.sends = True
+        self._send(self.receiver.start_sending())
+
+    def stop_sending(self, _: int = 0) -> None:
+        self.sends = False
+        self._send(self.receiver.stop_sending())
+
+    def acquire(self, _: int = 0) -> None:
+        slot = self.receiver.acquire()
+        assert slot not in self.own
+        self.own.append(slot)
+
+    def give_back(self, slot: int) -> None:
+        self.own.remove(slot)
+        self._send(self.receiver.give_back(slot))
+
+    # Another worker's sender
 
     def take(self, number: int) -> None:
         link = self.links[number]
@@ -215,6 +246,7 @@ class World:
             self.links[number].to_sender.append(message)
         if any(isinstance(message, Reclaim) for _, message in messages):
             assert len(self.reclaimed) <= self.lacking, "more is reclaimed than is lacking"
+        self.receiver.has_more = False  # as the own sender does
 
     # State and invariants
 
@@ -224,18 +256,31 @@ class World:
             (number, link.sender, sorted(link.packing), link.to_receiver, link.to_sender)
             for number, link in sorted(self.links.items())
         ]
-        return f"{self.opens} {self.closes} {self.receiver} {links} {sorted(self.quarantine)}"
+        own = f"{self.sends} {sorted(self.own)} {sorted(self.quarantine)}"
+        return f"{self.opens} {self.closes} {self.receiver} {links} {own}"
 
     @property
     def share(self) -> int:
-        """Number of staging slots that each link should have."""
+        """Number of staging slots that each link and the own sender should have."""
         usable = self.receiver.num_slots - sum(map(len, self.quarantine))
-        return usable // len(self.links) if self.links else 0
+        users = len(self.links) + self.sends
+        return usable // users if users else 0
+
+    @property
+    def own_kept(self) -> int:
+        """Number of staging slots that the own sender has and may keep."""
+        return self.receiver.num_idle + len(self.own) - len(self.own_reclaimed)
+
+    @property
+    def own_reclaimed(self) -> list[int]:
+        """The staging slots that the own sender uses for the last time."""
+        return [slot for slot in self.own if self.receiver._slots[slot].is_reclaimed]
 
     @property
     def lacking(self) -> int:
-        """Number of staging slots that links are missing from their shares."""
-        return sum(max(0, self.share - self.kept(number)) for number in self.links)
+        """Number of staging slots that links and the own sender miss from their shares."""
+        kept = [*map(self.kept, self.links), *([self.own_kept] if self.sends else [])]
+        return sum(max(0, self.share - each) for each in kept)
 
     def kept(self, number: int) -> int:
         """Return how many staging slots a link has and may keep."""
@@ -253,12 +298,15 @@ class World:
             assert len(link.sender.in_use) == len(link.packing) + announced + filled + acks
             held += mine
         quarantined = [slot for slots in self.quarantine for slot in slots]
-        assert len(set(held + quarantined)) == len(held) + len(quarantined)
+        assert len({*held, *quarantined, *self.own}) == len(held + quarantined + self.own)
         count, num_slots = self.receiver.count, self.receiver.num_slots
-        assert count(StagingSlotState.FILLED) == len(self.filled)
-        assert count(StagingSlotState.LENT) == len(self.lent) - len(self.filled)
+        num_idle, num_own = self.receiver.num_idle, len(self.own)
+        assert count(StagingSlotState.FILLED) == len(self.filled) + num_own
+        assert count(StagingSlotState.LENT) == len(self.lent) - len(self.filled) + num_idle
         assert count(StagingSlotState.QUARANTINED) == len(quarantined)
-        assert count(StagingSlotState.FREE) == num_slots - len(self.lent) - len(quarantined)
+        users = len(self.lent) + num_idle + num_own
+        assert count(StagingSlotState.FREE) == num_slots - users - len(quarantined)
+        assert self.sends or not num_idle, "a sender without links keeps staging slots"
 
     def _held(self, number: int, link: Link) -> list[int]:
         """Return the staging slots of a link, wherever they are."""

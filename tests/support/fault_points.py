@@ -33,6 +33,7 @@ from pagewire.shared.engine.scheduling.step import Export, StepPlan
 from pagewire.shared.transfer import messages
 from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.transfer.carriers.ipc import IpcCarrier
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
@@ -174,12 +175,12 @@ class WatchedSender(KvSender):
         assert isinstance(link.outbound, WatchedOutbound)
         self.receivers[job] = link.outbound.receiver
 
-    def after_launch(self, plan: StepPlan | None) -> bool:
+    def poll(self, plan: StepPlan | None) -> bool:
         for work in () if plan is None else plan.kv:
             if isinstance(work, Export) and work.request_id in self.receivers:
                 receiver = self.receivers[work.request_id]
                 self.points.reach("exported", Segment(os.getpid(), receiver))
-        return super().after_launch(plan)
+        return super().poll(plan)
 
 
 class WatchedReceiver(KvReceiver):
@@ -188,8 +189,8 @@ class WatchedReceiver(KvReceiver):
     points: ClassVar[Points]
     unpacked: ClassVar[list[Segment]] = []
 
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        is_busy = super().after_launch(plan)
+    def poll(self, plan: StepPlan | None) -> bool:
+        is_busy = super().poll(plan)
         while self.unpacked:
             self.points.reach("acknowledged", self.unpacked.pop(0))
         return is_busy
@@ -218,10 +219,10 @@ def watch_worker(points: Points, directory: Path) -> None:
         return WatchedCarrier(carrier, points)
 
     async def open_watched_endpoint(
-        stack: Any, settings: Any, role: Any, engine: Any, *rest: Any
-    ) -> KvSender | KvReceiver:
+        stack: Any, settings: Any, engine: Any, *rest: Any
+    ) -> KvEndpoint:
         watched = dataclasses.replace(engine, moves=WatchedMoves(engine.moves, points))
-        return await open_endpoint(stack, settings, role, watched, *rest)
+        return await open_endpoint(stack, settings, watched, *rest)
 
     WatchedSender.points = WatchedReceiver.points = points
     vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)

@@ -25,7 +25,7 @@ from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.tests.support.fake_engine import generate, make_sequence
-from pagewire.tests.support.kv_sides import Clock, DecodeSide, PrefillSide, Side, hello_of
+from pagewire.tests.support.kv_sides import Clock, Side, hello_of
 
 _REAL_S = 5.0  # real time limit of any wait
 
@@ -34,8 +34,8 @@ _REAL_S = 5.0  # real time limit of any wait
 class KvLink:
     """Both halves of a link."""
 
-    prefill: PrefillSide
-    decode: DecodeSide
+    prefill: Side
+    decode: Side
     sent: SenderLink
     received: ReceiverLink
 
@@ -54,7 +54,7 @@ class Request:
         tried: links of its jobs, the latest last.
     """
 
-    decode: DecodeSide
+    decode: Side
     sequence: Sequence
     expected: list[int]
     tokens: list[int] = field(default_factory=list)
@@ -97,8 +97,8 @@ class KvPair:
         news: work for the services, which runs at the end of `step`.
     """
 
-    prefills: list[PrefillSide]
-    decodes: list[DecodeSide]
+    prefills: list[Side]
+    decodes: list[Side]
     clock: Clock
     starts_jobs: bool = True
     reports_losses: bool = True
@@ -115,11 +115,11 @@ class KvPair:
     # One of each
 
     @property
-    def prefill(self) -> PrefillSide:
+    def prefill(self) -> Side:
         return self.prefills[0]
 
     @property
-    def decode(self) -> DecodeSide:
+    def decode(self) -> Side:
         return self.decodes[0]
 
     @property
@@ -132,13 +132,13 @@ class KvPair:
 
     # Links
 
-    def open(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
+    def open(self, prefill: Side, decode: Side) -> KvLink:
         """Open a link and wait until it is tested."""
         link = self.connect(prefill, decode)
         self.until(lambda: link.is_tested and not link.sent.credits.in_use)
         return link
 
-    def connect(self, prefill: PrefillSide, decode: DecodeSide) -> KvLink:
+    def connect(self, prefill: Side, decode: Side) -> KvLink:
         """Open a link without waiting for its test."""
         received = decode.receiver.offer(prefill.name, 1)
         try:
@@ -169,9 +169,7 @@ class KvPair:
 
     # Requests
 
-    def ask(
-        self, prompt: list[int], decode: DecodeSide | None = None, max_tokens: int = 4
-    ) -> Request:
+    def ask(self, prompt: list[int], decode: Side | None = None, max_tokens: int = 4) -> Request:
         """Add a request whose prompt is to be computed by a prefill worker."""
         decode = decode or self.decode
         name = f"r{len(self.requests)}"
@@ -241,7 +239,7 @@ class KvPair:
         else:
             request.job = job.name
 
-    def _on_failed(self, prefill: PrefillSide, job: str, _link: SenderLink, reason: str) -> None:
+    def _on_failed(self, prefill: Side, job: str, _link: SenderLink, reason: str) -> None:
         prefill.failed[job] = reason
         request = self._find(job)
         if request is not None and self.starts_jobs:
@@ -280,7 +278,7 @@ class KvPair:
             outputs, side.worked = side.core.step(wait=False)
             side.core.scheduler.check_integrity()
             for output in outputs:
-                if isinstance(side, PrefillSide):
+                if side in self.prefills:
                     self._on_first_token(output)
                 else:
                     self._on_tokens(output)
@@ -313,7 +311,7 @@ class KvPair:
         """Describe everything that is held anywhere."""
         held = [what for side in self.sides if not side.is_dead for what in side.held()]
         for decode in [decode for decode in self.decodes if not decode.is_dead]:
-            lent = decode.receiver.credits.count(StagingSlotState.LENT)
+            lent = decode.slots.count(StagingSlotState.LENT) - decode.slots.num_idle
             idle = sum(len(k.sent.credits.idle) for k in self.links if k.decode is decode)
             if lent != idle:
                 held.append(f"{lent} staging slots of {decode.name} lent, {idle} known to senders")
@@ -366,12 +364,10 @@ def kv_pair(
     clock = Clock()
     ours, theirs = ({"windows": windows, **(each or {})} for each in (prefill, decode))
     prefills = [
-        PrefillSide(f"p{n}", kinds, prefill_slots, blocks_per_slot, ours)
-        for n in range(num_prefills)
+        Side(f"p{n}", kinds, prefill_slots, blocks_per_slot, ours) for n in range(num_prefills)
     ]
     decodes = [
-        DecodeSide(f"d{n}", kinds, decode_slots, blocks_per_slot, theirs)
-        for n in range(num_decodes)
+        Side(f"d{n}", kinds, decode_slots, blocks_per_slot, theirs) for n in range(num_decodes)
     ]
     for sender in prefills:
         sender.open(clock=clock, divided_bytes=divided_bytes)

@@ -25,7 +25,7 @@ from pagewire.shared.transfer.messages import (
 )
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import HOST, LAYOUT, DecodeSide, PrefillSide, hello
+from pagewire.tests.support.kv_sides import HOST, LAYOUT, Side, hello
 
 OPEN = Open("zmq", b"")
 _TOKEN = b"0123456789abcdef"
@@ -72,9 +72,7 @@ class RawSender:
 
 
 @contextmanager
-def raw_sender(
-    pair: KvPair, decode: DecodeSide, without: Collection[str] = ()
-) -> Iterator[RawSender]:
+def raw_sender(pair: KvPair, decode: Side, without: Collection[str] = ()) -> Iterator[RawSender]:
     """Offer a link, and connect a sender that has not sent anything yet."""
     link = decode.receiver.offer("raw", 1, without=dict.fromkeys(without, "left out"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -124,7 +122,7 @@ class RawReceiver:
 
 @contextmanager
 def raw_receiver(
-    pair: KvPair, prefill: PrefillSide, slot_bytes: int = 1000
+    pair: KvPair, prefill: Side, slot_bytes: int = 1000
 ) -> Iterator[tuple[RawReceiver, SenderLink]]:
     """Connect a sender to a receiver that has not sent anything yet."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -48,7 +48,7 @@ from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.child_process import Child, child_process, run_in_loop
 from pagewire.tests.support.control import KEYS
 from pagewire.tests.support.fake_device import VOCAB
-from pagewire.tests.support.kv_sides import HOST, IDENTITY, LAYOUT, DecodeSide, PrefillSide, Side
+from pagewire.tests.support.kv_sides import HOST, IDENTITY, LAYOUT, Side
 from pagewire.tests.support.worker_records import record
 
 BLOCKS_PER_SLOT = 2
@@ -194,6 +194,11 @@ class Worker(ABC):
         if self.must_be_idle:
             await eventually(self.is_idle)
 
+    @property
+    def has_free_slots(self) -> bool:
+        """Whether nobody may use a staging slot."""
+        return self.side.slots.count(StagingSlotState.FREE) == self.staging.num_slots
+
     @abstractmethod
     def is_idle(self) -> bool:
         """Whether nothing is held, and no link is open."""
@@ -229,8 +234,6 @@ class Worker(ABC):
 class PrefillWorker(Worker):
     """A prefill worker."""
 
-    side: PrefillSide
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.sender = self.side.sender
@@ -238,7 +241,7 @@ class PrefillWorker(Worker):
     def is_idle(self) -> bool:
         """Whether nothing is held, and no link is open."""
         sender = self.sender
-        is_free = self.staging.num_free == self.staging.num_slots and not self.used_blocks
+        is_free = self.has_free_slots and not self.used_blocks
         return is_free and not (sender.num_jobs or len(sender.links) or self.service.num_active)
 
 
@@ -251,7 +254,6 @@ class DecodeWorker(Worker):
         crashes: how prefill workers crashed, by id and epoch.
     """
 
-    side: DecodeSide
     links: PrefillLinks = field(init=False)
     records: list[WorkerRecord] = field(default_factory=list)
     crashes: dict[tuple[str, int], CrashReport] = field(default_factory=dict)
@@ -285,7 +287,7 @@ class DecodeWorker(Worker):
     def is_idle(self) -> bool:
         """Whether nothing is held, and no link is open."""
         receiver = self.receiver
-        is_free = receiver.credits.count(StagingSlotState.FREE) == receiver.staging.num_slots
+        is_free = self.has_free_slots
         return is_free and not (self.used_blocks or len(receiver.links) or self.service.num_active)
 
 
@@ -305,7 +307,7 @@ async def prefill_worker(
     **engine: Any,
 ) -> AsyncIterator[PrefillWorker]:
     """Run a prefill worker."""
-    side = PrefillSide(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
+    side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
     worker = PrefillWorker(WorkerIdentity(worker_id, epoch), side, times)
     sender, post = worker.sender, worker.server.post
     links = DecodeLinks(worker.engine, sender, post, worker.tasks, times.transfer_s)
@@ -334,7 +336,7 @@ async def decode_worker(
     **engine: Any,
 ) -> AsyncIterator[DecodeWorker]:
     """Run a decode worker, which knows no prefill worker yet."""
-    side = DecodeSide(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
+    side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
     worker = DecodeWorker(WorkerIdentity(worker_id, 1), side, times, model_identity, layout)
     worker.links = PrefillLinks(
         worker.identity,

@@ -1,8 +1,7 @@
-"""One worker: an engine over a fake device, with its half of an endpoint."""
+"""One worker: an engine over a fake device, with its KV endpoint."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,11 @@ from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.credits import StagingSlots, StagingSlotState
+from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import FakeDevice, fake_layout
@@ -45,8 +45,8 @@ class Clock:
 
 
 @dataclass(eq=False)
-class Side(ABC):
-    """An engine with its half of an endpoint, which `open` makes.
+class Side:
+    """One worker: an engine with its endpoint, which `open` makes.
 
     Attributes:
         kinds: names of its carriers.
@@ -54,6 +54,8 @@ class Side(ABC):
         keys: of its cluster; None: whoever has a link's token may connect.
         timeout_s: of its connections, and of segments.
         lost: links that have ended by themselves, and the reasons.
+        failed: jobs that the sender dropped, and why.
+        tested: links from other workers whose test has arrived.
         is_dead: whether its process has ended.
         worked: whether the last iteration did anything.
     """
@@ -69,7 +71,12 @@ class Side(ABC):
     device: FakeDevice = field(init=False)
     staging: Staging = field(init=False)
     carriers: dict[str, FaultyCarrier] = field(init=False)
+    sender: KvSender = field(init=False)
+    receiver: KvReceiver = field(init=False)
+    endpoint: KvEndpoint = field(init=False)
     lost: list[tuple[object, str]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    tested: list[ReceiverLink] = field(default_factory=list)
     is_dead: bool = False
     worked: bool = False
 
@@ -80,20 +87,34 @@ class Side(ABC):
         self.carriers = open_carriers(self.kinds, self.staging, self.device)
         self.sockets = KvSockets(self.keys, slot_bytes, self.timeout_s)
 
-    def parts(self) -> dict[str, Any]:
-        """Return what both halves of an endpoint are made of."""
-        return {
+    def open(self, divided_bytes: int = DIVIDED_BYTES, **options: Any) -> None:
+        """Open the endpoint, with further arguments of both halves."""
+        parts = {
             "core": self.core,
             "moves": self.device,
             "staging": self.staging,
             "layout": LAYOUT,
             "carriers": self.carriers,
             "on_link_lost": lambda link, reason: self.lost.append((link, reason)),
+            **options,
         }
+        socket = ReceiverSocket(self.sockets, HOST, HOST)
+        self.receiver = KvReceiver(socket=socket, on_link_tested=self.tested.append, **parts)
+        self.sender = KvSender(
+            slots=self.slots,
+            notify=self.receiver.send_all,
+            sockets=self.sockets,
+            timeout_s=self.timeout_s,
+            divided_bytes=divided_bytes,
+            **parts,
+        )
+        self.endpoint = KvEndpoint(self.sender, self.receiver)
+        self.core.hooks.append(self.endpoint)
 
-    @abstractmethod
-    def open(self, **options: Any) -> None:
-        """Open the half, with further arguments of its class."""
+    @property
+    def slots(self) -> StagingSlots:
+        """The staging slots of both halves."""
+        return self.receiver.slots
 
     @property
     def carrier(self) -> FaultyCarrier:
@@ -116,83 +137,24 @@ class Side(ABC):
             self.sockets.close()
 
     @property
-    @abstractmethod
-    def endpoint(self) -> KvSender | KvReceiver:
-        """The side's half of the endpoint."""
+    def is_receiving(self) -> bool:
+        """Whether a segment has been announced and not acknowledged."""
+        return self.slots.count(StagingSlotState.FILLED) > 0
 
     def held(self) -> list[str]:
-        """Describe what is held in the engine."""
-        scheduler = self.core.scheduler
+        """Describe what is held in the engine and in the endpoint."""
+        scheduler, sender = self.core.scheduler, self.sender
         scheduler.check_integrity()
         used = scheduler.pool.counts().used
         held = [f"{used} blocks of {self.name}"] if used else []
-        return held + [f"{s.request_id} on {self.name}" for s in scheduler.holders()]
-
-
-@dataclass(eq=False)
-class PrefillSide(Side):
-    """A prefill worker.
-
-    Attributes:
-        failed: jobs that the sender dropped, and why.
-    """
-
-    sender: KvSender = field(init=False)
-    failed: dict[str, str] = field(default_factory=dict)
-
-    def open(self, **options: Any) -> None:
-        """Open the sender."""
-        parts = self.parts() | {"sockets": self.sockets, "timeout_s": self.timeout_s}
-        self.sender = KvSender(**parts, **options)
-        self.core.hooks.append(self.sender)
-
-    @property
-    def endpoint(self) -> KvSender:
-        return self.sender
-
-    def held(self) -> list[str]:
-        sender, held = self.sender, super().held()
-        if used := self.staging.num_slots - self.staging.num_free:
-            held.append(f"{used} staging slots of {self.name}")
+        held += [f"{s.request_id} on {self.name}" for s in scheduler.holders()]
+        for state in (StagingSlotState.FILLED, StagingSlotState.QUARANTINED):
+            if count := self.slots.count(state):
+                held.append(f"{count} {state.name} staging slots of {self.name}")
         if sender.num_jobs:
             held.append(f"{sender.num_jobs} jobs of {self.name}")
         in_use = sum(len(link.credits.in_use) for link in sender.links)
         return [*held, f"{in_use} credits in use by {self.name}"] if in_use else held
-
-
-@dataclass(eq=False)
-class DecodeSide(Side):
-    """A decode worker.
-
-    Attributes:
-        tested: links whose test has arrived.
-    """
-
-    receiver: KvReceiver = field(init=False)
-    tested: list[ReceiverLink] = field(default_factory=list)
-
-    def open(self, **options: Any) -> None:
-        """Open the receiver."""
-        socket = ReceiverSocket(self.sockets, HOST, HOST)
-        parts = self.parts() | {"socket": socket, "on_link_tested": self.tested.append}
-        self.receiver = KvReceiver(**parts, **options)
-        self.core.hooks.append(self.receiver)
-
-    @property
-    def endpoint(self) -> KvReceiver:
-        return self.receiver
-
-    @property
-    def is_receiving(self) -> bool:
-        """Whether a segment has been announced and not acknowledged."""
-        return self.receiver.credits.count(StagingSlotState.FILLED) > 0
-
-    def held(self) -> list[str]:
-        held = super().held()
-        for state in (StagingSlotState.FILLED, StagingSlotState.QUARANTINED):
-            if count := self.receiver.credits.count(state):
-                held.append(f"{count} {state.name} staging slots of {self.name}")
-        return held
 
 
 def hello(**changes: Any) -> KvHello:
@@ -211,7 +173,7 @@ def hello(**changes: Any) -> KvHello:
     return KvHello(**(fields | changes))
 
 
-def hello_of(decode: DecodeSide, link: ReceiverLink) -> KvHello:
+def hello_of(decode: Side, link: ReceiverLink) -> KvHello:
     """Return the message by which a side opens a link."""
     return hello(
         worker_id=decode.name,

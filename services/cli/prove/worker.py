@@ -81,12 +81,11 @@ def make_disturbed(runtime: WorkerRuntime, orders: Orders) -> Service:
     """Compose the prefill service of a worker that carries out orders."""
     from pagewire.services.prefill.main import make_service
 
-    service = make_service(runtime)
-    if isinstance(sender := runtime.kv, KvSender):
-        sender.carriers = {
-            name: cast(Carrier, _DisturbedCarrier(carrier, sender, orders, runtime.worker_id))
-            for name, carrier in sender.carriers.items()
-        }
+    service, sender = make_service(runtime), runtime.kv.sender
+    sender.carriers = {
+        name: cast(Carrier, _DisturbedCarrier(carrier, sender, orders, runtime.worker_id))
+        for name, carrier in sender.carriers.items()
+    }
     return service
 
 

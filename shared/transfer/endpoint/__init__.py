@@ -1,19 +1,20 @@
-"""The KV endpoint: moves KV blocks from a prefill worker's pool into a decode worker's.
+"""The KV endpoint: moves KV blocks from one worker's pool into another's.
 
-    prefill worker                                        decode worker
+    worker that computes a prompt                         worker that decodes
     pool --pack--> staging --carrier: payload-----------> staging --unpack, check--> pool
                    sender.py --Segment, Return-> socket-> receiver.py
                    credits.py <-Ack, Grant, Reclaim------ credits.py
 
-A prefill worker has a `KvSender` (sender.py), a decode worker a `KvReceiver` (receiver.py). Both
-are step hooks: they run in the engine's thread, between steps. Nothing here waits: what takes time
-is polled.
+Each worker has both halves, a `KvSender` (sender.py) and a `KvReceiver` (receiver.py), which share
+its staging. `KvEndpoint` (kv_endpoint.py) makes a step hook of them: they run in the engine's
+thread, between steps. Nothing here waits: what takes time is polled.
 
 Read first: `shared/transfer/messages.py` (the protocol), `sender.py`, `receiver.py`. Who decides
 what:
 
 - `segments.py` cuts a prompt's blocks into segments. No I/O.
-- `credits.py` says how many links may be open and which staging slots each may use. No I/O.
+- `credits.py` says how many links may be open, and which staging slots each of them and the own
+  sender may use. No I/O.
 - `choose_carrier` (sender_link.py) chooses a link's carrier.
 - `sender.py` sends a corrupt segment again, and ends a link whose segment is not acknowledged in
   time. If a request ends during a transfer, segments that are being packed are still sent; the

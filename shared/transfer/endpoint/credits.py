@@ -1,7 +1,9 @@
 """Flow control of KV links: credits for the receiver's staging slots, on both sides. No I/O.
 
-A receiver has a fixed number of staging slots and shares them equally among its links. All
-decisions come back as messages to send; nothing here has a socket or a clock.
+A worker has a fixed number of staging slots. Its receiver shares them equally among its links and
+the worker's own sender, which counts as one more link while it has links itself. So whichever half
+is alone has them all, and with both halves at work each user has at least one. All decisions come
+back as messages to send; nothing here has a socket or a clock.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagewire.shared.base.errors import ConfigError, IntegrityError, ProtocolError, TransferError
+from pagewire.shared.base.errors import IntegrityError, ProtocolError, TransferError
 from pagewire.shared.transfer.messages import Grant, Reclaim, Return
 
-MIN_CREDITS = 2  # of a link: while one segment is unpacked, the next is on its way
+# Of a link, if the worker does not send as well: while one segment is unpacked, the next is on its
+# way.
+MIN_CREDITS = 2
+OWN_SENDER = -1  # in place of a link's number
 
 
 @dataclass(slots=True)
@@ -75,41 +80,40 @@ class SenderCredits:
 
 
 class StagingSlotState(Enum):
-    """What a receiver's staging slot is doing."""
+    """What a staging slot is doing."""
 
     FREE = auto()
-    LENT = auto()  # a credit of a link, idle or about to be used
-    FILLED = auto()  # a segment was announced for it and not acknowledged
+    LENT = auto()  # a credit of a link, idle or about to be used; or idle at the own sender
+    # A segment was announced for it and not acknowledged; or the own sender packs or sends it.
+    FILLED = auto()
     QUARANTINED = auto()  # its link has ended, and something may still be written to it
 
 
 @dataclass(slots=True)
 class _Slot:
     state: StagingSlotState = StagingSlotState.FREE
-    link: int = 0  # that it is lent to, or filled by; they count from 1
+    link: int = 0  # that it is lent to, or filled by; they count from 1. Or `OWN_SENDER`
     is_reclaimed: bool = False
 
 
 @dataclass(slots=True)
-class ReceiverCredits:
-    """The staging slots of a receiver and the links that have their credits.
+class StagingSlots:
+    """The staging slots of a worker, and the links and the own sender that may use them.
 
     Attributes:
         num_slots: number of all staging slots.
-
-    Raises:
-        ConfigError: there are fewer staging slots than one link needs.
+        has_more: the own sender has got a staging slot since it last set this to False.
     """
 
     num_slots: int
+    has_more: bool = False
     _slots: list[_Slot] = field(init=False)
     # In the order of their opening: by credit, the newest use. One that leaves a link and comes
     # back has had the uses that it had before.
     _links: dict[int, list[int]] = field(default_factory=dict)
+    _idle: deque[int] = field(default_factory=deque)  # of the own sender, longest idle first
 
     def __post_init__(self) -> None:
-        if self.num_slots < MIN_CREDITS:
-            raise ConfigError(f"{self.num_slots} staging slots are too few: {MIN_CREDITS} a link")
         self._slots = [_Slot() for _ in range(self.num_slots)]
 
     def count(self, state: StagingSlotState) -> int:
@@ -185,7 +189,7 @@ class ReceiverCredits:
             messages to send.
         """
         self._links.pop(link, None)
-        lost = [n for n, slot in enumerate(self._slots) if slot.link == link]
+        lost = self._with(link)
         for index in lost:
             self._slots[index] = _Slot(StagingSlotState.QUARANTINED)
         return lost, self._rebalance()
@@ -202,10 +206,63 @@ class ReceiverCredits:
             self._slots[index] = _Slot()
         return self._rebalance()
 
+    # The own sender
+
+    @property
+    def num_idle(self) -> int:
+        """How many staging slots the own sender may take now."""
+        return len(self._idle)
+
+    def start_sending(self) -> list[tuple[int, Grant | Reclaim]]:
+        """Give the own sender its share, if it has none; return the messages to send."""
+        return [] if OWN_SENDER in self._links else self.open(OWN_SENDER)
+
+    def stop_sending(self) -> list[tuple[int, Grant | Reclaim]]:
+        """Take the own sender's share back, in use or not; return the messages to send."""
+        self._links.pop(OWN_SENDER, None)
+        for index in self._with(OWN_SENDER):
+            self._slots[index].is_reclaimed = True
+        self._free_idle()
+        return self._rebalance()
+
+    def acquire(self) -> int:
+        """Take the own sender's staging slot that has been idle longest. One must be idle."""
+        slot = self._idle.popleft()
+        self._slots[slot].state = StagingSlotState.FILLED
+        return slot
+
+    def give_back(self, slot: int) -> list[tuple[int, Grant | Reclaim]]:
+        """End the own sender's use of a staging slot; return the messages to send.
+
+        Raises:
+            IntegrityError: it was not acquired, or is given back twice.
+        """
+        messages = self.empty(OWN_SENDER, slot)
+        if self._slots[slot].link == OWN_SENDER and slot not in self._idle:
+            self._give_to_sender([slot])
+        return messages
+
+    def _give_to_sender(self, slots: list[int]) -> None:
+        self._idle += slots
+        self.has_more = True
+
+    def _free_idle(self) -> bool:
+        """Free the idle staging slots that are reclaimed from the own sender; return if any is."""
+        reclaimed = [index for index in self._idle if self._slots[index].is_reclaimed]
+        for index in reclaimed:
+            self._idle.remove(index)
+            self._slots[index] = _Slot()
+        return bool(reclaimed)
+
+    # Shares
+
+    def _with(self, link: int) -> list[int]:
+        """Return the staging slots that a link has, idle or in use."""
+        return [n for n, slot in enumerate(self._slots) if slot.link == link]
+
     def _held(self, link: int) -> list[int]:
         """Return the staging slots of a link's credits, without those that are being reclaimed."""
-        slots = enumerate(self._slots)
-        return [n for n, slot in slots if slot.link == link and not slot.is_reclaimed]
+        return [index for index in self._with(link) if not self._slots[index].is_reclaimed]
 
     def _rebalance(self) -> list[tuple[int, Grant | Reclaim]]:
         """Grant free staging slots to links below their share; reclaim credits above it."""
@@ -220,7 +277,9 @@ class ReceiverCredits:
             granted = [free.popleft() for _ in range(min(wanted, len(free)))]
             for index in granted:
                 self._slots[index] = _Slot(StagingSlotState.LENT, link)
-            if granted:
+            if granted and link == OWN_SENDER:
+                self._give_to_sender(granted)
+            elif granted:
                 messages.append((link, Grant(granted)))
             missing += max(0, wanted - len(granted))
         missing -= sum(slot.is_reclaimed for slot in self._slots)
@@ -230,6 +289,7 @@ class ReceiverCredits:
             held.sort(key=lambda index: self._slots[index].state is StagingSlotState.FILLED)
             for index in held[: min(missing, max(0, len(held) - share))]:
                 self._slots[index].is_reclaimed = True
-                messages.append((link, Reclaim(index)))
+                if link != OWN_SENDER:
+                    messages.append((link, Reclaim(index)))
                 missing -= 1
-        return messages
+        return messages + self._rebalance() if self._free_idle() else messages

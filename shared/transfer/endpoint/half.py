@@ -1,4 +1,4 @@
-"""The base class of `KvSender` and `KvReceiver`: their engine, their links, when they poll."""
+"""The base class of `KvSender` and `KvReceiver`: their engine and their links."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.staging import Staging
-
-DEADLINE_INTERVAL_S = 0.1
 
 LinkT = TypeVar("LinkT")
 
@@ -42,7 +40,7 @@ class KvStats:
 
 @dataclass(slots=True, kw_only=True)
 class KvHalf(ABC, Generic[LinkT]):
-    """One half of a KV endpoint, as a step hook of its engine.
+    """One half of a KV endpoint; `KvEndpoint` calls it before and after each launch.
 
     Attributes:
         core: the engine, whose sequences are looked up, and activated or freed.
@@ -66,17 +64,6 @@ class KvHalf(ABC, Generic[LinkT]):
     links: list[LinkT] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
     stats: KvStats = field(default_factory=KvStats)
-    _next_deadlines_s: float = 0.0
-
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what can be done now; return whether to poll this hook again soon."""
-        for carrier in self.carriers.values():
-            carrier.poll()
-        is_busy = self._poll(plan)
-        if self.clock() >= self._next_deadlines_s:
-            self._next_deadlines_s = self.clock() + DEADLINE_INTERVAL_S
-            self._check_deadlines()
-        return is_busy
 
     def close_all(self) -> None:
         """End all links; the engine's thread has ended."""
@@ -94,9 +81,17 @@ class KvHalf(ABC, Generic[LinkT]):
             self.on_link_lost(link, reason)
 
     @abstractmethod
-    def _poll(self, plan: StepPlan | None) -> bool:
+    def before_launch(self, plan: StepPlan) -> None:
+        """Handle what a plan reserves and withdraws."""
+
+    @abstractmethod
+    def poll(self, plan: StepPlan | None) -> bool:
         """Handle a plan, messages and ended operations; return whether to poll again soon."""
 
     @abstractmethod
-    def _check_deadlines(self) -> None:
+    def is_due(self) -> bool:
+        """Whether `poll` has something to do; takes little time."""
+
+    @abstractmethod
+    def check_deadlines(self) -> None:
         """End the links or jobs whose peers are too late."""

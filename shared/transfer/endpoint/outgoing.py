@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
@@ -11,10 +11,13 @@ from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import has_ended
+from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.segments import Cut
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
-from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.messages import Grant, Reclaim, Segment
 from pagewire.shared.transfer.staging import Staging
+
+Notify = Callable[[Sequence[tuple[int, Grant | Reclaim]]], None]  # by the links' numbers
 
 
 @dataclass(slots=True)
@@ -22,7 +25,9 @@ class Outgoing:
     """The segments in the sender's staging slots.
 
     Attributes:
-        staging: the staging slots.
+        staging: the memory of the staging slots.
+        slots: which of them the sender may use.
+        notify: sends messages about staging slots that the sender no longer needs.
         moves: packs the engine's blocks.
         layout: of the blocks.
         clock: returns a time in seconds.
@@ -31,6 +36,8 @@ class Outgoing:
     """
 
     staging: Staging
+    slots: StagingSlots
+    notify: Notify
     moves: BlockMoves
     layout: KvLayout
     clock: Callable[[], float]
@@ -47,9 +54,9 @@ class Outgoing:
         The last free staging slot is kept for a link that uses none, so that a receiver that has
         stopped does not delay the others.
         """
-        if not link.credits.idle or not self.staging.num_free:
+        if not link.credits.idle or not self.slots.num_idle:
             return False
-        if self.staging.num_free > 1 or num_links == 1:
+        if self.slots.num_idle > 1 or num_links == 1:
             return True
         return all(segment.job.link is not link for segment in self.sending)
 
@@ -66,7 +73,7 @@ class Outgoing:
             TransferError: the link is broken.
             Exception: whatever the packing raises.
         """
-        slot, seed = self.staging.acquire(), secrets.randbits(64) - 2**63
+        slot, seed = self.slots.acquire(), secrets.randbits(64) - 2**63
         link, now = job.link, self.clock()
         try:
             packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
@@ -111,6 +118,5 @@ class Outgoing:
                 self.release(segment.slot)
 
     def release(self, slot: int) -> None:
-        """Free a staging slot."""
-        self.staging.release(slot)
-        self.may_pack = True
+        """Give a staging slot back."""
+        self.notify(self.slots.give_back(slot))

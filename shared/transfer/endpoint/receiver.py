@@ -1,4 +1,4 @@
-"""The decode worker's half of a KV endpoint: receives and checks KV blocks, activates sequences.
+"""The receiving half of a KV endpoint: receives and checks KV blocks, activates sequences.
 
     Expect in a plan --> on_reserved
     Segment --> payload in staging --> unpack and check --> Ack --> all there: activate the sequence
@@ -28,7 +28,7 @@ from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Pending, has_ended
-from pagewire.shared.transfer.endpoint.credits import ReceiverCredits
+from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -71,11 +71,12 @@ class _Unpacking:
 
 @dataclass(slots=True, kw_only=True)
 class KvReceiver(KvHalf[ReceiverLink]):
-    """The step hook of a decode engine: links and jobs. Its staging slots are credits.
+    """The links from other workers, and the jobs that they do for this one.
 
     Attributes:
         socket: the socket of all links.
-        credits: which link may use which staging slot.
+        slots: which link may use which staging slot; each such right is a credit. The endpoint's
+            own sender has its share.
         jobs: of the reserved sequences, and which of their blocks have arrived.
         callbacks: called back about reserved sequences, and with messages of their jobs.
         on_link_tested: called with a link that has passed its test.
@@ -84,7 +85,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     socket: ReceiverSocket
     callbacks: JobCallbacks = field(default_factory=JobCallbacks)
     on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
-    credits: ReceiverCredits = field(init=False)
+    slots: StagingSlots = field(init=False)
     jobs: ReceiverJobs = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _receiving: list[_Receiving] = field(default_factory=list)
@@ -94,7 +95,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:
-        self.credits = ReceiverCredits(self.staging.num_slots)
+        self.slots = StagingSlots(self.staging.num_slots)
         self.jobs = ReceiverJobs(self.core, self.layout, self.clock)
         self.watch(self.socket.fd)
 
@@ -115,7 +116,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 to offer; says why of each.
         """
         self._end_quarantine()
-        self.credits.check_room(len(self.links))
+        self.slots.check_room(len(self.links))
         link = ReceiverLink(next(self._numbers), peer, epoch, secrets.token_bytes(TOKEN_BYTES))
         problems = {name: f"{name}: {why}" for name, why in (without or {}).items()}
         for name, carrier in self.carriers.items():
@@ -141,19 +142,19 @@ class KvReceiver(KvHalf[ReceiverLink]):
         if link not in self.links:
             return
         self.links.remove(link)
-        slots, messages = self.credits.close(link.number)
+        slots, messages = self.slots.close(link.number)
         self._receiving = [entry for entry in self._receiving if entry.link is not link]
         if link.inbound is None:
             for carrier in self.carriers.values():
                 carrier.withdraw(link.number)
         else:
             self._quarantine.append((link.inbound.close(), slots))
-        self._send_all(messages)
+        self.send_all(messages)
         self.callbacks.on_link_closed(link)
 
     def post(self, link: ReceiverLink, message: JobRequest) -> bool:
         """Send a message about a job; return whether the link is open afterwards."""
-        self._send_all([(link.number, message)])
+        self.send_all([(link.number, message)])
         return link in self.links
 
     def close_all(self) -> None:
@@ -172,7 +173,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     # Between two steps
 
     def before_launch(self, plan: StepPlan) -> None:
-        """Handle a plan's reservations: prefill workers may begin while the plan is launched."""
+        """Handle a plan's reservations: their jobs may begin while the plan is launched."""
         for work in plan.kv:
             if isinstance(work, Withdraw):
                 if (job := self.jobs.remove(work.request_id)) is not None:
@@ -181,15 +182,15 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 self.callbacks.on_reserved(self.jobs.add(work, after=plan.number - 1))
 
     def is_due(self) -> bool:
-        """Whether `after_launch` has something to do; takes little time."""
+        """Whether `poll` has something to do; takes little time."""
         has_unpacked = bool(self._unpacking) and self._unpacking[0].check.is_done()
         if has_unpacked or self.socket.is_due():
             return True
-        has_progressed = any(carrier.poll() for carrier in self.carriers.values())
         has_arrived = any(has_ended(entry.pending) for entry in self._receiving)
-        return has_progressed or has_arrived or self.clock() >= self._next_rehearsal_s
+        return has_arrived or self.clock() >= self._next_rehearsal_s
 
-    def _poll(self, plan: StepPlan | None) -> bool:
+    def poll(self, plan: StepPlan | None) -> bool:
+        """Take messages and payloads, and activate sequences; return whether more is to come."""
         for token, message, body in self.socket.receive():
             link = next((link for link in self.links if link.token == token), None)
             if link is None:
@@ -203,7 +204,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 elif isinstance(message, Open):
                     self._on_open(link, message)
                 elif isinstance(message, Return):
-                    self._send_all(self.credits.take_back(link.number, message.credit))
+                    self.send_all(self.slots.take_back(link.number, message.credit))
                 else:
                     self.callbacks.on_message(link, message)
             except (ProtocolError, TransferError) as exc:
@@ -229,14 +230,14 @@ class KvReceiver(KvHalf[ReceiverLink]):
             self.moves.rehearse_launch()
         return bool(self._receiving or self._unpacking) or awaits_job
 
-    def _check_deadlines(self) -> None:
+    def check_deadlines(self) -> None:
         """Check the deadlines of jobs. A payload that does not arrive is noticed by its sender."""
         self.callbacks.check_deadlines()
 
     # A segment comes
 
     def _receive(self, link: ReceiverLink, segment: Segment, body: zmq.Frame | None) -> None:
-        self.credits.fill(link.number, segment.credit, segment.use)
+        self.slots.fill(link.number, segment.credit, segment.use)
         size = self.staging.slot_bytes
         if segment.nbytes > size or link.inbound is None:
             raise ProtocolError(f"a segment of {segment.nbytes} bytes in a staging slot of {size}")
@@ -313,8 +314,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
             self.stats.outcomes[outcome] += 1
         if link not in self.links:
             return
-        messages = self.credits.empty(link.number, segment.credit)
-        self._send_all([(link.number, Ack(segment.credit, segment.use, outcome)), *messages])
+        messages = self.slots.empty(link.number, segment.credit)
+        self.send_all([(link.number, Ack(segment.credit, segment.use, outcome)), *messages])
 
     # Links
 
@@ -334,9 +335,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
         for name, other in self.carriers.items():
             if name != link.carrier:
                 other.withdraw(link.number)
-        self._send_all(self.credits.open(link.number))
+        self.send_all(self.slots.open(link.number))
 
-    def _send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
+    def send_all(self, messages: Sequence[tuple[int, ToSender]]) -> None:
         """Send messages to links by their numbers, and end those that cannot be reached."""
         lost: list[tuple[ReceiverLink, str]] = []
         for number, message in messages:
@@ -358,4 +359,4 @@ class KvReceiver(KvHalf[ReceiverLink]):
             pending, slots = entry
             if pending.is_done() and read.isdisjoint(slots):
                 self._quarantine.remove(entry)
-                self._send_all(self.credits.release(slots))
+                self.send_all(self.slots.release(slots))

@@ -9,11 +9,11 @@ from pagewire.shared.transfer.carriers.base import Inbound
 
 @dataclass(slots=True, eq=False)
 class ReceiverLink:
-    """A link to one run of a prefill worker.
+    """A link from one run of another worker.
 
     Attributes:
         number: counts up; never used again in this process.
-        peer: name of the prefill worker.
+        peer: name of the worker that sends.
         epoch: number of its run.
         token: identifies the link on the socket.
         offers: what a sender needs to know, by carrier.

@@ -1,4 +1,4 @@
-"""The prefill worker's half of a KV endpoint: packs the blocks of its jobs and sends them.
+"""The sending half of a KV endpoint: packs the blocks of this worker's jobs and sends them.
 
     Export in a plan --> cut --> staging slot, credit --> pack --> Segment, payload --> Ack
 
@@ -19,8 +19,9 @@ from pagewire.shared.base.errors import ProtocolError, TransferError
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.kv.packing import max_blocks, packed_bytes
+from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.half import KvHalf
-from pagewire.shared.transfer.endpoint.outgoing import Outgoing
+from pagewire.shared.transfer.endpoint.outgoing import Notify, Outgoing
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
 from pagewire.shared.transfer.endpoint.sender_link import (
     SenderJob,
@@ -42,9 +43,11 @@ DIVIDED_BYTES = 64 << 20
 
 @dataclass(slots=True, kw_only=True)
 class KvSender(KvHalf[SenderLink]):
-    """The step hook of a prefill engine: jobs and links.
+    """The jobs of other workers, and the links to these workers.
 
     Attributes:
+        slots: the staging slots of the whole endpoint; the sender has its share of them.
+        notify: sends messages about staging slots that the sender no longer needs.
         sockets: makes the sockets of links.
         timeout_s: a link is lost if its oldest segment is not acknowledged for this long.
         on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
@@ -52,6 +55,8 @@ class KvSender(KvHalf[SenderLink]):
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
+    slots: StagingSlots
+    notify: Notify
     sockets: KvSockets
     timeout_s: float
     on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
@@ -61,7 +66,9 @@ class KvSender(KvHalf[SenderLink]):
     _outgoing: Outgoing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._outgoing = Outgoing(self.staging, self.moves, self.layout, self.clock)
+        self._outgoing = Outgoing(
+            self.staging, self.slots, self.notify, self.moves, self.layout, self.clock
+        )
 
     # Verbs
 
@@ -94,6 +101,7 @@ class KvSender(KvHalf[SenderLink]):
         link.test.queue.add([0] * count, 0, by_layer_group=False)  # any block, many times
         self.links.append(link)
         self.watch(socket.fd)
+        self.notify(self.slots.start_sending())
         if not self.post(link, Open(name, outbound.reply)):
             raise TransferError("the receiver cannot be reached")
         return link
@@ -110,6 +118,8 @@ class KvSender(KvHalf[SenderLink]):
         link.test.is_over = True
         for job in [job for job in self._jobs.values() if job.link is link]:
             self._fail(job, "the KV link is gone")
+        if not self.links:
+            self.notify(self.slots.stop_sending())
 
     def export(self, job: str, link: SenderLink, first_block: int, num_blocks: int) -> None:
         """Send a job's blocks from `first_block` on, as plans make them final.
@@ -144,10 +154,6 @@ class KvSender(KvHalf[SenderLink]):
         if known is not None and known.link is link:
             self._end(known)
 
-    def fault_counts(self) -> dict[str, int]:
-        """Return the number of faults so far, by kind."""
-        return {"lost": self.stats.lost_links}
-
     @property
     def num_jobs(self) -> int:
         """Jobs that have not ended; from any thread."""
@@ -164,9 +170,8 @@ class KvSender(KvHalf[SenderLink]):
             self.moves.fence()
 
     def is_due(self) -> bool:
-        """Whether `after_launch` has something to do; takes little time."""
-        is_due = self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
-        return is_due or any(carrier.poll() for carrier in self.carriers.values())
+        """Whether `poll` has something to do; takes little time."""
+        return self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
 
     def _queue_exports(self, plan: StepPlan) -> None:
         """Queue the blocks that a plan exports."""
@@ -179,7 +184,8 @@ class KvSender(KvHalf[SenderLink]):
                 by_layer_group = is_large and self.moves.has_group_events(plan.number)
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
 
-    def _poll(self, plan: StepPlan | None) -> bool:
+    def poll(self, plan: StepPlan | None) -> bool:
+        """Send what plans export, and take the receivers' answers; return whether it sends."""
         if plan is not None:
             self._queue_exports(plan)
         self._outgoing.advance(self._lose)
@@ -189,8 +195,8 @@ class KvSender(KvHalf[SenderLink]):
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
         self._end_complete()
-        if self._outgoing.may_pack:
-            self._outgoing.may_pack = False
+        if self._outgoing.may_pack or self.slots.has_more:
+            self._outgoing.may_pack = self.slots.has_more = False
             self._pack_all()
         return bool(self._outgoing.sending)
 
@@ -201,7 +207,7 @@ class KvSender(KvHalf[SenderLink]):
                 # What is packed must not wait until everything is launched.
                 self._outgoing.advance(self._lose)
 
-    def _check_deadlines(self) -> None:
+    def check_deadlines(self) -> None:
         """End links whose receivers are silent."""
         latest = self.clock() - self.timeout_s
         for link in list(self.links):

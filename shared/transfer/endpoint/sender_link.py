@@ -64,10 +64,10 @@ class OutgoingSegment:
 
 @dataclass(slots=True, eq=False)
 class SenderLink:
-    """A link to one run of a decode worker.
+    """A link to one run of another worker.
 
     Attributes:
-        peer: name of the decode worker.
+        peer: name of the worker that receives.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         speed: of the segments, from the end of their packing to their acknowledgement; unknown

@@ -22,7 +22,7 @@ PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
 
 
 def count(pair: KvPair, state: StagingSlotState) -> int:
-    return pair.decode.receiver.credits.count(state)
+    return pair.decode.slots.count(state)
 
 
 def idle(pair: KvPair) -> list[int]:
@@ -284,4 +284,4 @@ def test_a_link_whose_segment_cannot_be_sent_is_lost_with_its_credits(
         pair.until(lambda: pair.prefill.lost)
         reason = "a KV segment cannot be sent: the device is broken"
         assert pair.prefill.lost == [(link, reason)]
-        assert pair.prefill.sender.staging.num_free == pair.prefill.sender.staging.num_slots
+        assert pair.prefill.slots.count(StagingSlotState.FREE) == pair.prefill.staging.num_slots

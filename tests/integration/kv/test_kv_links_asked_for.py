@@ -215,7 +215,7 @@ def test_a_link_is_tested_although_another_ones_segments_fill_the_senders_stagin
             await first.link_to(p)
             p.device.has_moved = False
             router.generate()
-            await eventually(lambda: not p.staging.num_free)
+            await eventually(lambda: not p.side.slots.num_idle)
             second.records = [p.record()]
             await eventually(lambda: len(p.sender.links) == 2)
             await asyncio.sleep(0.2)  # the new link gets its credits

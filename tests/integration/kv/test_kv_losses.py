@@ -147,7 +147,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
         if end is sender_closes:
             pair.until(lambda: not pair.prefill.held(), pair.prefill)
         if end is receiver_closes:
-            pair.until(lambda: pair.decode.receiver.credits.count(StagingSlotState.FREE) == 4)
+            pair.until(lambda: pair.decode.slots.count(StagingSlotState.FREE) == 4)
         pair.clock.now += TIMEOUT_S + 1
         pair.step()
         if end in (receiver_closes, receiver_dies) and link.sent.sent:
@@ -161,7 +161,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
             pair.until(lambda: not pair.prefill.held())
         else:
             pair.finish()
-            assert pair.decode.receiver.credits.count(StagingSlotState.FREE) == 4
+            assert pair.decode.slots.count(StagingSlotState.FREE) == 4
         assert [side.carrier.num_open for side in pair.sides] == [0, 0]
 
 
@@ -206,7 +206,7 @@ def test_a_receiver_that_is_silent_is_lost_in_its_time_and_not_before(kind: str)
         assert pair.prefill.lost == [(link.sent, reason)]
         assert list(pair.prefill.failed.values()) == ["the KV link is gone"]
         assert pair.prefill.sender.stats.outcomes["lost"] == 3
-        assert pair.prefill.sender.fault_counts() == {"lost": 1}
+        assert pair.prefill.sender.stats.lost_links == 1
         pair.starts_jobs = True
         pair.finish()
 
@@ -259,7 +259,7 @@ def test_a_job_whose_receiver_has_all_blocks_ends_before_its_first_token(end: st
         sender, core, link = pair.prefill.sender, pair.prefill.core, pair.link.sent
         core.add(make_sequence("job", list(range(12)), prefill_only=True))
         sender.export("job", link, first_block=3, num_blocks=3)
-        sender.after_launch(None)
+        pair.prefill.endpoint.after_launch(None)
         assert (sender.num_jobs, core.get("job") is None) == (1, False)
         if end == "cancelled":
             sender.cancel("job", link)

@@ -228,7 +228,7 @@ def test_a_write_that_does_not_end_leaves_slots_to_other_links() -> None:
         stuck = pair.ask(PROMPT, pair.decodes[0])
         pair.until(lambda: pair.decodes[0].receiver.stats.outcomes["ok"])
         pair.until(lambda: not pair.prefill.sender.is_due())
-        assert pair.prefill.staging.num_free == 1
+        assert pair.prefill.slots.num_idle == 1
         going = pair.ask(PROMPT, pair.decodes[1])
         pair.until(lambda: pair.decodes[1].receiver.stats.outcomes["ok"])
         assert not stuck.is_over and not going.is_over
@@ -365,8 +365,8 @@ def test_a_job_preempted_between_its_groups_sends_the_rest(
     with kv_pair(kind, prefill=engine, prefill_slots=1, divided_bytes=0) as pair:
         sequence = start_alongside(pair, 3, 1)
         pair.step(pair.prefill)  # launched, and not read yet
-        pair.until(lambda: pair.prefill.sender.after_launch(None) or len(packed(pair)) >= num_sent,
-                   pair.decode)  # fmt: skip
+        send = pair.prefill.endpoint.after_launch
+        pair.until(lambda: send(None) or len(packed(pair)) >= num_sent, pair.decode)
         pair.prefill.device.replays = replays
         pair.until(lambda: sequence.is_finished)
         pair.finish()

@@ -204,7 +204,7 @@ def test_what_is_packed_in_vain_is_sent_and_answers_a_reclaim() -> None:
         _export(pair, raw, link)
         raw.say(Reclaim(0))
         raw.say(Grant([1]))  # shows that the other was read
-        pair.until(lambda: pair.prefill.sender.staging.num_free == 2)
+        pair.until(lambda: pair.prefill.slots.num_idle == 2)
         pair.prefill.sender.cancel("job", link)
         pair.prefill.device.has_moved = True
         for credit, segment in enumerate(raw.hear(4)[2:]):

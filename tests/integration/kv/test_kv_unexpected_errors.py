@@ -48,7 +48,7 @@ def test_a_payload_that_cannot_be_received_ends_its_link_alone(
         pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.decode.lost)
         assert "unspecified launch failure" in caplog.text
-        pair.until(lambda: not pair.decode.receiver.credits.count(StagingSlotState.FILLED))
+        pair.until(lambda: not pair.decode.slots.count(StagingSlotState.FILLED))
         assert still_runs() and pair.decode.receiver.links == []
 
 

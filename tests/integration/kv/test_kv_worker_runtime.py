@@ -17,7 +17,6 @@ from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import KvHello, Role
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.control import raw_peer
@@ -146,8 +145,7 @@ def test_strangers_and_nonsense_at_the_kv_port_are_counted(redis_server: RedisSe
             worker(redis_server, "decode") as runtime,
         ):
             await router.ready()
-            assert isinstance(runtime.kv, KvReceiver)
-            endpoint = runtime.kv.socket.endpoint
+            endpoint = runtime.kv.receiver.socket.endpoint
             async with raw_peer(endpoint, keys=KEYS) as member:
                 member.send(b"noise")
                 with _knocking(endpoint):

@@ -17,7 +17,6 @@ from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.control import raw_peer
@@ -133,8 +132,7 @@ def test_a_workers_faults_are_on_its_page(redis_server: RedisServer) -> None:
         ):
             await router.ready()
             record = router.service.members.directory.get("decode-0")
-            assert isinstance(worker.kv, KvReceiver)
-            kv_endpoint = worker.kv.socket.endpoint
+            kv_endpoint = worker.kv.receiver.socket.endpoint
             shown = await page(http, record.metrics_endpoint)
             everything = [*CONTROL, *KV, *UNSEEN_KV, *RECORDS, *REDIS]
             assert {each: shown.get(each) for each in everything} == dict.fromkeys(everything, 0)

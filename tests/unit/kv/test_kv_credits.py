@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pagewire.shared.base.errors import ConfigError, IntegrityError, ProtocolError, TransferError
+from pagewire.shared.base.errors import IntegrityError, ProtocolError, TransferError
 from pagewire.shared.transfer.endpoint.credits import (
-    ReceiverCredits,
     SenderCredits,
+    StagingSlots,
     StagingSlotState,
 )
 from pagewire.shared.transfer.messages import Grant, Reclaim, Return
@@ -27,7 +27,12 @@ def settled(world: World) -> World:
 
 
 def world_of(
-    num_slots: int, busy: int, *before: str, opens: int | None, closes: int | None
+    num_slots: int,
+    busy: int,
+    *before: str,
+    opens: int | None,
+    closes: int | None,
+    own_busy: int = 0,
 ) -> World:
     """Return a world in which links have opened and closed and nothing is in flight.
 
@@ -35,7 +40,7 @@ def world_of(
         before: "+1": link 1 opened, and all was settled; "-1": it ended, and its staging
             slots are in quarantine.
     """
-    world = World(ReceiverCredits(num_slots), busy)
+    world = World(StagingSlots(num_slots), busy)
     for step in before:
         if step[0] == "+":
             world.open(int(step[1:]))
@@ -44,7 +49,7 @@ def world_of(
             world.close(int(step[1:]))
             while event := next(world.deliveries(), None):
                 world.happen(event)
-    world.opens, world.closes = opens, closes
+    world.opens, world.closes, world.own_busy = opens, closes, own_busy
     return world
 
 
@@ -55,7 +60,8 @@ def check_progress(world: World) -> bool:
     """See what must be so where nothing is in flight; returns whether nothing is to be done."""
     if next(world.deliveries(), None) is not None:
         return False
-    assert world.lacking <= len(world.reclaimed), "a link waits for credits that nobody gives back"
+    coming = len(world.reclaimed) + len(world.own_reclaimed)
+    assert world.lacking <= coming, "a link waits for credits that nobody gives back"
     for number, link in world.links.items():
         assert world.reclaimed.isdisjoint(link.sender.idle), f"link {number} keeps credits"
     if next(world.completions(), None) is not None:
@@ -63,6 +69,7 @@ def check_progress(world: World) -> bool:
     assert not world.reclaimed
     for number, link in world.links.items():
         assert len(link.sender.idle) == world.kept(number) >= world.share
+    assert not world.sends or world.receiver.num_idle >= world.share
     return True
 
 
@@ -131,6 +138,18 @@ def check_no_circle(leads_to: list[list[int]]) -> None:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
+            world_of(3, 1, opens=1, closes=1, own_busy=2), 1000, id="one opens and ends, own sender"
+        ),
+        pytest.param(
+            world_of(3, 1, "+1", opens=0, closes=1, own_busy=3), 400, id="own sender uses all of 3"
+        ),
+        pytest.param(
+            world_of(4, 1, "+1", opens=1, closes=0, own_busy=1),
+            50_000,
+            id="one joins another and the own sender",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             world_of(5, 1, "+1", "+2", "-1", opens=1, closes=0),
             500,
             id="one joins, 3 of 5 staging slots in quarantine",
@@ -156,7 +175,7 @@ def test_all_interleavings_keep_every_slot_in_one_place_and_lend_all_evenly(
 @pytest.mark.parametrize("seed", range(4))
 def test_long_histories_of_three_links_lose_no_credit(seed: int) -> None:
     rng = random.Random(seed)
-    world = world_of(7, 3, opens=None, closes=None)
+    world = world_of(7, 3, opens=None, closes=None, own_busy=4)
     for step in range(10_000):
         # Links end seldom, so that there is something to lose.
         events = [e for e in world.events() if e.name != "close" or rng.random() < 0.02]
@@ -213,9 +232,9 @@ def wrong_to_senders(world: World) -> Iterator[Callable[[], object]]:
                 yield lambda s=sender, c=credit, u=use: s.acknowledge(c, u)
 
 
-def lent(num_slots: int = 2) -> tuple[ReceiverCredits, SenderCredits]:
+def lent(num_slots: int = 2) -> tuple[StagingSlots, SenderCredits]:
     """Return a receiver and the only sender, who has all credits."""
-    receiver, sender = ReceiverCredits(num_slots), SenderCredits()
+    receiver, sender = StagingSlots(num_slots), SenderCredits()
     [(_, grant)] = receiver.open(1)
     sender.grant(grant.credits)
     return receiver, sender
@@ -234,7 +253,7 @@ def test_a_use_is_announced_once() -> None:
 
 
 def test_a_use_is_announced_once_even_if_the_credit_was_elsewhere_since_then() -> None:
-    receiver = ReceiverCredits(4)
+    receiver = StagingSlots(4)
     receiver.open(1)
     for credit in range(4):
         receiver.fill(1, credit, 7)
@@ -273,7 +292,7 @@ def test_the_credit_that_has_rested_longest_is_taken_first() -> None:
 
 
 def test_a_link_too_many_is_refused_by_name() -> None:
-    receiver = ReceiverCredits(5)
+    receiver = StagingSlots(5)
     receiver.check_room(1)
     with pytest.raises(TransferError, match=r"2 KV links are open.*PAGEWIRE_STAGING_SLOTS"):
         receiver.check_room(2)
@@ -290,10 +309,73 @@ def test_no_link_opens_while_the_slots_for_it_are_in_quarantine() -> None:
         receiver.check_room(1)
 
 
-@pytest.mark.parametrize("num_slots", [0, 1])
-def test_too_few_slots_are_a_wrong_setting(num_slots: int) -> None:
-    with pytest.raises(ConfigError, match=f"{num_slots} staging slots are too few"):
-        ReceiverCredits(num_slots)
+# The own sender
+
+
+def test_the_own_sender_has_all_slots_while_nobody_else_needs_one() -> None:
+    slots = StagingSlots(3)
+    assert slots.num_idle == 0
+    assert (slots.start_sending(), slots.num_idle, slots.has_more) == ([], 3, True)
+    assert slots.start_sending() == []
+    first, second = slots.acquire(), slots.acquire()
+    slots.give_back(second)
+    slots.give_back(first)
+    assert [slots.acquire() for _ in range(3)] == [2, second, first]
+
+
+def test_a_link_and_the_own_sender_share_the_slots_whoever_comes_first() -> None:
+    slots = StagingSlots(4)
+    slots.start_sending()
+    busy = [slots.acquire() for _ in range(4)]
+    assert slots.open(1) == []  # two of them come later
+    assert slots.give_back(busy[0]) == [(1, Grant([busy[0]]))]
+    assert slots.give_back(busy[1]) == [(1, Grant([busy[1]]))]
+    assert slots.give_back(busy[2]) == []
+    assert slots.num_idle == 1
+
+    slots = StagingSlots(4)
+    slots.open(1)
+    assert slots.start_sending() == [(1, Reclaim(0)), (1, Reclaim(1))]
+    slots.has_more = False
+    assert slots.take_back(1, 0) == []
+    assert (slots.num_idle, slots.has_more) == (1, True)
+
+
+def test_idle_slots_of_the_own_sender_are_lent_at_once_and_all_when_it_stops() -> None:
+    slots = StagingSlots(4)
+    slots.start_sending()
+    busy = slots.acquire()
+    [(_, grant)] = slots.open(1)
+    assert isinstance(grant, Grant) and len(grant.credits) == 2 and busy not in grant.credits
+    [(_, rest)] = slots.stop_sending()
+    assert isinstance(rest, Grant) and len(rest.credits) == 1
+    assert slots.give_back(busy) == [(1, Grant([busy]))]
+    with pytest.raises(IntegrityError, match="not filled"):
+        slots.give_back(busy)
+
+
+def return_idle(slots: StagingSlots, messages: Granted) -> None:
+    """Answer all reclaims: nobody uses a credit."""
+    while messages:
+        link, message = messages.pop(0)
+        if isinstance(message, Reclaim):
+            messages += slots.take_back(link, message.credit)
+
+
+@pytest.mark.parametrize("num_slots", range(2, 9))
+def test_with_as_many_links_as_may_open_the_own_sender_and_each_link_have_a_slot(
+    num_slots: int,
+) -> None:
+    slots, links = StagingSlots(num_slots), 0
+    while links < num_slots // 2:
+        slots.check_room(links)
+        links += 1
+        return_idle(slots, slots.open(links))
+    with pytest.raises(TransferError, match="KV links are open"):
+        slots.check_room(links)
+    return_idle(slots, slots.start_sending())
+    assert slots.num_idle >= 1
+    assert all(len(slots._held(link)) >= 1 for link in range(1, links + 1))
 
 
 def test_what_the_receiver_itself_gets_wrong_is_an_integrity_error() -> None:
