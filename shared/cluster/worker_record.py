@@ -64,12 +64,12 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's KV link to a peer: transport and measured GB/s.
+    """A KV link over which a worker sends to a peer: transport and measured GB/s.
 
     Attributes:
         gbps: GB/s of the link's test, then of what it carries; 0: unknown.
         latency_s: seconds that the first of some blocks takes in addition.
-        bytes: sent or received by this transport in this run of the worker.
+        bytes: sent by this transport in this run of the worker.
     """
 
     peer: Id
@@ -87,6 +87,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker publishes about itself.
 
     Attributes:
+        role: what the worker prefers to do. It also does the rest, if it is asked to.
         epoch: number of this run of the worker; a later run under the same id has a greater one.
         endpoint: address of the control server.
         metrics_endpoint: base URL of `/metrics` and `/health`.
@@ -97,6 +98,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
         state: a draining worker accepts no new requests.
         kv_transports: in its order of preference.
+        links: those over which it sends; the peer's record has those of the other direction.
         block_bytes: KV of as many tokens as a block has, in all cache groups; 0: unknown.
         prices: of the worker's steps; None: unknown.
         max_num_batched_tokens: most tokens of a step; 0: unknown.

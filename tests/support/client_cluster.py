@@ -38,10 +38,8 @@ class Cluster:
 
     async def serve(self, redis_url: str, **settings: Any) -> None:
         self.stop, self.loop = asyncio.Event(), asyncio.get_running_loop()
-        decode = FakeDecodeWorker(
-            redis_url, SECRET, answer=ANSWER, step_s=0.02, links=[link("prefill-0", 1.5)]
-        )
-        prefill = fake_prefill_worker(redis_url, SECRET, "prefill-0")
+        decode = FakeDecodeWorker(redis_url, SECRET, answer=ANSWER, step_s=0.02)
+        prefill = fake_prefill_worker(redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5)])
         async with live_router(redis_url, **settings) as router, prefill, decode:
             decode.cached_tokens = 3
             await router.ready()

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pagewire.shared.cluster.registry import LinkInfo, OtherVersion, WorkerRecord
+from pagewire.shared.cluster.registry import OtherVersion, WorkerRecord
 from pagewire.shared.cluster.routers import RouterRecord
 
 OTHER_VERSION = "another version"
@@ -26,7 +26,8 @@ def describe_services(
 ) -> list[dict[str, Any]]:
     """Return an object for each worker, prefill workers first, those of other releases last.
 
-    A decode worker's `missing_links` are the prefill workers that it has no KV link to yet.
+    A worker's `links` are those over which it receives. A decode worker's `missing_links` are the
+    prefill workers that it has no KV link to yet.
 
     Args:
         records: of all workers that are alive.
@@ -34,7 +35,7 @@ def describe_services(
         reachable: ids of the workers that this router is connected to. One that died stays in the
             records for a lease, but is connected no longer.
     """
-    links = _links_by_decode_worker(records)
+    links = _links_by_receiver(records)
     prefills = {record.worker_id for record in records if record.role == "prefill"}
     services = []
     for record in sorted(records, key=lambda each: (each.role != "prefill", each.worker_id)):
@@ -71,25 +72,16 @@ def _other_version(other: OtherVersion) -> dict[str, Any]:
     }
 
 
-def _links_by_decode_worker(records: Sequence[WorkerRecord]) -> dict[str, list[dict[str, Any]]]:
-    """Return the KV links that end at each decode worker, whichever side has measured them."""
-    roles = {record.worker_id: record.role for record in records}
-    found: dict[tuple[str, str], LinkInfo] = {}
-    for record in records:
+def _links_by_receiver(records: Sequence[WorkerRecord]) -> dict[str, list[dict[str, Any]]]:
+    """Return the KV links that end at each worker, as the records of the senders say."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda each: each.worker_id):
         for link in record.links:
-            if roles.get(link.peer, record.role) != record.role:  # both ends are alive
-                decode, prefill = record.worker_id, link.peer
-                if record.role == "prefill":
-                    decode, prefill = prefill, decode
-                found[decode, prefill] = link
-    by_decode: dict[str, list[dict[str, Any]]] = {}
-    for (decode, prefill), link in sorted(found.items(), key=lambda item: item[0]):
-        by_decode.setdefault(decode, []).append(
-            {
-                "peer": prefill,
+            shown = {
+                "peer": record.worker_id,
                 "transport": link.transport,
                 "gb_per_s": link.gbps or None,
                 "bytes": link.bytes,
             }
-        )
-    return by_decode
+            found.setdefault(link.peer, []).append(shown)
+    return found

@@ -55,10 +55,10 @@ def test_without_workers_health_is_red_and_requests_say_when_to_come_back(redis_
 def test_health_is_red_until_the_expected_workers_are_there(redis_url):
     async def main() -> None:
         names = ("decode-0", "prefill-0")
-        links = [link("prefill-0", 1.5)]
+        links = [link("decode-0", 1.5)]
         async with (
             live_router(redis_url, expected_workers=names) as router,
-            FakeDecodeWorker(redis_url, SECRET, "decode-0", answer=ANSWER, links=links),
+            FakeDecodeWorker(redis_url, SECRET, "decode-0", answer=ANSWER),
         ):
             await router.ready()
             alive = await router.http.get("/health")
@@ -68,7 +68,7 @@ def test_health_is_red_until_the_expected_workers_are_there(redis_url):
             assert (health.status_code, health.json()["status"]) == (503, "starting")
             assert health.json()["waiting_for"] == ["prefill-0"]
             assert (await router.chat()).status_code == 200  # it serves meanwhile
-            async with fake_prefill_worker(redis_url, SECRET, "prefill-0"):
+            async with fake_prefill_worker(redis_url, SECRET, "prefill-0", links=links):
                 await eventually(lambda: router.service.describe_cluster()["status"] == "ok")
             await eventually(lambda: len(router.service.members.directory.workers()) == 1)
             assert (await router.http.get("/ready")).status_code == 200  # it can serve
@@ -80,7 +80,7 @@ def test_health_names_workers_and_their_links(redis_url):
     async def main() -> None:
         async with (
             live_router(redis_url) as router,
-            FakeDecodeWorker(redis_url, SECRET, "decode-0", links=[link("prefill-0", 1.5)]),
+            FakeDecodeWorker(redis_url, SECRET, "decode-0", links=[link("prefill-1", 2.5)]),
             fake_prefill_worker(
                 redis_url, SECRET, "prefill-0", links=[link("decode-0", 1.5), link("gone")]
             ),
@@ -93,6 +93,8 @@ def test_health_names_workers_and_their_links(redis_url):
         assert body["model"] == MODEL
         prefill, other, decode = body["services"]
         assert (prefill["id"], prefill["role"], prefill["links"]) == ("prefill-0", "prefill", [])
+        [back] = other["links"]
+        assert (back["peer"], back["gb_per_s"]) == ("decode-0", 2.5)
         assert prefill["missing_links"] == other["missing_links"] == []
         assert decode["missing_links"] == ["prefill-1"]
         assert (decode["id"], decode["state"], decode["epoch"]) == ("decode-0", "ready", 1)
