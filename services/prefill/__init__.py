@@ -1,8 +1,8 @@
-"""The prefill service: computes prompts, sends their KV blocks, samples the first token.
+"""The prefill service: a worker that prefers to compute prompts for other workers.
 
-Entry point: `run` (main.py).
-Read first: `jobs.py` (takes, refuses and reports jobs), `decode_links.py` (KV links to decode
-workers). `shared/transfer/endpoint/sender.py` sends the blocks.
+Entry point: `run` (main.py). `shared/worker` has the service, which is the same for all workers.
+Read first: `shared/worker/prefill_jobs.py` (takes, refuses and reports jobs),
+`shared/worker/decode_links.py` (KV links to the workers that ask for them).
 
 May import: `shared`.
 """

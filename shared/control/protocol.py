@@ -6,6 +6,8 @@
     prefill --Blamed, EngineLost--> decode --Blamed, EngineLost--> router
     any client --Ping--> server --Pong--> client
 
+Each worker handles all of these: "prefill" and "decode" are what it does here, and prefers to do.
+
 A frame is one byte of protocol version and a msgpack map with the message's tag. The first byte is
 the version in every release; a server answers a client of another version with a `Pong` of its own,
 so that both report the mismatch. Decoding is strict: unknown tags, wrong types and oversized fields
@@ -50,7 +52,7 @@ TokenIds = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 MAX_EPOCH = 2**63 - 1
 Epoch = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode"]  # what a worker prefers to do; each can do both
 PoolingMode = Literal["last", "mean", "cls"]  # how a prompt's hidden states become one vector
 MAX_EMBEDDING_BYTES = 1 << 22
 RefusalReason = Literal["overloaded", "invalid", "draining"]

@@ -1,4 +1,4 @@
-"""Computes embeddings for routers, on a worker of either role.
+"""Computes embeddings for routers.
 
 An `Embed` message gives the engine a sequence whose prompt is computed in chunks and pooled,
 without the prefix cache. One `TokenBatch` per message answers with the embedding.
@@ -53,9 +53,6 @@ class EmbeddingJobs:
         engine: computes them.
         post: sends a control message to a connection.
         is_draining: whether new jobs are refused.
-
-    Attributes:
-        take_soon: calls `take` from the engine's thread.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class EmbeddingJobs:
         self._ids = itertools.count(1)
         self._jobs: dict[str, _Job] = {}
         self._by_router: dict[tuple[str, str], _Job] = {}
-        self.take_soon: Callable[[StepOutput], None] = engine.in_loop(self.take)
 
     def __len__(self) -> int:
         """Number of jobs that are not finished."""

@@ -14,8 +14,9 @@ from pagewire.shared.base.logs import configure_logging
 from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.worker.compose import make_service
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.shared.worker.service import Service
+from pagewire.shared.worker.service import WorkerService
 
 # The engine's thread launches kernels for milliseconds while it holds the interpreter's lock. With
 # Python's default interval, the event loop's messages would wait for 5 ms each time.
@@ -23,9 +24,16 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def run_worker(
-    settings: WorkerSettings, role: Role, make_service: Callable[[WorkerRuntime], Service]
+    settings: WorkerSettings,
+    role: Role,
+    make_service: Callable[[WorkerRuntime], WorkerService] = make_service,
 ) -> int:
     """Run a worker in this process until a signal ends it; returns the exit code.
+
+    Args:
+        settings: of the worker.
+        role: what it prefers to do.
+        make_service: composes its service.
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.

@@ -4,7 +4,7 @@
     stop:   draining record -> running work ends -> record withdrawn -> service -> engine
             -> background tasks -> server -> KV endpoint -> Redis
 
-A service (prefill or decode) adds its handlers. If a step takes far longer than predicted, the
+The service handles what peers send (service.py). If a step takes far longer than predicted, the
 worker's record says "draining", and later the process ends without waiting for running work, so
 that it is started again. Before that it names the requests that may be at fault to its peers; if it
 crashes, its crash reporter does. A worker that has lost too many UCX links drains and ends, and is
@@ -53,7 +53,7 @@ from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import capture_moves, open_endpoint
 from pagewire.shared.worker.kv_metrics import KvCollector, links_of
 from pagewire.shared.worker.metrics import EngineCollector, load_of
-from pagewire.shared.worker.service import Service
+from pagewire.shared.worker.service import WorkerService
 from pagewire.shared.worker.staging_size import (
     device_memory,
     staging_bytes,
@@ -76,6 +76,7 @@ class WorkerRuntime:
 
     Attributes:
         built: the engine and its facts, from `open` on.
+        role: what the worker prefers to do; it can do all that others can.
         kv: the KV endpoint, from `open` on.
         tracing: makes the spans of requests; None if they are not traced.
         crash_reports: says why peers crashed, from `open` on.
@@ -102,7 +103,7 @@ class WorkerRuntime:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.left_behind: contextlib.AsyncExitStack | None = None
-        self._service: Service | None = None
+        self._service: WorkerService | None = None
         self._advertised = settings.host
         self._endpoint = ""
         self._metrics_endpoint = ""
@@ -136,7 +137,7 @@ class WorkerRuntime:
 
         return call
 
-    async def run(self, make_service: Callable[[WorkerRuntime], Service]) -> int:
+    async def run(self, make_service: Callable[[WorkerRuntime], WorkerService]) -> int:
         """Serve until SIGTERM or SIGINT, then drain; returns the exit code.
 
         Raises:
@@ -162,7 +163,9 @@ class WorkerRuntime:
         return code
 
     async def _open(
-        self, make_service: Callable[[WorkerRuntime], Service], stack: contextlib.AsyncExitStack
+        self,
+        make_service: Callable[[WorkerRuntime], WorkerService],
+        stack: contextlib.AsyncExitStack,
     ) -> None:
         settings = self.settings
         self.tracing = open_tracing(settings.otlp_endpoint, self.role, settings.worker_id)
@@ -208,7 +211,7 @@ class WorkerRuntime:
         stack.push_async_callback(index.close)
         service.start()
         stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened again
-        stack.push_async_callback(service.close)
+        stack.callback(service.close)
         self._publisher = RecordPublisher(self._registry, self._record, settings.heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)

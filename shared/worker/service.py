@@ -1,37 +1,98 @@
-"""What a role, prefill or decode, adds to a worker's runtime."""
+"""A worker's service: what its peers may ask of it, whatever the worker prefers to do.
+
+    router --Generate--> router_requests.py --reserved--> remote_jobs.py: another worker computes
+                                                          the prompt, over prefill_links.py
+    router --Embed-----> embedding_jobs.py
+    worker --Prefill---> prefill_jobs.py: computes a prompt for that worker, over decode_links.py
+
+Messages about prefill jobs pass over the KV links, in the engine's thread. All others come over the
+control channel, in the event loop, which also opens the links.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from pagewire.shared.control.protocol import ControlMessage
+from pagewire.shared.control.protocol import (
+    Cancel,
+    ControlMessage,
+    Embed,
+    Generate,
+    KvHello,
+    PrefillSoon,
+)
 from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.worker.decode_links import DecodeLinks
+from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
+from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.prefill_jobs import PrefillJobs
+from pagewire.shared.worker.prefill_links import PrefillLinks
+from pagewire.shared.worker.router_requests import RouterRequests
+
+logger = logging.getLogger(__name__)
 
 
-class Service(Protocol):
-    """A worker's part that depends on its role. Calls come from the event loop unless noted."""
+@dataclass(slots=True, eq=False)
+class WorkerService:
+    """Passes messages and outputs on to their parts. Calls come from the event loop unless noted.
+
+    Args:
+        engine: this worker's engine.
+        requests: requests of routers.
+        embeddings: embeddings for routers.
+        prefill_links: the links to workers that compute prompts for this one.
+        decode_links: the links to workers for which this one computes prompts.
+        jobs: the prompts of these workers.
+    """
+
+    engine: EngineHandle
+    requests: RouterRequests
+    embeddings: EmbeddingJobs
+    prefill_links: PrefillLinks
+    decode_links: DecodeLinks
+    jobs: PrefillJobs
+    _take_soon: Callable[[StepOutputs], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._take_soon = self.engine.in_loop(self._take)
 
     @property
     def num_active(self) -> int:
-        """Number of requests or jobs that draining waits for."""
-        ...
+        """Number of requests and jobs that draining waits for."""
+        return len(self.requests) + len(self.embeddings) + len(self.jobs)
 
     def start(self) -> None:
-        """Begin background work."""
-        ...
+        """Begin to open links."""
+        self.prefill_links.start()
 
-    async def close(self) -> None:
-        """End background work."""
-        ...
+    def close(self) -> None:
+        """Close the links that this worker has opened, and open no others."""
+        self.prefill_links.close()
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Handle a peer's message."""
-        ...
+        """Handle a message of a router or of another worker."""
+        match message:
+            case Generate():
+                self.requests.start(peer_id, message)
+            case Embed():
+                self.embeddings.start(peer_id, message)
+            case Cancel():
+                if not self.requests.cancel(peer_id, message.request_id):
+                    self.embeddings.cancel(peer_id, message.request_id)
+            case KvHello():
+                self.decode_links.open(peer_id, message)
+            case PrefillSoon():
+                self.engine.thread.expect_work()
+            case _:
+                logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
 
     def on_peer_lost(self, peer_id: str) -> None:
-        """Free what a peer owned."""
-        ...
+        """Free what a peer owned: a router's requests, or another worker's link and its jobs."""
+        self.requests.on_peer_lost(peer_id)
+        self.embeddings.on_peer_lost(peer_id)
+        self.decode_links.close(peer_id)
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return who has a sequence of the engine computed. May be called in any thread.
@@ -40,9 +101,17 @@ class Service(Protocol):
             Connections, and what each calls its request or job; several if a sequence's prompt is
             computed for several requests.
         """
-        ...
+        if (link := self.jobs.link_of(engine_id)) is not None:
+            peer_id = self.decode_links.connection_of(link)
+            return [] if peer_id is None else [(peer_id, engine_id)]
+        return self.requests.owners_of(engine_id) or self.embeddings.owners_of(engine_id)
 
-    @property
-    def on_outputs(self) -> Callable[[StepOutputs], None]:
-        """Called with a step's outputs, in the engine's thread, which waits for it."""
-        ...
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        """Report the outputs of jobs, and pass on the others. Runs in the engine's thread."""
+        others = [output for output in outputs.others if not self.jobs.take(output)]
+        if others or outputs.request_ids:
+            self._take_soon(StepOutputs(outputs.request_ids, outputs.token_ids, others))
+
+    def _take(self, outputs: StepOutputs) -> None:
+        for output in self.requests.take(outputs):
+            self.embeddings.take(output)

@@ -97,11 +97,12 @@ async def connected(
     lease_s: float = 5.0,
     heartbeat_s: float = 0.1,
     handler: Callable[[ControlMessage], None] | None = None,
+    keys: ClusterKeys = KEYS,
 ) -> AsyncIterator[Client]:
     client = Client(handler=handler)
     client.control = ControlClient(
         endpoint,
-        KEYS,
+        keys,
         make_client_id(name),
         client.on_message,
         client.lost.append,

@@ -30,8 +30,7 @@ from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.control import KEYS, Client, Server, connected, serving
 from pagewire.tests.support.kv_router import Router, router_of
 from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
+    Worker,
     decode_worker,
     prefill_record,
     prefill_worker,
@@ -183,7 +182,7 @@ def kv_link_by_hand(offered: KvHello, carrier: str = "zmq") -> Iterator[KvLinkBy
 class DecodeByHand:
     """A decode worker's control connection to a prefill worker."""
 
-    worker: PrefillWorker
+    worker: Worker
     connection: Client
 
     def refusals(self) -> list[KvRefusal]:
@@ -207,7 +206,7 @@ class DecodeByHand:
 
 
 @asynccontextmanager
-async def decode_by_hand(worker: PrefillWorker) -> AsyncIterator[DecodeByHand]:
+async def decode_by_hand(worker: Worker) -> AsyncIterator[DecodeByHand]:
     """Connect to a prefill worker's control server."""
     async with connected(worker.endpoint, "decode", 10, 0.05) as connection:
         yield DecodeByHand(worker, connection)
@@ -226,8 +225,8 @@ class FailingJob:
     """
 
     link: KvLinkByHand
-    other: PrefillWorker
-    decode: DecodeWorker
+    other: Worker
+    decode: Worker
     router: Router
     job: str
 

@@ -26,7 +26,7 @@ from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.control import connected
 from pagewire.tests.support.fake_device import VOCAB, next_token
-from pagewire.tests.support.kv_services import Worker
+from pagewire.tests.support.kv_services import PrefillProcess, Worker
 
 SEED = 3
 MAX_TOKENS = 4
@@ -164,7 +164,7 @@ class Router:
 
 
 @asynccontextmanager
-async def router_of(worker: Worker) -> AsyncIterator[Router]:
+async def router_of(worker: Worker | PrefillProcess) -> AsyncIterator[Router]:
     """Connect a router to a worker."""
     router, times = Router(), worker.times
     async with connected(

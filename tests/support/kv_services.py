@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,16 +18,10 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-from pagewire.services.decode.prefill_links import PrefillLinks
-from pagewire.services.decode.remote_jobs import RemoteJobs
-from pagewire.services.decode.service import DecodeService
-from pagewire.services.prefill.decode_links import DecodeLinks
-from pagewire.services.prefill.jobs import PrefillJobs
-from pagewire.services.prefill.service import PrefillService
 from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ControlServer
-from pagewire.shared.control.protocol import ControlMessage
+from pagewire.shared.control.protocol import ControlMessage, Role
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
@@ -38,11 +31,18 @@ from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.transfer.job_messages import JobRequest
+from pagewire.shared.worker.decode_links import DecodeLinks
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv_metrics import KvCollector
+from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.shared.worker.metrics import local_prefill_counter
+from pagewire.shared.worker.prefill_jobs import PrefillJobs
+from pagewire.shared.worker.prefill_links import PrefillLinks
+from pagewire.shared.worker.remote_jobs import RemoteJobs
+from pagewire.shared.worker.router_requests import RouterRequests
+from pagewire.shared.worker.service import WorkerService
 from pagewire.shared.worker.tasks import TaskSet
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.child_process import Child, child_process, run_in_loop
@@ -66,6 +66,7 @@ class Times:
 
 
 USUAL_TIMES = Times()
+PROCESS_TIMES = Times(lease_s=1.0)
 
 
 class CountingThread(EngineThread):
@@ -78,11 +79,14 @@ class CountingThread(EngineThread):
         super().submit(command, admitted=admitted)
 
 
-@dataclass(eq=False)
-class Worker(ABC):
-    """What workers of both roles have.
+@dataclass(eq=False, repr=False)
+class Worker:
+    """A worker of either role.
 
     Attributes:
+        role: what it prefers to do.
+        records: records of the workers that it keeps a link to.
+        crashes: how workers crashed, by id and epoch.
         service: takes the worker's messages and outputs.
         is_draining: whether it drains, as after SIGTERM.
         received: messages, each with the connection or peer that it came from.
@@ -90,12 +94,15 @@ class Worker(ABC):
         handed_over: number of calls given to the engine's thread, and by it to the event loop.
     """
 
+    role: Role
     identity: WorkerIdentity
     side: Side
     times: Times = USUAL_TIMES
     model_identity: ModelIdentity = IDENTITY
     layout: KvLayout = LAYOUT
-    service: PrefillService | DecodeService = field(init=False)
+    records: list[WorkerRecord] = field(default_factory=list)
+    crashes: dict[tuple[str, int], CrashReport] = field(default_factory=dict)
+    service: WorkerService = field(init=False)
     endpoint: str = ""
     is_draining: bool = False
     must_be_idle: bool = True
@@ -122,6 +129,7 @@ class Worker(ABC):
             in_loop=self.in_loop,
         )
         side.open(watch=thread.watch, unwatch=thread.unwatch)
+        self.sender, self.receiver = side.sender, side.receiver
         self.server = ControlServer(
             HOST,
             0,
@@ -133,6 +141,55 @@ class Worker(ABC):
             heartbeat_s=self.times.heartbeat_s,
             lease_s=self.times.lease_s,
         )
+        self.service = self._make_service()
+        self.links = self.service.prefill_links
+        take = self.sender.on_job_request
+
+        def keep_and_take(link: SenderLink, message: JobRequest) -> None:
+            self.received.append((link.peer, message))
+            take(link, message)
+
+        self.sender.on_job_request = keep_and_take
+
+    def _make_service(self) -> WorkerService:
+        engine, post, times = self.engine, self.server.post, self.times
+        loads = LoadReports(self.role, self.identity.epoch, engine.thread)
+        links = PrefillLinks(
+            self.identity,
+            engine,
+            self.receiver,
+            lambda: self.records,
+            KEYS,
+            self.tasks,
+            heartbeat_s=times.heartbeat_s,
+            lease_s=times.lease_s,
+            timeout_s=times.transfer_s,
+            find_crash=self.find_crash,
+        )
+        remote_jobs = RemoteJobs(
+            engine,
+            self.receiver,
+            self.prefill_counter,
+            times.prefill_s,
+            engine.in_loop(links.look_up_crash),
+        )
+        counter = self.prefill_counter
+        return WorkerService(
+            engine,
+            RouterRequests(engine, remote_jobs, post, self.drains, counter, loads.recent),
+            EmbeddingJobs(engine, post, self.drains),
+            links,
+            DecodeLinks(engine, self.sender, post, self.tasks, times.transfer_s),
+            PrefillJobs(engine, self.sender, self.drains, loads.current),
+        )
+
+    def drains(self) -> bool:
+        """Whether new work is refused."""
+        return self.is_draining
+
+    async def find_crash(self, worker_id: str, epoch: int) -> CrashReport | None:
+        """Return how a run of a worker crashed, if it did."""
+        return self.crashes.get((worker_id, epoch))
 
     def in_loop(self, callback: Callable[..., None]) -> Callable[..., None]:
         """Return a function that calls `callback` in the event loop, as a worker's runtime does."""
@@ -185,6 +242,35 @@ class Worker(ABC):
         """Return the value of a sample of the metrics; None if it is not there."""
         return self.registry.get_sample_value(f"pagewire_{name}", labels)
 
+    def local_prefills(self, reason: str) -> float | None:
+        """Return the number of prompts that were computed here for a reason."""
+        return self.metric("local_prefills_total", reason=reason)
+
+    def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
+        """Whether there is a usable link from this epoch of a worker."""
+        return self.links.open_epochs.get(worker_id) == epoch
+
+    @property
+    def tested_links(self) -> list[ReceiverLink]:
+        """The usable links from other workers."""
+        return [link for link in list(self.receiver.links) if link.is_tested]
+
+    async def link_to(self, *workers: Worker, timeout: float = 20.0) -> None:
+        """Have these workers, and no others, compute prompts; wait for the links."""
+        self.records = [worker.record() for worker in workers]
+        names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]
+        await eventually(lambda: all(self.is_linked(*name) for name in names), timeout)
+
+    def record(self, **changes: Any) -> WorkerRecord:
+        """Return this worker's record."""
+        own = {
+            "role": self.role,
+            "worker_id": self.identity.worker_id,
+            "epoch": self.identity.epoch,
+            "endpoint": self.endpoint,
+        }
+        return prefill_record(**(own | changes))
+
     async def stop_engine(self) -> None:
         """End the engine's thread."""
         assert await asyncio.to_thread(self.engine.thread.stop, 5.0)
@@ -194,23 +280,11 @@ class Worker(ABC):
         if self.must_be_idle:
             await eventually(self.is_idle)
 
-    @property
-    def has_free_slots(self) -> bool:
-        """Whether nobody may use a staging slot."""
-        return self.side.slots.count(StagingSlotState.FREE) == self.staging.num_slots
-
-    @abstractmethod
     def is_idle(self) -> bool:
         """Whether nothing is held, and no link is open."""
-
-    def record(self, **changes: Any) -> WorkerRecord:
-        """Return a prefill worker's record with this worker's identity and endpoint."""
-        identity = {"worker_id": self.identity.worker_id, "epoch": self.identity.epoch}
-        return prefill_record(**(identity | {"endpoint": self.endpoint} | changes))
-
-    def embeddings(self) -> EmbeddingJobs:
-        """Return the part that computes embeddings for routers."""
-        return EmbeddingJobs(self.engine, self.server.post, lambda: self.is_draining)
+        num_links = len(self.sender.links) + len(self.receiver.links)
+        is_free = self.side.slots.count(StagingSlotState.FREE) == self.staging.num_slots
+        return is_free and not (num_links or self.used_blocks or self.service.num_active)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -224,71 +298,10 @@ class Worker(ABC):
             stack.push_async_callback(self.stop_engine)
             stack.push_async_callback(self.become_idle)
             stack.push_async_callback(self.tasks.close)
-            stack.push_async_callback(self.service.close)
+            stack.callback(self.service.close)
             self.service.start()
             yield
         self.core.scheduler.check_integrity()
-
-
-@dataclass(eq=False)
-class PrefillWorker(Worker):
-    """A prefill worker."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.sender = self.side.sender
-
-    def is_idle(self) -> bool:
-        """Whether nothing is held, and no link is open."""
-        sender = self.sender
-        is_free = self.has_free_slots and not self.used_blocks
-        return is_free and not (sender.num_jobs or len(sender.links) or self.service.num_active)
-
-
-@dataclass(eq=False)
-class DecodeWorker(Worker):
-    """A decode worker.
-
-    Attributes:
-        records: records of the prefill workers that it knows.
-        crashes: how prefill workers crashed, by id and epoch.
-    """
-
-    links: PrefillLinks = field(init=False)
-    records: list[WorkerRecord] = field(default_factory=list)
-    crashes: dict[tuple[str, int], CrashReport] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.receiver = self.side.receiver
-
-    async def find_crash(self, worker_id: str, epoch: int) -> CrashReport | None:
-        """Return how a run of a prefill worker crashed, if it did."""
-        return self.crashes.get((worker_id, epoch))
-
-    def is_linked(self, worker_id: str = "prefill-0", epoch: int = 1) -> bool:
-        """Whether there is a usable link to this epoch of a worker."""
-        return self.links.open_epochs.get(worker_id) == epoch
-
-    @property
-    def tested_links(self) -> list[ReceiverLink]:
-        return [link for link in list(self.receiver.links) if link.is_tested]
-
-    async def link_to(self, *workers: PrefillWorker, timeout: float = 20.0) -> None:
-        """Set these prefill workers as the known ones, and wait for the links."""
-        self.records = [worker.record() for worker in workers]
-        names = [(worker.identity.worker_id, worker.identity.epoch) for worker in workers]
-        await eventually(lambda: all(self.is_linked(*name) for name in names), timeout)
-
-    def local_prefills(self, reason: str) -> float | None:
-        """Return the number of prompts that were computed here for a reason."""
-        return self.metric("local_prefills_total", reason=reason)
-
-    def is_idle(self) -> bool:
-        """Whether nothing is held, and no link is open."""
-        receiver = self.receiver
-        is_free = self.has_free_slots
-        return is_free and not (self.used_blocks or len(receiver.links) or self.service.num_active)
 
 
 def prefill_record(**fields: Any) -> WorkerRecord:
@@ -305,21 +318,10 @@ async def prefill_worker(
     carriers: tuple[str, ...] = ("zmq",),
     times: Times = USUAL_TIMES,
     **engine: Any,
-) -> AsyncIterator[PrefillWorker]:
-    """Run a prefill worker."""
+) -> AsyncIterator[Worker]:
+    """Run a worker that prefers to compute prompts."""
     side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
-    worker = PrefillWorker(WorkerIdentity(worker_id, epoch), side, times)
-    sender, post = worker.sender, worker.server.post
-    links = DecodeLinks(worker.engine, sender, post, worker.tasks, times.transfer_s)
-    jobs = PrefillJobs(epoch, worker.engine, sender, lambda: worker.is_draining)
-    worker.service = PrefillService(worker.engine.thread, links, jobs, worker.embeddings())
-    take = sender.on_job_request
-
-    def keep_and_take(link: SenderLink, message: JobRequest) -> None:
-        worker.received.append((link.peer, message))
-        take(link, message)
-
-    sender.on_job_request = keep_and_take
+    worker = Worker("prefill", WorkerIdentity(worker_id, epoch), side, times)
     async with worker.running():
         yield worker
 
@@ -334,39 +336,11 @@ async def decode_worker(
     layout: KvLayout = LAYOUT,
     times: Times = USUAL_TIMES,
     **engine: Any,
-) -> AsyncIterator[DecodeWorker]:
-    """Run a decode worker, which knows no prefill worker yet."""
+) -> AsyncIterator[Worker]:
+    """Run a worker that prefers to decode, and has no link yet."""
     side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
-    worker = DecodeWorker(WorkerIdentity(worker_id, 1), side, times, model_identity, layout)
-    worker.links = PrefillLinks(
-        worker.identity,
-        worker.engine,
-        worker.receiver,
-        lambda: worker.records,
-        KEYS,
-        worker.tasks,
-        heartbeat_s=times.heartbeat_s,
-        lease_s=times.lease_s,
-        timeout_s=times.transfer_s,
-        find_crash=worker.find_crash,
-    )
-    jobs = RemoteJobs(
-        worker.engine,
-        worker.receiver,
-        worker.prefill_counter,
-        times.prefill_s,
-        worker.engine.in_loop(worker.links.look_up_crash),
-    )
-    worker.service = DecodeService(
-        worker.identity.epoch,
-        worker.engine,
-        worker.links,
-        jobs,
-        worker.embeddings(),
-        worker.server.post,
-        lambda: worker.is_draining,
-        worker.prefill_counter,
-    )
+    identity = WorkerIdentity(worker_id, 1)
+    worker = Worker("decode", identity, side, times, model_identity, layout)
     async with worker.running():
         yield worker
 
@@ -376,11 +350,17 @@ class PrefillProcess:
 
     def __init__(self, child: Child, worker_id: str, epoch: int) -> None:
         self._child, self.epoch, self.signal = child, epoch, child.signal
-        self._fields = {"worker_id": worker_id, "epoch": epoch, "endpoint": child.receive()}
+        self.times, self.endpoint = PROCESS_TIMES, child.receive()
+        self._fields = {"worker_id": worker_id, "epoch": epoch, "endpoint": self.endpoint}
 
     def record(self) -> WorkerRecord:
         """Return the worker's record."""
         return prefill_record(**self._fields)
+
+    def link_to(self, *workers: Worker) -> None:
+        """Have these workers, and no others, compute prompts for this one."""
+        self._child.pipe.send([worker.record() for worker in workers])
+        self._child.receive()
 
     def hold(self, **flags: bool) -> None:
         """Set flags of the fake device: `has_run`, `has_moved`."""
@@ -396,10 +376,13 @@ def prefill_process(worker_id: str = "prefill-0", epoch: int = 1) -> Iterator[Pr
 
 
 async def _serve_prefill(pipe: Connection, worker_id: str, epoch: int) -> None:
-    async with prefill_worker(worker_id, epoch, times=Times(lease_s=1.0)) as worker:
+    async with prefill_worker(worker_id, epoch, times=PROCESS_TIMES) as worker:
         pipe.send(worker.endpoint)
         while True:
-            flags: dict[str, bool] = await asyncio.to_thread(pipe.recv)
-            for name, value in flags.items():
-                setattr(worker.device, name, value)
+            order: dict[str, bool] | list[WorkerRecord] = await asyncio.to_thread(pipe.recv)
+            if isinstance(order, list):
+                worker.records = order
+            else:
+                for name, value in order.items():
+                    setattr(worker.device, name, value)
             pipe.send(None)

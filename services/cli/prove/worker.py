@@ -24,9 +24,10 @@ from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.transfer.carriers.base import Carrier, LinkSocket, Outbound, Pending
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.messages import TEST_JOB, Segment
+from pagewire.shared.worker.compose import make_service
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.shared.worker.service import Service
+from pagewire.shared.worker.service import WorkerService
 
 SIGN_BYTE = 3  # of each 4: it has the sign and most of the exponent of a float of 2 or 4 bytes
 
@@ -77,10 +78,8 @@ class _DisturbedCarrier:
         return self._disturbed(self._carrier.outbound(link, offer, socket))
 
 
-def make_disturbed(runtime: WorkerRuntime, orders: Orders) -> Service:
+def make_disturbed(runtime: WorkerRuntime, orders: Orders) -> WorkerService:
     """Compose the prefill service of a worker that carries out orders."""
-    from pagewire.services.prefill.main import make_service
-
     service, sender = make_service(runtime), runtime.kv.sender
     sender.carriers = {
         name: cast(Carrier, _DisturbedCarrier(carrier, sender, orders, runtime.worker_id))

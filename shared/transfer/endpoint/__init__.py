@@ -22,9 +22,9 @@ what:
 - `receiver.py` activates a sequence when all of its blocks have arrived. If a request ends during a
   transfer, it keeps the blocks pinned until nothing is written to them any more.
 
-`services/decode/prefill_links.py` opens links, also again after a loss. The messages of prefill
+`shared/worker/prefill_links.py` opens links, also again after a loss. The messages of prefill
 jobs use the same links (`shared/transfer/job_messages.py`); the services handle them
-(`services/decode/remote_jobs.py`, `services/prefill/jobs.py`).
+(`shared/worker/remote_jobs.py`, `shared/worker/prefill_jobs.py`).
 
 May import: `shared.kv`, `shared.transfer.carriers`, `shared.engine`, `shared.control`, `base`,
 `settings`, `request`.

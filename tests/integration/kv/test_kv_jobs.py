@@ -22,7 +22,7 @@ from pagewire.shared.transfer.job_messages import (
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import kv_link_by_hand, prefill_by_hand
 from pagewire.tests.support.kv_router import prompt_of, router_of
-from pagewire.tests.support.kv_services import DecodeWorker, Times, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import Times, Worker, decode_worker, prefill_worker
 from pagewire.tests.support.kv_sides import BLOCK_SIZE
 
 REASONS = ("short", "no_worker", "no_link", "failed")
@@ -232,7 +232,7 @@ def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
     run_async(scenario())
 
 
-async def report_of(d: DecodeWorker, ticket: Prefill) -> list[JobReport]:
+async def report_of(d: Worker, ticket: Prefill) -> list[JobReport]:
     """Send a ticket over the only link; returns what comes of it, which nobody else gets."""
     reports: list[JobReport] = []
 

@@ -8,14 +8,14 @@ from pagewire.shared.transfer.job_messages import Prefill
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_by_hand import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import DecodeWorker, decode_worker, prefill_worker
+from pagewire.tests.support.kv_services import Worker, decode_worker, prefill_worker
 
 LONG = prompt_of(38)
 OTHERS = ("s", "t", "u")
 ALL = ("r", *OTHERS)
 
 
-def received_bytes(worker: DecodeWorker) -> int:
+def received_bytes(worker: Worker) -> int:
     return sum(worker.receiver.stats.bytes.values())
 
 

@@ -17,9 +17,8 @@ from pagewire.tests.support.kv_by_hand import (
 )
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
     Times,
+    Worker,
     decode_worker,
     prefill_worker,
 )
@@ -84,7 +83,7 @@ async def stalling_relay(endpoint: str) -> AsyncIterator[StallingRelay]:
 
 @asynccontextmanager
 async def linked_by_hand(
-    d: DecodeWorker, p: PrefillByHand, *others: PrefillWorker
+    d: Worker, p: PrefillByHand, *others: Worker
 ) -> AsyncIterator[KvLinkByHand]:
     """Link a decode worker to a worker that the test plays, and to real ones."""
     d.records = [p.record(), *(other.record() for other in others)]

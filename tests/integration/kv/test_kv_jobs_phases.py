@@ -16,9 +16,8 @@ from pagewire.tests.support.aio import eventually, run_async, wait_until
 from pagewire.tests.support.kv_by_hand import failing_job
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
     Times,
+    Worker,
     decode_worker,
     prefill_worker,
 )
@@ -31,21 +30,21 @@ LONG = prompt_of(40)  # five segments
 Release = Callable[[], None]
 
 
-async def computing(p: PrefillWorker, _d: DecodeWorker, router: Router) -> Release:
+async def computing(p: Worker, _d: Worker, router: Router) -> Release:
     p.device.has_run = False
     router.generate(prompt=LONG)
     await eventually(lambda: p.device.batches)
     return lambda: setattr(p.device, "has_run", True)
 
 
-async def packing(p: PrefillWorker, _d: DecodeWorker, router: Router) -> Release:
+async def packing(p: Worker, _d: Worker, router: Router) -> Release:
     p.device.has_moved = False
     router.generate(prompt=LONG)
     await router.first_token()
     return lambda: setattr(p.device, "has_moved", True)
 
 
-async def unpacking(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Release:
+async def unpacking(_p: Worker, d: Worker, router: Router) -> Release:
     d.device.has_moved = False
     router.generate(prompt=LONG)
     await router.first_token()
@@ -53,7 +52,7 @@ async def unpacking(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Relea
     return lambda: setattr(d.device, "has_moved", True)
 
 
-async def decoding(_p: PrefillWorker, d: DecodeWorker, router: Router) -> Release:
+async def decoding(_p: Worker, d: Worker, router: Router) -> Release:
     d.device.has_run = False
     router.generate(prompt=LONG)
     await eventually(lambda: d.device.num_decode_rows)

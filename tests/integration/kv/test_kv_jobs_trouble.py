@@ -14,9 +14,8 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
 from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
     Times,
+    Worker,
     decode_worker,
     prefill_worker,
 )
@@ -26,7 +25,7 @@ TROUBLE = 0.3  # of the requests
 TIMES = Times(prefill_s=0.4, transfer_s=2.0, lease_s=3.0)
 
 
-def close_links(p: PrefillWorker, _d: DecodeWorker, _seconds: float) -> None:
+def close_links(p: Worker, _d: Worker, _seconds: float) -> None:
     def close(_core: EngineCore) -> None:
         for link in list(p.sender.links):
             p.sender.close(link)
@@ -34,11 +33,11 @@ def close_links(p: PrefillWorker, _d: DecodeWorker, _seconds: float) -> None:
     p.engine.submit(close)
 
 
-def drain_or_return(p: PrefillWorker, _d: DecodeWorker, _seconds: float) -> None:
+def drain_or_return(p: Worker, _d: Worker, _seconds: float) -> None:
     p.is_draining = not p.is_draining
 
 
-def hold_up(p: PrefillWorker, _d: DecodeWorker, seconds: float) -> None:
+def hold_up(p: Worker, _d: Worker, seconds: float) -> None:
     p.engine.submit(lambda _core: time.sleep(seconds))
 
 
@@ -47,20 +46,20 @@ def hold_moves(device: FakeDevice, seconds: float) -> None:
     asyncio.get_running_loop().call_later(seconds, setattr, device, "has_moved", True)
 
 
-def pack_later(p: PrefillWorker, _d: DecodeWorker, seconds: float) -> None:
+def pack_later(p: Worker, _d: Worker, seconds: float) -> None:
     hold_moves(p.device, seconds)
 
 
-def unpack_later(_p: PrefillWorker, d: DecodeWorker, seconds: float) -> None:
+def unpack_later(_p: Worker, d: Worker, seconds: float) -> None:
     hold_moves(d.device, seconds / 2)
 
 
-def fail_a_step(p: PrefillWorker, _d: DecodeWorker, _seconds: float) -> None:
+def fail_a_step(p: Worker, _d: Worker, _seconds: float) -> None:
     p.device.fail_execute = RuntimeError("a step fails")
 
 
 EVENTS = [close_links, drain_or_return, hold_up, pack_later, unpack_later, fail_a_step]
-Event = Callable[[PrefillWorker, DecodeWorker, float], None]
+Event = Callable[[Worker, Worker, float], None]
 
 
 def ask(router: Router, rng: random.Random, name: str) -> list[str]:

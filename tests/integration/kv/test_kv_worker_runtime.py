@@ -11,15 +11,16 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.decode.main import make_service as make_decode_service
-from pagewire.services.prefill.main import make_service as make_prefill_service
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
-from pagewire.shared.control.protocol import KvHello, Role
+from pagewire.shared.control.protocol import Generate, KvHello, Role, TokenBatch, TokenOutput
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.worker import compose
+from pagewire.shared.worker.compose import make_service
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.control import raw_peer
+from pagewire.tests.support.control import connected, raw_peer
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
 from pagewire.tests.support.redis_server import RedisServer
 
@@ -35,18 +36,16 @@ def samples(name: str, label: str, values: str, **labels: str) -> set[Sample]:
     }
 
 
-OF_PREFILL = (
+OF_ALL = (
     samples("transfer_segments", "outcome", "ok corrupt dropped lost", direction="sent")
-    | samples("link_faults", "kind", "lost")
+    | samples("transfer_segments", "outcome", "ok corrupt dropped", direction="received")
+    | samples("link_faults", "kind", "lost malformed stray denied")
     | {("pagewire_kv_transfer_resends_total", frozenset())}
+    | {
+        ("pagewire_local_prefills_total", frozenset({("reason", reason)}))
+        for reason in ("short", "no_worker", "no_link", "failed")
+    }
 )
-OF_DECODE = samples(
-    "transfer_segments", "outcome", "ok corrupt dropped", direction="received"
-) | samples("link_faults", "kind", "lost malformed denied")
-LOCAL = {
-    ("pagewire_local_prefills_total", frozenset({("reason", reason)}))
-    for reason in ("short", "no_worker", "no_link", "failed")
-}
 
 
 async def page(http: httpx.AsyncClient, url: str) -> dict[Sample, float]:
@@ -76,8 +75,7 @@ async def worker(redis: RedisServer, role: Role) -> AsyncIterator[WorkerRuntime]
         "lease_s": 5.0,
     }
     runtime = WorkerRuntime(load_settings(WorkerSettings, fields), role)
-    make = make_prefill_service if role == "prefill" else make_decode_service
-    life = asyncio.create_task(runtime.run(make))
+    life = asyncio.create_task(runtime.run(make_service))
     try:
         yield runtime
     finally:
@@ -108,9 +106,8 @@ def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(
             prefill = await record_of(router, "prefill-0")
             sent = await page(http, prefill.metrics_endpoint)
             received = await page(http, decode.metrics_endpoint)
-            assert {each: sent.get(each) for each in OF_PREFILL} == dict.fromkeys(OF_PREFILL, 0)
-            wanted = OF_DECODE | LOCAL
-            assert {each: received.get(each) for each in wanted} == dict.fromkeys(wanted, 0)
+            for shown in (sent, received):
+                assert {each: shown.get(each) for each in OF_ALL} == dict.fromkeys(OF_ALL, 0)
 
             directory = router.service.members.directory
             await eventually(lambda: directory.get("prefill-0").links, timeout=20)
@@ -134,6 +131,73 @@ def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(
                 labels = {"direction": direction, "transport": "zmq", "peer": peer}
                 assert value(shown, "transfer_bytes_total", **labels)
                 assert value(shown, "links") == 1
+
+    run_async(scenario(), timeout=60)
+
+
+async def tokens_from(
+    record: WorkerRecord, first: int, *helpers: str
+) -> tuple[list[int], str | None]:
+    """Have a worker answer a prompt; returns the tokens, and which helper computed the prompt.
+
+    Args:
+        record: of the worker.
+        first: the prompt's first token; prompts with different ones share no cached block.
+        helpers: ids of workers that may compute the prompt.
+    """
+    message = Generate(
+        request_id="r",
+        prompt_token_ids=list(range(first, first + 70)),
+        spec=RequestSpec(max_tokens=8, temperature=1.0, seed=5, ignore_eos=True),
+        prefill_workers=list(helpers),
+    )
+    async with connected(record.endpoint, "router", keys=KEYS) as router:
+        assert router.control is not None
+        router.control.post(message)
+
+        def outputs() -> list[TokenOutput]:
+            batches = [each for each in router.received if isinstance(each, TokenBatch)]
+            return [output for batch in batches for output in batch.outputs]
+
+        await eventually(lambda: any(each.finish_reason for each in outputs()), timeout=20)
+        tokens = [token for each in outputs() for token in each.token_ids]
+        return tokens, outputs()[0].prefill_worker
+
+
+def test_each_worker_answers_and_computes_prompts_whatever_it_prefers(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links both ways, which there are not by default, need no more than another rule."""
+    monkeypatch.setattr(compose, "offers_link", lambda own, other: own != other)
+
+    async def scenario() -> None:
+        async with (
+            live_router(redis_server.url) as router,
+            worker(redis_server, "prefill") as prefill,
+            worker(redis_server, "decode") as decode,
+        ):
+            records = {name: await record_of(router, f"{name}-0") for name in ("prefill", "decode")}
+            for side in (prefill, decode):
+                await eventually(lambda: side.kv.sender.links, timeout=20)  # noqa: B023
+                await eventually(lambda: [k for k in side.kv.receiver.links if k.is_tested])  # noqa: B023
+            prefers_prefill, prefers_decode = records["prefill"], records["decode"]
+            tokens, helper = await tokens_from(prefers_prefill, 5)
+            assert (len(tokens), helper) == (8, None)
+            assert await tokens_from(prefers_decode, 5) == (tokens, None)
+            tokens, helper = await tokens_from(prefers_prefill, 105, "decode-0")
+            assert (await tokens_from(prefers_decode, 105), helper) == ((tokens, None), "decode-0")
+            tokens, helper = await tokens_from(prefers_decode, 205, "prefill-0")
+            assert (await tokens_from(prefers_prefill, 205), helper) == (
+                (tokens, None),
+                "prefill-0",
+            )
+
+            def links() -> dict[str, list[str]]:
+                services = router.service.describe_cluster()["services"]
+                return {each["id"]: [link["peer"] for link in each["links"]] for each in services}
+
+            both_ways = {"prefill-0": ["decode-0"], "decode-0": ["prefill-0"]}
+            await eventually(lambda: links() == both_ways, timeout=20)
 
     run_async(scenario(), timeout=60)
 

@@ -182,7 +182,7 @@ def test_workers_lines_about_a_request_have_its_id(caplog, workers):
     async def scenario() -> None:
         async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
             await d.link_to(p)
-            caplog.set_level(logging.DEBUG, "pagewire.services")
+            caplog.set_level(logging.DEBUG, "pagewire.shared.worker")
             message = Generate(
                 request_id="r",
                 prompt_token_ids=prompt_of(9),
@@ -193,8 +193,9 @@ def test_workers_lines_about_a_request_have_its_id(caplog, workers):
             await eventually(lambda: any(o.finish_reason for o in router.outputs["r"]))
             assert len(p.taken(Prefill)) == len(workers)
         named = [record for record in caplog.records if getattr(record, "request_id", 0) == "req-1"]
-        services = {record.name.split(".")[2] for record in named}
-        assert services == ({"decode", "prefill"} if workers else {"decode"})
+        files = {record.name.split(".")[3] for record in named}
+        of_jobs = {"remote_jobs", "prefill_jobs"} if workers else set()
+        assert files == {"router_requests"} | of_jobs
 
     run_async(scenario())
 

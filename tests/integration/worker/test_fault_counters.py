@@ -12,11 +12,11 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagewire.services.decode.main import make_service
 from pagewire.shared.cluster.redis_client import cluster_tag
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.worker.compose import make_service
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.control import raw_peer

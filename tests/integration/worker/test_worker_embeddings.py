@@ -17,15 +17,9 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_device import VOCAB, pooled_prompt
 from pagewire.tests.support.kv_router import Router, prompt_of, router_of
-from pagewire.tests.support.kv_services import (
-    DecodeWorker,
-    PrefillWorker,
-    decode_worker,
-    prefill_worker,
-)
+from pagewire.tests.support.kv_services import Worker, decode_worker, prefill_worker
 
 LONG = prompt_of(40)  # three chunks
-Worker = PrefillWorker | DecodeWorker
 Scenario = Callable[[Worker, Router], Awaitable[None]]
 Run = Callable[[Scenario], None]
 

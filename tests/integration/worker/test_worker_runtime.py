@@ -63,7 +63,7 @@ class BusyService:
     def start(self) -> None:
         asyncio.get_running_loop().call_later(0.2, self._trouble, self.runtime)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
@@ -74,6 +74,11 @@ class BusyService:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         pass
+
+
+def busy(trouble: Callable[[WorkerRuntime], None]) -> Callable[[WorkerRuntime], Any]:
+    """Return what makes a `BusyService`."""
+    return lambda runtime: BusyService(runtime, trouble)
 
 
 def die(runtime: WorkerRuntime) -> None:
@@ -131,7 +136,7 @@ def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) ->
         settings = settings_at(redis_server, staging_slot_bytes=100)
         runtime = WorkerRuntime(settings, "prefill")
         with pytest.raises(ConfigError, match="PAGEWIRE_STAGING_SLOT_BYTES"):
-            await runtime.run(lambda runtime: BusyService(runtime, die))
+            await runtime.run(busy(die))
 
     run_async(scenario())
 
@@ -139,7 +144,7 @@ def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) ->
 def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         runtime = WorkerRuntime(settings_at(redis_server), "prefill")
-        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+        assert await runtime.run(busy(die)) == 1
         assert runtime.is_draining
 
     run_async(scenario())
@@ -159,7 +164,7 @@ def test_a_worker_whose_engine_hangs_ends_to_be_started_again(
     async def scenario() -> None:
         runtime = WorkerRuntime(settings_at(redis_server, step_timeout_s=0.5), "prefill")
         try:
-            code = await runtime.run(lambda runtime: BusyService(runtime, hang))
+            code = await runtime.run(busy(hang))
         finally:
             go_on.set()
         assert code == (0 if is_draining else 1)
@@ -178,7 +183,7 @@ def test_an_engine_that_dies_ends_the_draining(redis_server: RedisServer) -> Non
 
     async def scenario() -> None:
         runtime = WorkerRuntime(settings_at(redis_server), "prefill")
-        assert await runtime.run(lambda runtime: BusyService(runtime, terminate)) == 0
+        assert await runtime.run(busy(terminate)) == 0
 
     run_async(scenario())
 
@@ -205,7 +210,7 @@ def test_background_tasks_end_before_a_slow_engine(
     async def scenario() -> None:
         monkeypatch.setattr(EngineThread, "stop", slow_stop)
         runtime = WorkerRuntime(settings_at(redis_server, drain_timeout_s=0.1), "prefill")
-        assert await runtime.run(lambda runtime: BusyService(runtime, end)) == 0
+        assert await runtime.run(busy(end)) == 0
 
     run_async(scenario())
     assert len(beats) > 1
@@ -231,7 +236,7 @@ def test_the_loop_runs_while_a_slow_engine_stops(
         monkeypatch.setattr(EngineThread, "stop", slow_stop)
         runtime = WorkerRuntime(settings_at(redis_server), "prefill")
         task = asyncio.create_task(beat())
-        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+        assert await runtime.run(busy(die)) == 1
         task.cancel()
         await asyncio.wait([task])
 
@@ -258,7 +263,7 @@ def test_what_a_stopping_engine_still_hands_over_leaves_no_task(
         monkeypatch.setattr(EngineThread, "stop", stop_with_outputs)
         monkeypatch.setattr(BusyService, "on_outputs", send_for_ever)
         runtime = WorkerRuntime(settings_at(redis_server), "prefill")
-        assert await runtime.run(lambda runtime: BusyService(runtime, die)) == 1
+        assert await runtime.run(busy(die)) == 1
 
     run_async(scenario())  # which finds tasks that are left
 
@@ -282,6 +287,6 @@ def test_a_worker_lets_its_threads_take_turns_quickly(
         die(runtime)
 
     settings = settings_at(redis_server)
-    code = run_worker(settings, "decode", lambda runtime: BusyService(runtime, terminate))
+    code = run_worker(settings, "decode", busy(terminate))
     assert code == 1
     assert seen == [pytest.approx(process.SWITCH_INTERVAL_S)]

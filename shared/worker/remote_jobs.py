@@ -1,4 +1,4 @@
-"""Prefill jobs of a decode worker: takes the router's choice, retries others, computes locally.
+"""Prompts that other workers compute: takes the router's choice, retries others, computes here.
 
     reserved --> Prefill --> segments (received by KvReceiver) ---+-- both complete: it decodes
                     |                                             |
@@ -17,7 +17,6 @@ from functools import partial
 
 from prometheus_client import Counter
 
-from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed
 from pagewire.shared.engine.core import EngineCore
@@ -33,6 +32,7 @@ from pagewire.shared.transfer.job_messages import (
     PrefillFailed,
     PromptScored,
 )
+from pagewire.shared.worker.decode_request import DecodeRequest
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import LocalPrefill
 
@@ -45,7 +45,7 @@ def request_of(job_name: str) -> str:
 
 
 class RemoteJobs(JobCallbacks):
-    """The prefill jobs of a decode worker's requests.
+    """The prefill jobs that other workers do for requests of this one.
 
     Args:
         engine: this worker's engine, which decodes after the prefill.
@@ -55,7 +55,7 @@ class RemoteJobs(JobCallbacks):
         look_up_crash: finds out whether the worker of an ended link crashed, and calls a function
             with the report, in the engine's thread.
 
-    Attributes, which the service sets:
+    Attributes, which `RouterRequests` sets:
         find: returns a live request by its name in the engine.
         on_first_token: called once per request, with the message and the worker that sent it.
         on_prompt_scored: called before `on_first_token`, with log probabilities of the prompt. If

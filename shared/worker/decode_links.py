@@ -1,4 +1,4 @@
-"""The decode workers that a prefill worker has a KV link to, by control connection."""
+"""The workers for which this one computes prompts: their KV links, by control connection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A decode worker that has offered a link."""
+    """A worker that has offered a link."""
 
     hello: KvHello
     link: EngineResource[SenderLink]
@@ -32,11 +32,11 @@ class _Peer:
 
 @dataclass(slots=True)
 class DecodeLinks:
-    """Opens the links that decode workers offer, and closes them when their connections end.
+    """Opens the links that other workers offer, and closes them when their connections end.
 
     Attributes:
         engine: its thread uses the links.
-        sender: this worker's half of the KV endpoint.
+        sender: sends the blocks.
         post: sends a control message to a connection.
         tasks: runs the tasks that open links.
         timeout_s: for each step of opening a link.
@@ -54,7 +54,7 @@ class DecodeLinks:
         self.sender.on_link_lost = self.engine.in_loop(self._on_lost)
 
     def open(self, peer_id: str, hello: KvHello) -> None:
-        """Open the link that a decode worker offers, or refuse it, in a background task."""
+        """Open the link that a worker offers, or refuse it, in a background task."""
         self.close(peer_id)  # an earlier link or attempt of this connection
         peer = self._peers[peer_id] = _Peer(hello, EngineResource(self.engine, self.sender.close))
         self.tasks.spawn(self._open(peer_id, peer), f"KV link to {hello.worker_id}")
@@ -106,7 +106,7 @@ class DecodeLinks:
         return next(found, None)
 
     def _on_lost(self, link: SenderLink, reason: str) -> None:
-        """Notify the decode worker, which then offers another link, perhaps by another carrier."""
+        """Notify the worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         if (peer_id := self.connection_of(link)) is not None:
             number = self._peers.pop(peer_id).hello.link

@@ -1,4 +1,4 @@
-"""What a decode service keeps for each request, apart from its sequence in the engine."""
+"""What a worker keeps for each request of a router, apart from its sequence in the engine."""
 
 from __future__ import annotations
 

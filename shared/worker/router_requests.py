@@ -1,4 +1,4 @@
-"""The decode service: answers requests of routers; prefill workers compute the long prompts.
+"""Requests of routers, which this worker answers; other workers compute the long prompts.
 
     Generate --> engine: queue, reserve blocks --> prefill by another worker (remote_jobs.py)
                                  |                       |
@@ -22,16 +22,11 @@ from dataclasses import dataclass, field
 import msgspec
 from prometheus_client import Counter
 
-from pagewire.services.decode.prefill_links import PrefillLinks
-from pagewire.services.decode.remote_jobs import RemoteJobs
-from pagewire.services.decode.requests import DecodeRequest
 from pagewire.shared.base.errors import InvalidRequestError, OverloadedError
 from pagewire.shared.base.tracing import Tracing, start_span
 from pagewire.shared.control.protocol import (
     Blamed,
-    Cancel,
     ControlMessage,
-    Embed,
     Generate,
     LoadReport,
     RefusalReason,
@@ -45,38 +40,34 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.shared.transfer.job_messages import PrefillDone
-from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
+from pagewire.shared.worker.decode_request import DecodeRequest
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.remote_jobs import RemoteJobs
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class DecodeService:
-    """Answers the requests of all connected routers.
+class RouterRequests:
+    """The requests of all connected routers. The event loop owns them.
 
     Args:
-        epoch: number of this run of the worker.
         engine: this worker's engine.
-        links: the links to prefill workers.
-        jobs: the jobs that prefill workers do for this worker.
-        embeddings: serves `Embed` messages, which routers send if there is no prefill worker.
+        jobs: the jobs that other workers do for this worker.
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
         local_prefills: counts prompts that this worker computes, by reason.
+        load: returns the worker's load, for routers.
         tracing: makes the spans of requests; None if they are not traced.
     """
 
-    epoch: int
     engine: EngineHandle
-    links: PrefillLinks
     jobs: RemoteJobs
-    embeddings: EmbeddingJobs
     post: Callable[[str, ControlMessage], object]
     is_draining: Callable[[], bool]
     local_prefills: Counter
+    load: Callable[[], LoadReport]
     tracing: Tracing | None = None
-    on_outputs: Callable[[StepOutputs], None] = field(init=False)
     _post_timings_soon: Callable[[DecodeRequest], None] = field(init=False)
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _requests: dict[str, DecodeRequest] = field(default_factory=dict)
@@ -90,52 +81,33 @@ class DecodeService:
         jobs.on_arrived = self._on_arrived
         jobs.on_blamed = in_loop(self._on_blamed)
         self._post_timings_soon = in_loop(self._post_timings)
-        self.on_outputs = in_loop(self._on_outputs)
 
-    @property
-    def num_active(self) -> int:
-        """Requests that are not finished."""
-        return len(self._requests) + len(self.embeddings)
-
-    def start(self) -> None:
-        """Begin to open links to prefill workers."""
-        self.links.start()
-
-    async def close(self) -> None:
-        """Close the links to prefill workers."""
-        self.links.close()
+    def __len__(self) -> int:
+        """Number of requests that are not finished."""
+        return len(self._requests)
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return the routers' connections and ids of all requests with a sequence's prompt."""
-        if (request := self._requests.get(engine_id)) is None:
-            return self.embeddings.owners_of(engine_id)
-        return [(each.peer_id, each.message.request_id) for each in request.group]
+        request = self._requests.get(engine_id)
+        group = [] if request is None else request.group
+        return [(each.peer_id, each.message.request_id) for each in group]
 
     # Messages of routers
 
-    def on_message(self, peer_id: str, message: ControlMessage) -> None:
-        """Handle a router's message."""
-        match message:
-            case Generate():
-                self._on_generate(peer_id, message)
-            case Cancel():
-                request = self._by_router.get((peer_id, message.request_id))
-                if request is not None:
-                    self._cancel(request)
-                else:
-                    self.embeddings.cancel(peer_id, message.request_id)
-            case Embed():
-                self.embeddings.start(peer_id, message)
-            case _:
-                logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
+    def cancel(self, peer_id: str, request_id: str) -> bool:
+        """End a request of a router; return whether it was known."""
+        request = self._by_router.get((peer_id, request_id))
+        if request is not None:
+            self._cancel(request)
+        return request is not None
 
     def on_peer_lost(self, peer_id: str) -> None:
         """Cancel all requests of a router that is gone."""
         for request in [r for r in self._requests.values() if r.peer_id == peer_id]:
             self._cancel(request)
-        self.embeddings.on_peer_lost(peer_id)
 
-    def _on_generate(self, peer_id: str, message: Generate) -> None:
+    def start(self, peer_id: str, message: Generate) -> None:
+        """Begin one request, or several with one prompt; or refuse them."""
         group: list[DecodeRequest] = []
         for each in message.each():
             request = DecodeRequest(peer_id, each, f"r{next(self._ids)}", group)
@@ -280,8 +252,9 @@ class DecodeService:
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
 
-    def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Post a step's outputs: one message per router."""
+    def take(self, outputs: StepOutputs) -> list[StepOutput]:
+        """Post a step's outputs, in one message for each router; return those of no request."""
+        unknown: list[StepOutput] = []
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)
         for engine_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             request = self._requests.get(engine_id)
@@ -291,7 +264,7 @@ class DecodeService:
         for output in outputs.others:
             request = self._requests.get(output.request_id)
             if request is None:
-                self.embeddings.take(output)
+                unknown.append(output)
             elif output.prompt_logprobs is not None:
                 self._post_scores(request, output.prompt_logprobs)
             else:
@@ -301,6 +274,7 @@ class DecodeService:
                     _log_end(request, output)
         for peer_id, batch in by_peer.items():
             self._post_outputs(peer_id, batch)
+        return unknown
 
     def _token_output(self, request: DecodeRequest, output: StepOutput) -> TokenOutput:
         cached_tokens, is_early = output.cached_tokens, False
@@ -333,9 +307,7 @@ class DecodeService:
         )
 
     def _post_outputs(self, peer_id: str, outputs: list[TokenOutput]) -> None:
-        thread = self.engine.thread
-        load = LoadReport(self.epoch, thread.iterations, thread.snapshot.load)
-        self.post(peer_id, TokenBatch(outputs=outputs, load=load))
+        self.post(peer_id, TokenBatch(outputs=outputs, load=self.load()))
 
 
 def _log_end(request: DecodeRequest, output: StepOutput) -> None:

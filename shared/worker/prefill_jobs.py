@@ -1,4 +1,4 @@
-"""Prefill jobs: computes the prompts that decode workers ask for, and samples their first tokens.
+"""Prefill jobs: computes the prompts that other workers ask for, and samples their first tokens.
 
     Prefill --> engine (chunks) --> KvSender --> Segments --> Ack of each
                      |
@@ -57,20 +57,20 @@ class _Job:
 
 @dataclass(slots=True)
 class PrefillJobs:
-    """The jobs of all linked decode workers.
+    """The jobs of all workers that have linked themselves to this one.
 
     Attributes:
-        epoch: number of this run of the worker.
         engine: this worker's engine.
         sender: sends the jobs' blocks.
         is_draining: whether new jobs are refused.
+        load: returns this worker's load without a job that has just ended, for routers.
         tracing: makes the spans of jobs; None if they are not traced.
     """
 
-    epoch: int
     engine: EngineHandle
     sender: KvSender
     is_draining: Callable[[], bool]
+    load: Callable[[], LoadReport]
     tracing: Tracing | None = None
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class PrefillJobs:
             TransferError: the link has ended.
         """
         if self.is_draining():
-            raise OverloadedError("this prefill worker is shutting down")
+            raise OverloadedError("this worker is shutting down")
         if max(message.token_ids, default=0) >= self.engine.vocab_size:
             raise InvalidRequestError(f"token ids must be below {self.engine.vocab_size}")
         message.spec.check_vocabulary(self.engine.vocab_size)
@@ -132,7 +132,7 @@ class PrefillJobs:
         logger.debug("job %s of %s", message.job_id, link.peer, extra=about(message.spec.log_id))
 
     def take(self, output: StepOutput) -> bool:
-        """Report what the engine put out to the job's decode worker; return whether it is a job."""
+        """Report what the engine put out to the worker that asked; return whether it is a job."""
         job_id = output.request_id
         if (job := self._jobs.get(job_id)) is None:
             return False
@@ -145,12 +145,11 @@ class PrefillJobs:
         else:
             del self._jobs[job_id]
             job.end_span(output.cached_tokens or 0, output.chunks)
-            load, iterations = self.engine.core.scheduler.load, self.engine.thread.iterations
             done = PrefillDone(
                 job_id=job_id,
                 first_token=output.token_ids[0],
                 cached_tokens=output.cached_tokens or 0,
-                load=LoadReport(self.epoch, iterations, load),
+                load=self.load(),
                 queue_s=output.queue_s,
                 prefill_s=output.prefill_s,
                 chunks=output.chunks,

@@ -1,4 +1,4 @@
-"""The prefill workers that a decode worker has a control connection and a KV link to."""
+"""The workers that compute prompts for this one: control connections and KV links to them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pagewire.shared.control.protocol import (
     EngineLost,
     KvHello,
     KvRefusal,
+    Role,
 )
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
@@ -27,6 +28,20 @@ from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
+
+
+def offers_link(own: Role, other: Role) -> bool:
+    """Whether a worker offers a link to another one, which then computes prompts for it.
+
+    Any two workers can be linked. But two that compute prompts for each other may both be full of
+    sequences that wait for the other's blocks, so that neither has room for the other's prompts
+    until the time of a job is up.
+
+    Args:
+        own: what the worker prefers to do.
+        other: what the other one prefers to do.
+    """
+    return own == "decode" and other == "prefill"
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +69,7 @@ class PrefillLink:
 
 @dataclass(slots=True)
 class PrefillLinks:
-    """Keeps one link to every live prefill worker in the directory.
+    """Keeps one link to every worker that computes prompts for this one.
 
     Each link is opened in its own task, so that a worker that does not answer delays no other. A
     carrier whose test fails is not offered to that run of the prefill worker again, until an
@@ -63,8 +78,8 @@ class PrefillLinks:
     Attributes:
         identity: this worker's name and epoch.
         engine: its thread uses the links.
-        receiver: this worker's half of the KV endpoint.
-        workers: returns the records of the prefill workers that are alive.
+        receiver: receives the blocks.
+        workers: returns the records of the workers that are alive and to be linked.
         keys: the cluster's keys.
         tasks: runs the tasks that open links.
         heartbeat_s: interval of checking for missing links, and of pings to control servers.
