@@ -86,9 +86,11 @@ class StepCosts:
 
     Attributes:
         prices: the present ones, without errors and counts.
+        largest: most prompt tokens that a step had so far; the prices of more are extrapolated.
     """
 
     prices: StepPrices = field(default_factory=StepPrices)
+    largest: int = 0
     _decodes: _Kind = field(default_factory=_Kind)
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
@@ -115,6 +117,7 @@ class StepCosts:
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step, and how many seconds it took."""
         if work.tokens:
+            self.largest = max(self.largest, work.tokens)
             self._end_run()
             self._prompts.note_error(self.predict(work), seconds)
             self._learn(self._prompts, self._decodes, work, seconds, 1)

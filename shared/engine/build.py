@@ -20,6 +20,7 @@ from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.builds import count_kernels
+from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.kernel_choice import check_invariance, choose_ops
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -141,7 +142,16 @@ def _limits(
         watermark_blocks=num_blocks // 100,
         local_prefill_tokens=local_prefill_tokens,
         step_s=CPU_STEP_S if is_timed else math.inf,
+        gap_s=settings.slo_gap_s or math.inf,
+        step_sizes=_captured_sizes(settings, loaded.device),
     )
+
+
+def _captured_sizes(settings: EngineSettings, device: torch.device) -> tuple[int, ...]:
+    """Return the numbers of tokens of the steps with decode rows and chunks that are captured."""
+    if device.type != "cuda" or not settings.cuda_graphs:
+        return ()
+    return tuple(size for size in STEP_TOKENS if size <= LARGEST_STEP)
 
 
 @dataclass(frozen=True, slots=True)

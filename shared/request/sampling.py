@@ -31,6 +31,7 @@ from pagewire.shared.request.sampling_types import (
     BadWord,
     Biases,
     CacheSalt,
+    GapObjective,
     Grammar,
     LogId,
     LogprobsMode,
@@ -86,6 +87,8 @@ class RequestSpec(
         logprobs_mode: "raw": log probabilities of sampled tokens by the model's logits alone;
             "processed": of the distribution that is sampled from.
         grammar: text of the grammar that the answer follows (shared/grammar); None: any answer.
+        slo_gap_s: largest time between two tokens of the answer that its worker tries to keep, in
+            seconds; None: the worker's own.
         log_id: names the request in the logs of all services; None: it has no name.
         cache_salt: goes into the block hashes, so that cached blocks are shared only with requests
             of the same salt. None counts as a salt.
@@ -116,6 +119,7 @@ class RequestSpec(
     prompt_logprobs: NumTop | None = None
     logprobs_mode: LogprobsMode = "raw"
     grammar: Grammar | None = None
+    slo_gap_s: GapObjective | None = None
     log_id: LogId | None = None
     cache_salt: CacheSalt | None = None
     owner: OwnerName | None = None
@@ -320,6 +324,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         truncate_prompt_tokens: keep this many last tokens of the prompt; -1: as many as fit with
             `max_tokens` after them, or with 16.
         cache_salt: cached blocks are shared only with requests of the same salt.
+        slo_gap_s: largest time between two tokens of an answer that its worker tries to keep, in
+            seconds: prompts next to it are computed in shorter parts.
     """
 
     temperature: Temperature | None = None
@@ -342,6 +348,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: PromptLength | None = None
     cache_salt: CacheSalt | None = None
+    slo_gap_s: GapObjective | None = None
 
 
 # Fields that concern prompts and texts, not the choice of tokens: workers do not get them.

@@ -32,6 +32,9 @@ TOP_K = "0 (all tokens) or a positive integer below 2**31"
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31, description="an integer from 1 to 2**31 - 1")]
 TokenId = Annotated[int, Meta(ge=0, lt=2**31, description="an integer from 0 to 2**31 - 1")]
+GapObjective = Annotated[
+    float, Meta(gt=0, le=3600, description="a number of seconds greater than 0 and at most 3600")
+]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP, description=f"an integer from 0 to {MAX_TOP}")]
 NumChoices = Annotated[
     int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")

@@ -111,6 +111,13 @@ class EngineSettings(Settings):
     max_num_batched_tokens: Positive = described(
         2048, "Tokens of one step; longer prompts run in chunks.", panel=ENGINE
     )
+    slo_gap_s: Seconds | None = described(
+        None,
+        "Largest time between two tokens of a running answer that the worker tries to keep, in "
+        "seconds: it computes prompts next to it in shorter parts. A request may have its own.",
+        unset="none",
+        panel=ENGINE,
+    )
     max_waiting: Positive = described(
         1024, "Sequences that may wait for those that run.", panel=ENGINE
     )

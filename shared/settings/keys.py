@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pagewire.shared.settings.base import Settings
 from pagewire.shared.settings.texts import NETWORK, described
-from pagewire.shared.settings.types import ApiKeyText, Positive
+from pagewire.shared.settings.types import ApiKeyText, Positive, SecondsByName
 
 
 class KeySettings(Settings):
@@ -47,6 +47,13 @@ class KeySettings(Settings):
         "busy with one API key, or one client's address where there are no keys, in all routers; "
         "each takes an equal part.",
         unset="all",
+        panel=NETWORK,
+    )
+    slo_gap_s_of_keys: SecondsByName | None = described(
+        None,
+        "slo_gap_s of requests that have none, by the names of their API keys: NAME=SECONDS, or "
+        "several separated by commas.",
+        unset="none",
         panel=NETWORK,
     )
     responses_bytes_per_key: Annotated[int, Field(ge=0)] | None = described(

@@ -21,9 +21,20 @@ def _matching(pattern: str, rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _seconds_from_text(value: Any) -> Any:
+    """Return the seconds by name of a text of `NAME=SECONDS`, separated by commas."""
+    if not isinstance(value, str):
+        return value
+    parts = [each.rpartition("=") for each in value.split(",") if each.strip()]
+    if not all(name.strip() for name, _, _ in parts):
+        raise ValueError("it must be NAME=SECONDS, or several separated by commas")
+    return {name.strip(): seconds.strip() for name, _, seconds in parts}
+
+
 Positive = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SecondsByName = Annotated[dict[str, Seconds], NoDecode, BeforeValidator(_seconds_from_text)]
 ServiceId = Annotated[
     str, _matching(r"[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, '.', '_', ':' or '-'")
 ]

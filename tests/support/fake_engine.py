@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from pagewire.shared.engine.core import EngineCore
@@ -70,6 +71,8 @@ def make_core(
     overlap: bool = False,
     listener: CacheListener | None = None,
     windows: tuple[int | None, ...] = (None,),
+    gap_s: float = math.inf,
+    step_sizes: tuple[int, ...] = (),
 ) -> tuple[EngineCore, FakeDevice]:
     """Return an engine and its fake device; sequences are bounded by the pool's size."""
     layout = kv_layout(windows, block_size)
@@ -81,6 +84,8 @@ def make_core(
         max_waiting=max_waiting,
         watermark_blocks=watermark_blocks,
         local_prefill_tokens=local_prefill_tokens,
+        gap_s=gap_s,
+        step_sizes=step_sizes,
     )
     pool = BlockPool(num_blocks, layout, caching, listener)
     hasher = BlockHasher("secret", model_identity(block_size=block_size))

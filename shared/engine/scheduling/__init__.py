@@ -7,6 +7,7 @@
     sequence_table.py  all sequences of an engine, with their blocks and device slots
     decode_batch.py    the rows that decode, kept from step to step
     prompt_queue.py    the sequences that wait
+    slices.py          how many prompt tokens a step may have
     schedule.py        what `schedule()` returns: the plan, and the sequences that it concerns
 
 Read first: `step.py`, `scheduler.py`.

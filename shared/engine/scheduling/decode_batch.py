@@ -8,6 +8,7 @@ needs a block, or it ends.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -75,14 +76,19 @@ class DecodeBatch:
 
     At every `stride`-th step they get the blocks that they need until the next such step: many at
     once cost the host less than a few at each step.
+
+    Attributes:
+        usual_gap_s: what the gap between tokens should be at most, of requests that do not say.
     """
 
     block_size: int
+    usual_gap_s: float = math.inf
     stride: int = field(init=False)
     _steps: StepCount = field(default_factory=StepCount)
     _members: dict[Sequence, int] = field(default_factory=dict)  # tokens at step 0, see `contexts`
     _at_start: int = 0  # the sum of these
     _stops: Counter[frozenset[int]] = field(default_factory=Counter)
+    _gaps: Counter[float] = field(default_factory=Counter)
     _calendar: dict[int, dict[Sequence, None]] = field(default_factory=dict)
     _rows: DecodeRows | None = None  # None after a change
 
@@ -100,6 +106,11 @@ class DecodeBatch:
         for all steps.
         """
         return self._at_start + len(self._members) * (self._steps.number + 1)
+
+    @property
+    def gap_s(self) -> float:
+        """The smallest gap between tokens that a member's request asks for."""
+        return min(self._gaps, default=math.inf)
 
     @property
     def num_ahead(self) -> int:
@@ -127,6 +138,7 @@ class DecodeBatch:
         self._at_start += at_start - self._members.get(sequence, 0)
         self._members[sequence] = at_start
         self._stops[sequence.stop_token_ids] += 1
+        self._gaps[sequence.spec.slo_gap_s or self.usual_gap_s] += 1
         self._rows = None
         sequence.follow(self._steps)
 
@@ -138,6 +150,10 @@ class DecodeBatch:
         self._stops[sequence.stop_token_ids] -= 1
         if not self._stops[sequence.stop_token_ids]:
             del self._stops[sequence.stop_token_ids]
+        gap_s = sequence.spec.slo_gap_s or self.usual_gap_s
+        self._gaps[gap_s] -= 1
+        if not self._gaps[gap_s]:
+            del self._gaps[gap_s]
         self._rows = None
         sequence.follow(None)
 

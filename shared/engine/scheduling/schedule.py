@@ -42,6 +42,8 @@ class SchedulerLimits:
         local_prefill_tokens: a prompt with at most this many uncached tokens is computed here, not
             by a prefill worker.
         step_s: a step has no more prompt tokens than it computes in about this many seconds.
+        gap_s: the objective of decode rows whose requests have no `slo_gap_s`, see `slices.py`.
+        step_sizes: numbers of tokens of the steps that CUDA graphs replay, ascending.
     """
 
     max_num_seqs: int
@@ -51,6 +53,8 @@ class SchedulerLimits:
     watermark_blocks: int = 0
     local_prefill_tokens: int = 0
     step_s: float = math.inf
+    gap_s: float = math.inf
+    step_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

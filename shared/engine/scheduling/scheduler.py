@@ -24,21 +24,16 @@ A decode row that needs no block and does not end costs the scheduler nothing: s
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import SchedulingError
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens, work_of
 from pagewire.shared.engine.scheduling.sequence import Sequence, device_slot_of
 from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
+from pagewire.shared.engine.scheduling.slices import chunk_room
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.suspects import Suspects
 from pagewire.shared.kv.block_table import BlockTable
-
-# A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of
-# its time. So a step of fewer may last `LONGER` times `step_s`.
-EFFICIENT_CHUNK = 192
-LONGER = 4
 
 
 @dataclass(slots=True)
@@ -212,16 +207,9 @@ class Scheduler(SequenceTable):
             return 0
         if sequence is not None and sequence.strikes and (chunks or self._suspects.must_wait):
             return 0
-        most = self.limits.max_num_batched_tokens
-        if self.limits.step_s == math.inf:
-            return most
-        work = work_of(len(self._decoding), self._decoding.contexts, chunks)
-        seconds, within = self.limits.step_s, self.costs.prices.tokens_within
-        tokens = within(seconds, work, start, most)
-        if not chunks and tokens < EFFICIENT_CHUNK:
-            longer = within(LONGER * seconds, work, start, most)
-            tokens = min(EFFICIENT_CHUNK, longer)
-        return min(most, tokens)
+        rows = self._decoding
+        work = work_of(len(rows), rows.contexts, chunks)
+        return chunk_room(self.limits, self.costs, rows.gap_s, work, start)
 
     def _grow(self, sequence: Sequence, end: int, decision: Schedule) -> bool:
         """Take the blocks for the tokens before `end`, preempting younger sequences for them.

@@ -11,7 +11,6 @@ The changes that follow on the device are collected in the draft of the next pla
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pagewire.shared.engine.scheduling.decode_batch import DecodeBatch
 from pagewire.shared.engine.scheduling.prompt_queue import PromptQueue
 from pagewire.shared.engine.scheduling.schedule import PlanDraft, SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.slices import chunk_room
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
@@ -72,7 +72,7 @@ class SequenceTable:
 
     def __post_init__(self) -> None:
         self.block_size = self.hasher.block_size
-        self._decoding = DecodeBatch(self.block_size)
+        self._decoding = DecodeBatch(self.block_size, self.limits.gap_s)
         limits, layout = self.limits, self.pool.layout
         self._max_blocks = layout.blocks_for(limits.max_model_len)
         self._draft = self._new_draft()
@@ -325,11 +325,10 @@ class SequenceTable:
         work = self.waiting.work
         for each in self._chunked():
             work = work.with_chunk(each.num_computed_tokens, each.num_uncomputed_tokens)
-        rows, prices = StepWork(len(self._decoding), self._decoding.contexts), self.costs.prices
-        chunk = self.limits.max_num_batched_tokens - rows.rows
-        if self.limits.step_s != math.inf:
-            chunk = prices.tokens_within(self.limits.step_s, rows, 0, chunk)
-        return prices.prompts_s(work.tokens, work.products, chunk, rows)
+        rows = StepWork(len(self._decoding), self._decoding.contexts)
+        room = chunk_room(self.limits, self.costs, self._decoding.gap_s, rows, 0)
+        chunk = min(room, self.limits.max_num_batched_tokens - rows.rows)
+        return self.costs.prices.prompts_s(work.tokens, work.products, chunk, rows)
 
     @property
     def load(self) -> Load:

@@ -100,9 +100,10 @@ def test_sampling_fields_and_forms(serve: Serve) -> None:
         form = {"type": "json_schema", "schema": {"type": "integer"}}
         config = {"format": form, "effort": "low"}
         sampling = {"temperature": 0.5, "top_p": 0.25, "top_k": 3}
-        await created(router, **sampling, cache_salt="tenant", output_config=config)
+        other = {"cache_salt": "tenant", "slo_gap_s": 0.05}
+        await created(router, **sampling, **other, output_config=config)
         spec = worker.generated[0].spec
-        assert spec.cache_salt == "tenant"
+        assert (spec.cache_salt, spec.slo_gap_s) == ("tenant", 0.05)
         assert (spec.temperature, spec.top_p, spec.top_k) == (0.5, 0.25, 3)
         assert spec.max_tokens == 100
         assert spec.grammar is not None

@@ -1,4 +1,4 @@
-"""Whose cached blocks a request shares, as a router tells its workers."""
+"""What a router says of the API key of a request: whose cached blocks it shares, its objective."""
 
 from __future__ import annotations
 
@@ -80,3 +80,19 @@ def test_without_keys_nothing_changes(redis_url: str) -> None:
         assert await tenants(router, worker, ALICE) == {None}
 
     with_worker(redis_url, scenario)
+
+
+def test_requests_of_a_key_have_its_objective_unless_they_have_one(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        for key, own in ((ALICE, None), (ALICE, 0.5), (BOB, None)):
+            headers = {"x-api-key": key}
+            asked = {"model": MODEL, "prompt": "Hello", "slo_gap_s": own}
+            response = await router.http.post("/v1/completions", json=asked, headers=headers)
+            assert response.status_code == 200, response.text
+        assert [message.spec.slo_gap_s for message in worker.generated] == [0.05, 0.5, None]
+
+    file = tmp_path / "keys"
+    file.write_text(TWO_NAMES)
+    with_worker(redis_url, scenario, api_key_file=file, slo_gap_s_of_keys={"alice": 0.05})

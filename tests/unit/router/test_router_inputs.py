@@ -265,6 +265,7 @@ def test_fields_that_change_no_answer_are_known_and_change_none(call):
     assert call(service_tier="flex").service_tier
     assert not call().service_tier
     assert call(cache_salt="tenant").prompts[0].spec.cache_salt == "tenant"
+    assert call(slo_gap_s=0.05).prompts[0].spec.slo_gap_s == 0.05
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ def test_a_body_that_is_no_json_object_is_refused(raw):
         ("cache_salt", ""),
         ("cache_salt", "x" * 257),
         ("cache_salt", 5),
+        ("slo_gap_s", 0),
+        ("slo_gap_s", "0.1"),
         ("service_tier", "fast"),
         ("priority", 1.5),
         ("priority", 2**63),

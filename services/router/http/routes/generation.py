@@ -181,11 +181,13 @@ async def answer(
     """
     service, record = service_of(request), record_of(request.scope)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
+    tenant = service.tenant_of(record.key)
+    slo_gap_s = (service.settings.slo_gap_s_of_keys or {}).get(record.key or "")
     record.answers = answers = AnswerSet(
         service.dispatcher,
         service.model,
         asked,
-        Sender(record.request_id, record.owner, service.tenant_of(record.key)),
+        Sender(record.request_id, record.owner, tenant, slo_gap_s),
         record.start,
         trace,
     )

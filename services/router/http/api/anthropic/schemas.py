@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pagewire.services.router.http.api.openai import schemas
 from pagewire.shared.base.field_rules import of_chars, of_items
-from pagewire.shared.request.sampling_types import CacheSalt, Temperature, TopP
+from pagewire.shared.request.sampling_types import CacheSalt, GapObjective, Temperature, TopP
 from pagewire.shared.text.chat_messages import Name
 from pagewire.shared.tool_calls.definitions import MAX_TOOLS, FunctionName
 
@@ -250,6 +250,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         top_k: keep the k most likely tokens; 0 keeps all.
         stream: send the answer as server-sent events while it is made.
         cache_salt: cached blocks are shared only with requests of the same salt.
+        slo_gap_s: largest time between two tokens that the worker tries to keep, in seconds.
         metadata: changes no answer, nor does service_tier.
         timings: the response says where the time went.
         use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
@@ -262,6 +263,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     top_k: TopK | None = None
     stream: bool | None = None
     cache_salt: CacheSalt | None = None
+    slo_gap_s: GapObjective | None = None
     metadata: MessageMetadata | None = None
     service_tier: str | None = None
     timings: bool | None = None

@@ -1,0 +1,58 @@
+"""Decides how many prompt tokens a step may have, from what the step is predicted to take.
+
+Running answers wait for a step, and so do other prompts. On a CPU a step lasts about a second. If
+the request of a decode row has an objective, no step with that row is predicted to last longer,
+unless it has the smallest chunk: some progress is always made.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_prices import SMALLEST_CHUNK
+from pagewire.shared.costs.step_work import StepWork
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+
+# A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of
+# its time. So a step of fewer may last `LONGER` times `step_s`, but no longer than an objective.
+EFFICIENT_CHUNK = 192
+LONGER = 4
+
+
+def chunk_room(
+    limits: SchedulerLimits, costs: StepCosts, gap_s: float, work: StepWork, start: int
+) -> int:
+    """Return how many tokens the next chunk of a step may have, as far as time matters.
+
+    Args:
+        limits: the scheduler's.
+        costs: predict how long the step takes.
+        gap_s: the smallest objective of the step's rows; infinite if none has any.
+        work: the step so far.
+        start: position of the chunk's first token.
+    """
+    most = limits.max_num_batched_tokens
+    usual_s, longest_s = min(limits.step_s, gap_s), min(LONGER * limits.step_s, gap_s)
+    if longest_s == math.inf:
+        return most
+    if gap_s != math.inf:
+        # The price of many more tokens than were ever seen is only a guess.
+        most = min(most, max(EFFICIENT_CHUNK, 2 * costs.largest))
+    within = costs.prices.tokens_within
+    tokens = within(usual_s, work, start, most)
+    if not work.tokens and tokens < EFFICIENT_CHUNK:
+        tokens = min(EFFICIENT_CHUNK, within(longest_s, work, start, most))
+    tokens = min(most, tokens)
+    return tokens if gap_s == math.inf else _filling(limits.step_sizes, work, tokens)
+
+
+def _filling(sizes: tuple[int, ...], work: StepWork, tokens: int) -> int:
+    """Return at most this many tokens, so that a CUDA graph has no empty places if possible."""
+    others = work.rows + work.tokens
+    next_size = bisect.bisect_right(sizes, others + tokens)
+    if not 0 < next_size < len(sizes):
+        return tokens  # the step is smaller or larger than any that was captured
+    filling = sizes[next_size - 1] - others
+    return filling if filling >= SMALLEST_CHUNK else tokens
