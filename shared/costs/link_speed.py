@@ -18,7 +18,7 @@ class LinkSpeed:
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
-    _sent_s: float = 0.0  # when the last segment was acknowledged
+    _acknowledged_s: float = 0.0  # the last segment
 
     def observe(self, nbytes: int, sent_s: float, acknowledged_s: float) -> None:
         """Learn from a segment.
@@ -26,13 +26,13 @@ class LinkSpeed:
         Segments cross one after the other. One that was sent before the one before it had arrived
         shows the bandwidth; one that was sent later also shows the latency.
         """
-        was_alone = sent_s >= self._sent_s
-        seconds = max(1e-9, acknowledged_s - max(sent_s, self._sent_s))
-        self._sent_s = acknowledged_s
+        was_alone = sent_s >= self._acknowledged_s
+        seconds = max(1e-9, acknowledged_s - max(sent_s, self._acknowledged_s))
+        self._acknowledged_s = acknowledged_s
         if not self.bytes_per_s:
             self.bytes_per_s = nbytes / seconds
         elif was_alone:
-            latency_s = max(1e-6, seconds - nbytes / self.bytes_per_s)
+            latency_s = max(1e-5, seconds - nbytes / self.bytes_per_s)
             self.latency_s = _moved(self.latency_s, latency_s)
         else:
             self.bytes_per_s = _moved(self.bytes_per_s, nbytes / seconds)

@@ -45,6 +45,7 @@ from pagewire.shared.settings.types import (
     BlockSize,
     Device,
     Dtype,
+    Gap,
     GenerationConfig,
     Kernels,
     KvNetwork,
@@ -111,7 +112,7 @@ class EngineSettings(Settings):
     max_num_batched_tokens: Positive = described(
         2048, "Tokens of one step; longer prompts run in chunks.", panel=ENGINE
     )
-    slo_gap_s: Seconds | None = described(
+    slo_gap_s: Gap | None = described(
         None,
         "Largest time between two tokens of a running answer that the worker tries to keep, in "
         "seconds: it computes prompts next to it in shorter parts. A request may have its own.",

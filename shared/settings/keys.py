@@ -9,7 +9,7 @@ from pydantic import Field
 
 from pagewire.shared.settings.base import Settings
 from pagewire.shared.settings.texts import NETWORK, described
-from pagewire.shared.settings.types import ApiKeyText, Positive, SecondsByName
+from pagewire.shared.settings.types import ApiKeyText, GapByName, Positive
 
 
 class KeySettings(Settings):
@@ -49,7 +49,7 @@ class KeySettings(Settings):
         unset="all",
         panel=NETWORK,
     )
-    slo_gap_s_of_keys: SecondsByName | None = described(
+    slo_gap_s_of_keys: GapByName | None = described(
         None,
         "slo_gap_s of requests that have none, by the names of their API keys: NAME=SECONDS, or "
         "several separated by commas.",

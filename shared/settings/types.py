@@ -34,7 +34,8 @@ def _seconds_from_text(value: Any) -> Any:
 Positive = Annotated[int, Field(gt=0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-SecondsByName = Annotated[dict[str, Seconds], NoDecode, BeforeValidator(_seconds_from_text)]
+Gap = Annotated[float, Field(gt=0, le=3600)]  # in seconds, as `RequestSpec.slo_gap_s` may be
+GapByName = Annotated[dict[str, Gap], NoDecode, BeforeValidator(_seconds_from_text)]
 ServiceId = Annotated[
     str, _matching(r"[A-Za-z0-9._:-]{1,64}", "1 to 64 letters, digits, '.', '_', ':' or '-'")
 ]

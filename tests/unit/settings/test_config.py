@@ -85,7 +85,21 @@ def test_lists_have_each_value_once_and_origins_as_browsers_send_them(
     assert getattr(load_settings(RouterSettings, {}), name) == values
 
 
+@pytest.mark.parametrize("text", ["team=0.05, a=b@c=1", "team = 0.05,a=b@c=1.0,"])
+def test_objectives_of_keys_are_read_by_name(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PAGEWIRE_SLO_GAP_S_OF_KEYS", text)
+    settings = load_settings(RouterSettings, {})
+    assert settings.slo_gap_s_of_keys == {"team": 0.05, "a=b@c": 1.0}
+
+
 BAD_VALUES = [
+    ("slo_gap_s", 0),
+    ("slo_gap_s", 3601),
+    ("slo_gap_s_of_keys", "team"),
+    ("slo_gap_s_of_keys", "0.05"),
+    ("slo_gap_s_of_keys", "=0.05"),
+    ("slo_gap_s_of_keys", "team=fast"),
+    ("slo_gap_s_of_keys", "team=0"),
     ("cors_origins", "https://a.b/"),
     ("cors_origins", "https://*.example.com"),
     ("cors_origins", "a.b"),
