@@ -24,6 +24,6 @@ class LoadReports:
         """Return the load at most a few steps ago. From any thread."""
         return LoadReport(self.epoch, self.engine.iterations, self.engine.snapshot.load)
 
-    def present(self) -> LoadReport:
+    def current(self) -> LoadReport:
         """Return the load now. Only in the engine's thread."""
         return LoadReport(self.epoch, self.engine.iterations, self.engine.core.scheduler.load)

@@ -153,7 +153,7 @@ class Worker:
 
     def _make_service(self) -> WorkerService:
         engine, post, times = self.engine, self.server.post, self.times
-        loads = LoadReports(self.role, self.identity.epoch, engine.thread)
+        loads = LoadReports(self.identity.epoch, engine.thread)
         links = PrefillLinks(
             self.identity,
             engine,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.control.protocol import LoadReport, Role
+from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.job_messages import Prefill
@@ -62,16 +63,17 @@ def test_a_worker_that_prefers_prefill_answers_a_request_itself() -> None:
     run_async(scenario())
 
 
-def test_a_worker_reports_the_load_that_its_role_is_about() -> None:
+def test_a_worker_reports_all_of_its_load_whatever_its_role() -> None:
     core, _device = make_core(block_size=BLOCK_SIZE)
     thread = EngineThread(core, lambda _outputs: None)
-    prefill, decode = (LoadReports(role, 3, thread) for role in ("prefill", "decode"))
+    loads = LoadReports(3, thread)
     core.add(make_sequence("r", LONG))
-    assert (prefill.current(), decode.current()) == (LoadReport(3, 0, 40), LoadReport(3, 0, 0))
-    assert (prefill.recent(), decode.recent()) == (LoadReport(3, 0, 0), LoadReport(3, 0, 0))
+    assert loads.current() == LoadReport(3, 0, Load(tokens=40))
+    assert loads.recent() == LoadReport(3, 0, NO_LOAD)
     while core.scheduler.num_queued_tokens:
         core.step()
-    assert (prefill.current(), decode.current()) == (LoadReport(3, 0, 0), LoadReport(3, 0, 10))
+    core.step()
+    assert loads.current() == LoadReport(3, 0, Load(blocks=11, rows=1))
 
 
 def test_a_request_of_a_worker_that_is_linked_to_none_is_answered_although_it_names_some() -> None:
@@ -106,7 +108,7 @@ def test_a_worker_that_prefers_to_decode_computes_prompts_for_another() -> None:
             ok = {"direction": "sent", "outcome": "ok"}
             await eventually(lambda: (d.metric("kv_transfer_segments_total", **ok) or 0) >= 5)
             [load] = [out.prefill_load for out in router.outputs["r"] if out.prefill_load]
-            assert (load.epoch, load.amount >= 0) == (1, True)
+            assert (load.epoch, load.load.tokens >= 0) == (1, True)
 
     run_async(scenario())
 
