@@ -33,6 +33,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         running, waiting: requests in the engine.
         rows: answers that it decodes, or will when their KV has arrived.
+        room: prompt tokens that a step has room for; 0: unknown.
         queued_prefill_tokens: prompt tokens that are still to be computed.
         queued_prefill_s: predicted seconds of those that this worker computes; None: unknown.
         free_blocks, cached_blocks, used_blocks, total_blocks: blocks of the KV pool.
@@ -43,6 +44,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
     running: Count = 0
     waiting: Count = 0
     rows: Count = 0
+    room: Count = 0
     queued_prefill_tokens: Count = 0
     queued_prefill_s: Annotated[float, Meta(ge=0)] | None = None
     free_blocks: Count = 0
@@ -101,7 +103,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         links: those over which it sends; the peer's record has those of the other direction.
         block_bytes: KV of as many tokens as a block has, in all cache groups; 0: unknown.
         prices: of the worker's steps; None: unknown.
-        max_num_batched_tokens: most tokens of a step; 0: unknown.
         protocol: version of its control messages, see `RecordHead`.
     """
 
@@ -121,7 +122,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
     block_bytes: Count = 0
     prices: StepPrices | None = None
-    max_num_batched_tokens: Count = 0
     protocol: Count = 0
 
 

@@ -48,6 +48,7 @@ class EngineSnapshot:
 
     Attributes:
         load: what is reported to routers.
+        room: prompt tokens that a step has room for.
         prices: of the engine's steps.
     """
 
@@ -55,6 +56,7 @@ class EngineSnapshot:
     running: int
     waiting: int
     load: Load
+    room: int
     prices: StepPrices
     num_preemptions: int
 
@@ -241,6 +243,7 @@ class EngineThread:
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
             load=scheduler.load,
+            room=scheduler.room,
             prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
         )

@@ -104,6 +104,7 @@ def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
         running=snapshot.running,
         waiting=snapshot.waiting,
         rows=snapshot.load.rows,
+        room=snapshot.room,
         queued_prefill_tokens=snapshot.load.tokens,
         queued_prefill_s=snapshot.load.seconds if snapshot.prices.prompt_steps else None,
         free_blocks=snapshot.blocks.free,

@@ -384,5 +384,4 @@ class WorkerRuntime:
             links=links_of(self.kv.sender),
             block_bytes=layout.block_bytes * len(layout.groups),
             prices=self.engine.snapshot.prices,
-            max_num_batched_tokens=self.settings.max_num_batched_tokens,
         )

@@ -126,7 +126,7 @@ class Worker:
         scheduler = self.core.scheduler
         return Forecast(
             prices=scheduler.costs.published,
-            chunk=scheduler.limits.max_num_batched_tokens,
+            chunk=scheduler.room,
             max_rows=scheduler.limits.max_num_seqs,
             total_blocks=scheduler.pool.num_blocks,
             block_size=self._machine.block_size,

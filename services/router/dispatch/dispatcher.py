@@ -294,7 +294,7 @@ class TokenStream:
                 raise OverloadedError("the queues of all decode workers are full") from exc
             raise
         for worker_id in placement.decode_workers:
-            link = self._dispatcher.links.get(worker_id)
+            link = self._dispatcher.selector.link_of(worker_id)
             if link is None:
                 continue
             try:

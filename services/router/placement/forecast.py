@@ -17,7 +17,7 @@ class Forecast:
 
     Attributes:
         prices: of its steps.
-        chunk: most tokens of a step.
+        chunk: prompt tokens that a step has room for.
         max_rows: most answers that it decodes at once.
         total_blocks: of its KV pool.
         block_size: tokens of a block.
@@ -40,11 +40,11 @@ class Forecast:
     def prefill_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds of computing `num_tokens` tokens after `after` cached ones."""
         beside = self.beside(load)
-        return self.prices.prefill_s(num_tokens, after, self._chunk(load), beside)
+        return self.prices.prefill_s(num_tokens, after, self.chunk, beside)
 
     def delay_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds by which that delays each answer that the worker decodes."""
-        steps = -(-num_tokens // self._chunk(load))
+        steps = -(-num_tokens // self.chunk)
         alone_s = steps * self.prices.step_s(self.beside(load))
         return max(0.0, self.prefill_s(load, num_tokens, after) - alone_s)
 
@@ -63,9 +63,6 @@ class Forecast:
         """Whether the worker can decode one more answer at once."""
         return load.rows < self.max_rows and load.blocks + missing_blocks <= self.total_blocks
 
-    def _chunk(self, load: Load) -> int:
-        return max(1, self.chunk - load.rows)
-
     @property
     def knows_prompts(self) -> bool:
         """Whether the prices are learnt from prompts, too."""
@@ -76,7 +73,7 @@ def forecast_of(record: WorkerRecord) -> Forecast:
     """Return what a worker's record predicts."""
     return Forecast(
         prices=record.prices or StepPrices(),
-        chunk=record.max_num_batched_tokens,
+        chunk=max(1, record.load.room),
         max_rows=record.load.max_num_seqs,
         total_blocks=record.load.total_blocks,
         block_size=record.model_identity.block_size,

@@ -32,11 +32,13 @@ class Candidate:
     Attributes:
         load: of the worker, with what was placed there lately.
         forecast: predicts how long its work takes; None: unknown.
+        may_decode: it can be asked to decode, whatever it prefers to do.
     """
 
     worker_id: str
     load: Load
     forecast: Forecast | None = None
+    may_decode: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ a cost in seconds:
 
 The sum is what all clients together wait for. A prompt goes where the roles say it should unless
 another place is cheaper by a tenth, so that two places of about the same cost do not alternate.
+
+If no decode worker has room, a prefill worker that has some decodes, too.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class _Costs:
         prefill_s: of computing the prompt, without the queue.
         first_s: until the first token, with the queue and what it costs the answers there.
         decode_s: of the steps that decode a usual answer.
+        has_room: it can decode one more answer at once.
     """
 
     worker_id: str
@@ -73,7 +76,11 @@ class PredictedPolicy:
         if any(each.forecast is None for each in (*decodes, *prefills)):
             return self._otherwise.place(prompt, decodes, prefills)
         decoding, computing = self._costs(prompt, decodes), self._costs(prompt, prefills)
-        roomy = [each for each in decoding if each.has_room] or decoding
+        roomy = [each for each in decoding if each.has_room]
+        spare = [each for each in computing if each.has_room]
+        if spare and not roomy and not prompt.remote:
+            return _placement(prompt, min(spare, key=_local_cost), [*spare, *decoding], [])
+        roomy = roomy or decoding
         here = min(roomy, key=_local_cost)
         least_s = min(each.decode_s for each in roomy)
         there, sender = min(
@@ -107,7 +114,7 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
         prefill_s=prefill_s,
         first_s=load.seconds + prefill_s + DELAY_WEIGHT * delays_s,
         decode_s=USUAL_ANSWER * forecast.decode_step_s(load, prompt.num_tokens),
-        has_room=forecast.has_room(load, prompt.missing_blocks(worker_id)),
+        has_room=candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id)),
         forecast=forecast,
     )
 

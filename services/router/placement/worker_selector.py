@@ -121,6 +121,10 @@ class WorkerSelector:
         found = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
         return [(link, wanted) for link in found if link is not None]
 
+    def link_of(self, worker_id: str) -> WorkerLink | None:
+        """Return the connection to a worker of either role; None if there is none."""
+        return self._links.get(worker_id) or self._prefill_links.get(worker_id)
+
     def _ready(self, links: WorkerLinks) -> list[WorkerRecord]:
         known = (self._directory.get(link.worker_id) for link in links)
         return [record for record in known if record is not None and record.state == "ready"]
@@ -167,7 +171,8 @@ class WorkerSelector:
         def candidate(record: WorkerRecord) -> Candidate:
             worker_id = record.worker_id
             load = self._load(record).plus(found.reserved.get(worker_id, NO_LOAD))
-            return Candidate(worker_id, load, forecasts.get(worker_id))
+            may_decode = worker_id not in excluded and self.link_of(worker_id) is not None
+            return Candidate(worker_id, load, forecasts.get(worker_id), may_decode)
 
         placement = self._policy.place(
             prompt, [candidate(each) for each in decodes], [candidate(each) for each in prefills]

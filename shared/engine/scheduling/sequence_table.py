@@ -325,10 +325,18 @@ class SequenceTable:
         work = self.waiting.work
         for each in self._chunked():
             work = work.with_chunk(each.num_computed_tokens, each.num_uncomputed_tokens)
-        rows = StepWork(len(self._decoding), self._decoding.contexts)
+        return self.costs.prices.prompts_s(work.tokens, work.products, self.room, self._row_work)
+
+    @property
+    def room(self) -> int:
+        """Prompt tokens that a step has room for, next to the decode rows of now."""
+        rows = self._row_work
         room = chunk_room(self.limits, self.costs, self._decoding.gap_s, rows, 0)
-        chunk = min(room, self.limits.max_num_batched_tokens - rows.rows)
-        return self.costs.prices.prompts_s(work.tokens, work.products, chunk, rows)
+        return max(1, min(room, self.limits.max_num_batched_tokens - rows.rows))
+
+    @property
+    def _row_work(self) -> StepWork:
+        return StepWork(len(self._decoding), self._decoding.contexts)
 
     @property
     def load(self) -> Load:

@@ -359,8 +359,8 @@ PRICES = StepPrices(fixed=0.001, per_token=(0.001,) * len(KNOTS), steps=9, promp
 
 def priced(**load: Any) -> dict[str, Any]:
     """Return fields of a record from which times can be predicted."""
-    most = WorkerLoad(total_blocks=4096, max_num_seqs=64, **load)
-    return {"prices": PRICES, "max_num_batched_tokens": 512, "load": most}
+    found = WorkerLoad(total_blocks=4096, max_num_seqs=64, room=512, **load)
+    return {"prices": PRICES, "load": found}
 
 
 def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest(redis):
@@ -378,6 +378,30 @@ def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest
             )
             assert (await cluster.ask([int(seconds) + 1] * 200))[1] == expected
             assert decode.generated[-1].local_tokens == IDENTITY.block_size
+
+    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
+
+
+def test_a_prefill_worker_answers_when_decode_is_full(redis):
+    async def scenario(cluster: Cluster) -> None:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        directory = cluster.router.service.members.directory
+        decode.put_record(**priced(rows=64))
+        prefill.put_record(**priced())
+        await eventually(
+            lambda: (
+                directory.get("decode-0").load.rows == 64
+                and directory.get("prefill-0").prices is not None
+            )
+        )
+        await eventually(lambda: prefill.num_routers == 1)
+        response = await cluster.router.complete(prompt=LONG, max_tokens=3)
+        assert response.json()["usage"]["completion_tokens"] == 3
+        assert (len(prefill.generated), decode.generated) == (1, [])
+        prefill.refuse = "overloaded"  # then it waits at the decode worker
+        response = await cluster.router.complete(prompt=LONG, max_tokens=3)
+        assert response.json()["usage"]["completion_tokens"] == 3
+        assert len(decode.generated) == 1
 
     with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
 

@@ -86,6 +86,16 @@ def test_a_full_decode_worker_is_left_alone_while_another_one_has_room():
     assert place(prompt_of(16), [full], []).decode_workers == ("d0",)
 
 
+def test_a_prefill_worker_decodes_when_no_decode_worker_has_room():
+    full, prefills = worker("d", rows=256), [worker("p0", rows=250), worker("p1", rows=9)]
+    placement = place(prompt_of(100), [full], prefills)
+    assert placement.decode_workers == ("p1", "p0", "d")
+    assert placement.prefill_workers == ()
+    prefills = [dataclasses.replace(each, may_decode=False) for each in prefills]
+    assert place(prompt_of(100), [full], prefills).decode_workers == ("d",)
+    assert place(prompt_of(100), [worker("d", rows=255)], prefills).decode_workers == ("d",)
+
+
 def test_a_slow_link_counts():
     fast, slow = (
         {"d": LinkInfo(peer="d", transport="zmq", gbps=gbps, latency_s=0.001)}
