@@ -38,6 +38,7 @@ from pagewire.shared.request.sampling import RequestSpec
 ROUNDS = 12  # of each number of rows
 ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = 12  # of a round
+REFITS, USUAL_ERRORS = 3, 3.0  # fits without the steps that the fit before explains least
 Sample = tuple[Work, float]
 
 
@@ -101,9 +102,20 @@ def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> Non
 def fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     """Return the prices that explain steps best, and the median relative error.
 
+    Steps that take much longer than the others' prices say were interrupted, and do not count.
+
     Args:
         samples: works and seconds; the curve gets a point for each power of two of their tokens.
     """
+    table, error = _fit(samples)
+    for _ in range(REFITS):
+        most = 1 + USUAL_ERRORS * error
+        usual = [each for each in samples if each[1] <= most * table.step_s(each[0])]
+        table, error = _fit(usual)
+    return table, error
+
+
+def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     tokens = [work.rows + work.tokens for work, _ in samples]
     knots = [1 << power for power in range(max(tokens).bit_length()) if 1 << power <= max(tokens)]
     knots = [*knots, 2 * knots[-1]]

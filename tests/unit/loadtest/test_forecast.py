@@ -18,6 +18,7 @@ MEASURED = {
     "kind": "rate 5.0",
     "mix": "6144/16",
     "n": 20,
+    "chunks": 320,
     "req_s": 5.3,
     "ttft_p50": 700.0,
     "ttft_p99": 600.0,
@@ -35,7 +36,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 
 def test_measured_cells_are_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peer = MEASURED | {"label": "vllm-2rep"}
-    crowd = MEASURED | {"label": "2agg", "kind": "conc 4", "req_s": 20.0, "n": 12}
+    crowd = MEASURED | {"label": "2agg", "kind": "conc 4", "req_s": 20.0, "n": 12, "chunks": 192}
     file = write(tmp_path / "cells", [peer, MEASURED, crowd])
     assert [(each.label, len(each.load(0))) for each in read_cells(file)] == [
         ("1P1D", 20),
