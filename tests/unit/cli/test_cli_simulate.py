@@ -162,3 +162,17 @@ def test_the_plan_says_why() -> None:
     assert "prefill workers are busy" in done.stdout
     assert "No division keeps the promise" in done.stdout
     assert pagewire("plan", "--gpus", "2", "--rate", "1").exit_code == 2
+
+
+def test_a_plan_tries_local_prompts_and_finds_what_each_division_carries() -> None:
+    load = ("--gpus", "2", "--rate", "4", "--prompt-tokens", "2000", "--output-tokens", "16")
+    tried = ("--local-prefill-tokens", "32", "--local-prefill-tokens", "4000", "--requests", "24")
+    done = pagewire("plan", *load, *tried, "--slo-ttft", "500", "--capacity", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    choices = {(each["workers"], each["local_prefill_tokens"]) for each in found}
+    assert choices == {("2 aggregated", 32), ("1P1D", 32), ("1P1D", 4000)}
+    capacities = [each["capacity"] for each in found]
+    assert capacities == sorted(capacities, reverse=True)
+    assert found[0]["workers"] == "2 aggregated"
+    assert found[-1]["capacity"] > 1

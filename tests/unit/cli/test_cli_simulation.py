@@ -233,3 +233,13 @@ def test_a_promise_is_broken_in_parts() -> None:
     assert answer.breaks(Promise(0.4, 0.19, 0.29)) == {"ttft", "tpot", "gap"}
     assert answer.breaks(Promise(gap_s=0.2)) == {"gap"}
     assert Answer(1.0, 10, outcome="refused").breaks(Promise(math.inf)) == {"ttft", "tpot", "gap"}
+
+
+def test_routers_know_what_others_have_placed() -> None:
+    """Prompts that come at once reach four routers, none of which has heard of the others' yet."""
+    contents = Contents(lambda _rng: 200, lambda _rng: 2)
+    load = independent(iter([1.0] * 16), 16, contents, seed=0)
+    cluster = SimulatedCluster(ClusterPlan(4, 1, routers=4), MACHINE, LIMITS)
+    cluster.run(load)
+    prefills = [each for each in cluster.workers.values() if each.is_prefill]
+    assert [each.core.stats.prompt_tokens_computed for each in prefills] == [4 * 200] * 4
