@@ -6,7 +6,8 @@ the other kind. What recent steps do not show, such as the price of a token whil
 prompt, stays as it was.
 
 A step that takes much longer or shorter than predicted counts as one that is just within the usual,
-unless several follow one another: then the machine or its load has changed.
+unless several follow one another: then the machine or its load has changed. If other programs slow
+the machine for a moment, predictions of the next steps follow at once, and the prices by and by.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ USUAL = 0.5  # a relative error that is never extraordinary,
 USUAL_ERRORS = 4.0  # nor is this many times the median error
 MOST_STRAYS = 3  # steps in a row that are not believed
 CHANGED = 0.5  # what counts of the steps before each further one
+# How far the pace goes from one step to the next: of a step's error, as far as that is not an
+# outlier's, and back to 1.
+PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
 NEW = 16  # the first steps of a kind are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
@@ -86,11 +90,13 @@ class StepCosts:
 
     Attributes:
         prices: the present ones, without errors and counts.
+        pace: how many times as long as by the prices the next steps take, as the last few did.
         largest: most prompt tokens that a step had so far; the prices of more are extrapolated.
     """
 
     prices: StepPrices = field(default_factory=StepPrices)
     largest: int = 0
+    pace: float = 1.0
     _decodes: _Kind = field(default_factory=_Kind)
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
@@ -112,14 +118,18 @@ class StepCosts:
 
     def predict(self, work: StepWork) -> float:
         """Return how many seconds a step takes; 0 before any was observed."""
-        return self.prices.step_s(work)
+        return self.pace * self.prices.step_s(work)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step, and how many seconds it took."""
+        expected = self.predict(work)
+        if expected > 0:
+            error = min(PACE_CLIP, max(-PACE_CLIP, seconds / expected - 1))
+            self.pace += PACE_GAIN * error * self.pace + PACE_RETURN * (1 - self.pace)
         if work.tokens:
             self.largest = max(self.largest, work.tokens)
             self._end_run()
-            self._prompts.note_error(self.predict(work), seconds)
+            self._prompts.note_error(expected, seconds)
             self._learn(self._prompts, self._decodes, work, seconds, 1)
             return
         run = self._run
@@ -127,7 +137,7 @@ class StepCosts:
             self._end_run()
         if not run:
             self._run_work = work
-            self._decodes.note_error(self.predict(work), seconds)
+            self._decodes.note_error(expected, seconds)
         run.append(seconds)
         if len(run) >= LONGEST_RUN or self._decodes.steps < NEW:
             self._end_run()
@@ -143,7 +153,7 @@ class StepCosts:
         self._learn(self._decodes, self._prompts, work, median, count)
 
     def _learn(self, kind: _Kind, other: _Kind, work: StepWork, seconds: float, count: int) -> None:
-        expected = self.predict(work)
+        expected = self.prices.step_s(work)
         seconds = kind.believed(expected, seconds)
         kind.steps += count
         kind.equations.fade(DECAY**count)

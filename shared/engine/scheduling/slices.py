@@ -40,10 +40,10 @@ def chunk_room(
     if gap_s != math.inf:
         # The price of many more tokens than were ever seen is only a guess.
         most = min(most, max(EFFICIENT_CHUNK, 2 * costs.largest))
-    within = costs.prices.tokens_within
-    tokens = within(usual_s, work, start, most)
+    within, pace = costs.prices.tokens_within, costs.pace
+    tokens = within(usual_s / pace, work, start, most)
     if not work.tokens and tokens < EFFICIENT_CHUNK:
-        tokens = min(EFFICIENT_CHUNK, within(longest_s, work, start, most))
+        tokens = min(EFFICIENT_CHUNK, within(longest_s / pace, work, start, most))
     tokens = min(most, tokens)
     return tokens if gap_s == math.inf else _filling(limits.step_sizes, work, tokens)
 

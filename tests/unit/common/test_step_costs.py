@@ -116,6 +116,18 @@ def test_a_pause_of_the_process_changes_little(machine: Machine, kind: str) -> N
         assert costs.predict(each) == pytest.approx(seconds, rel=0.25)
 
 
+def test_predictions_follow_a_moment_in_which_the_machine_is_slow() -> None:
+    costs, rows = StepCosts(), StepWork(4, 4000)
+    learn(costs, on_a_gpu, 500)
+    usual = costs.prices
+    for _ in range(10):
+        costs.observe(rows, 1.5 * on_a_gpu(rows))
+    assert costs.predict(rows) > 1.25 * on_a_gpu(rows)
+    assert usual.step_s(UNSEEN[2]) == pytest.approx(costs.prices.step_s(UNSEEN[2]), rel=0.05)
+    learn(costs, on_a_gpu, 30, seed=3)
+    assert worst_error(costs, on_a_gpu) < 0.15
+
+
 def test_who_has_seen_nothing_says_so() -> None:
     costs = StepCosts()
     assert costs.published == StepPrices()
