@@ -27,8 +27,6 @@ from pagewire.services.cli.simulation.machine import (
     WirePrices,
     Work,
 )
-from pagewire.shared.costs.step_costs import StepCosts
-from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.offline.llm import LLM

@@ -95,7 +95,7 @@ class Generate(Message, frozen=True, kw_only=True):
         spec: always has a seed: the router chooses one if the client gave none.
         prefill_workers: ids in order of preference; empty means prefill locally.
         local_tokens: the decode worker computes the prompt itself if it lacks at most this many
-            tokens of it; None: as its settings say.
+            tokens of it; None: as its settings say, or the router knows no prefill worker.
         forks: the other requests. The prompt is computed once, and they fork from there. Outputs,
             refusals and cancels name each of them; none depends on another.
         timed: send the timings as soon as they are known, not only with the last token. The worker

@@ -53,7 +53,9 @@ class DecodeRequest:
         """Why no prefill worker was asked to compute the prompt; None if one was."""
         if self.is_remote or self is not self.group[0]:
             return None
-        return "short" if self.message.prefill_workers else "no_worker"
+        if self.message.prefill_workers:
+            return "short"
+        return "no_worker" if self.message.local_tokens is None else "chosen"
 
     @property
     def log(self) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.metrics.load import load_families
 
-LocalPrefill = Literal["short", "no_worker", "no_link", "failed"]
+LocalPrefill = Literal["short", "chosen", "no_worker", "no_link", "failed"]
 
 
 def local_prefill_counter(registry: CollectorRegistry) -> Counter:
     """Return the counter of prompts computed by a decode worker, with all its reasons at 0."""
     counter = Counter(
         "pagewire_local_prefills",
-        "Prompts that a decode worker computed itself: they were short, the router knew no "
-        "prefill worker, this worker was linked to none, or those that it asked failed",
+        "Prompts that a decode worker computed itself: they were short, the router chose so, it "
+        "knew no prefill worker, this worker was linked to none, or those that it asked failed",
         ["reason"],
         registry=registry,
     )

@@ -79,7 +79,8 @@ class PredictedPolicy:
         roomy = [each for each in decoding if each.has_room]
         spare = [each for each in computing if each.has_room]
         if spare and not roomy and not prompt.remote:
-            return _placement(prompt, min(spare, key=_local_cost), [*spare, *decoding], [])
+            decode = min(spare, key=_local_cost)
+            return _placement(decode, [*spare, *decoding], [], prompt.block_size)
         roomy = roomy or decoding
         here = min(roomy, key=_local_cost)
         least_s = min(each.decode_s for each in roomy)
@@ -89,14 +90,15 @@ class PredictedPolicy:
             default=(here, None),
         )
         if sender is None:
-            return _placement(prompt, here, decoding, [])
+            return _placement(here, decoding, [], None)
         local_s = _local_cost(here) - least_s
         remote_s = _remote_cost(prompt, there, sender) - least_s
         if local_s < GAIN * remote_s and not prompt.remote:
-            return _placement(prompt, here, decoding, [])
+            return _placement(here, decoding, [], prompt.block_size)
         computing.sort(key=lambda each: each.first_s)
         computing.remove(sender)
-        return _placement(prompt, there, decoding, [sender, *computing])
+        local_tokens = 0 if prompt.remote else prompt.block_size
+        return _placement(there, decoding, [sender, *computing], local_tokens)
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
         """Return what each worker's parts would cost, in random order."""
@@ -134,7 +136,7 @@ def _remote_cost(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
 
 
 def _placement(
-    prompt: Prompt, decode: _Costs, decoding: list[_Costs], computing: list[_Costs]
+    decode: _Costs, decoding: list[_Costs], computing: list[_Costs], local_tokens: int | None
 ) -> Placement:
     others = sorted((each for each in decoding if each is not decode), key=_local_cost)
     workers, senders = [decode, *others], computing[:MAX_PREFILL_WORKERS]
@@ -142,5 +144,5 @@ def _placement(
         tuple(each.worker_id for each in workers),
         tuple(each.worker_id for each in senders),
         {each.worker_id: each.prefill_s for each in (*workers, *senders)},
-        local_tokens=0 if prompt.remote else prompt.block_size,
+        local_tokens=local_tokens,
     )
