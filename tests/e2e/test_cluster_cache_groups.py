@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,14 +150,16 @@ def sent_over(cluster: LocalCluster) -> set[str]:
     return {match[1] for match, value in found if match is not None and value}
 
 
-def is_continued_from_cache(cluster: LocalCluster, answer: list[int], salt: str) -> bool:
+def is_continued_from_cache(cluster: LocalCluster, answer: list[int], number: int) -> bool:
     """Whether a prompt that goes on where an answer has ended finds the answer's blocks.
 
-    It may go to the other decode worker, if the router does not know yet which one has them.
+    It may go to the other decode worker, if the router does not know yet which one has them, or
+    that it is idle again. So later attempts wait longer.
     """
-    prompt, more = PROMPTS[6], {"cache_salt": salt}
+    prompt, more = PROMPTS[6], {"cache_salt": f"salt-{number}"}
     [first] = ask(cluster, [body_of(prompt, 40) | more])
     assert first["choices"][0]["token_ids"] == answer[:40]
+    time.sleep(number / 4)
     begun = body_of(prompt + answer[:40], ANSWER - 40)
     [body] = ask(cluster, [begun | more])
     assert body["choices"][0]["token_ids"] == answer[40:]
@@ -181,7 +184,7 @@ def test_chunked_preempted_cached_and_continued(
     for _ in range(2):  # alone, so that nothing evicts its blocks
         assert answers(cluster, PROMPTS[-1:], ANSWER) == tried.answers[-1:]
     assert cluster.total("pagewire_prefix_cache_hits_total") >= hits + len(PROMPTS[-1]) // 2
-    assert any(is_continued_from_cache(cluster, tried.answers[6], f"salt-{n}") for n in range(12))
+    assert any(is_continued_from_cache(cluster, tried.answers[6], number) for number in range(12))
     assert sent_over(cluster) == {carrier[1]}
     cluster.wait_idle(WORKERS)
 
