@@ -95,8 +95,7 @@ class SimulatedCluster:
     def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> Worker:
         device = SimulatedDevice(self.events, self.machine)
         core = make_core(self.machine, limits, device, self.index.cache_of(name))
-        on_outputs = self._jobs.on_outputs if is_prefill else self._on_outputs
-        worker = self.workers[name] = Worker(name, is_prefill, core, device, on_outputs)
+        worker = self.workers[name] = Worker(name, is_prefill, core, device, self._on_outputs)
         core.hooks.append(JobHook(worker, self._jobs))
         return worker
 
@@ -180,13 +179,16 @@ class SimulatedCluster:
         request.router.in_flight.note_report(prefill.name, report)
 
     def _on_outputs(self, decode: Worker, outputs: StepOutputs) -> None:
-        """Send a step's tokens to their routers and clients."""
+        """Send a step's tokens to their routers and clients, or to who asked for a job."""
         host, requests = self.machine.host, self._requests
+        others = [each for each in outputs.others if not self._jobs.take(decode, each)]
+        if not (outputs.request_ids or others):
+            return
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
         for name in outputs.request_ids:
             requests[name].answer.times.append(arrives_s)
         special: list[Request] = []
-        for output in outputs.others:
+        for output in others:
             special.append(self._take(decode, output, arrives_s))
         heard = partial(self._hear, decode, decode.report(), special)
         self.events.after(host.hop_ms * 1e-3, heard)

@@ -20,7 +20,7 @@ from pagewire.shared.base.errors import OverloadedError
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import Expect, Export, StepPlan
-from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.engine.step_output import StepOutput
 
 
 @dataclass(slots=True, eq=False)
@@ -134,16 +134,18 @@ class PrefillJobs:
             forget = partial(_abort, work.request_id)
             self.events.at(acknowledged_s, lambda: job.prefill.submit(forget))
 
-    def on_outputs(self, prefill: Worker, outputs: StepOutputs) -> None:
-        """Report the first tokens of a prefill worker's step."""
-        for output in outputs.others:
-            job = self._jobs[output.request_id]
-            answer, heard_s = job.request.answer, self.events.now + 2 * self._hop_s
-            answer.is_remote, answer.cached_tokens = True, output.cached_tokens or 0
-            answer.times.append(heard_s + self.machine.host.answer_ms * 1e-3)
-            self.events.after(self._hop_s, partial(self._note, job, "first token"))
-            heard = partial(self.on_first_token, job.request, prefill, prefill.report())
-            self.events.at(heard_s, heard)
+    def take(self, worker: Worker, output: StepOutput) -> bool:
+        """Report the first token of a job; return whether the output is one."""
+        job = self._jobs.get(output.request_id)
+        if job is None or job.prefill is not worker:
+            return False
+        answer, heard_s = job.request.answer, self.events.now + 2 * self._hop_s
+        answer.is_remote, answer.cached_tokens = True, output.cached_tokens or 0
+        answer.times.append(heard_s + self.machine.host.answer_ms * 1e-3)
+        self.events.after(self._hop_s, partial(self._note, job, "first token"))
+        heard = partial(self.on_first_token, job.request, worker, worker.report())
+        self.events.at(heard_s, heard)
+        return True
 
     def _note(self, job: _Job, arrived: str) -> None:
         """Note what the decode worker has now; activate the sequence if that was all."""

@@ -1,23 +1,22 @@
 """Where a request goes by predicted times: where its answer is soonest, and delays others least.
 
 A prompt is computed where its first token comes soonest: by the worker that will decode it, between
-the steps of the answers there, or by a prefill worker, whose KV has to be sent then. Each place has
-a cost in seconds:
+the steps of the answers there, or by a prefill worker, whose KV has to be sent then. A prefill
+worker may also decode. Each place has a cost in seconds:
 
     queue + computing + sending the last KV            until the answer streams
     + decode steps of a usual answer                   of the worker that decodes it
     + `DELAY_WEIGHT` * delay of each answer there * their number
 
-The sum is what all clients together wait for. A prompt goes where the roles say it should unless
-another place is cheaper by a tenth, so that two places of about the same cost do not alternate.
-
-If no decode worker has room, a prefill worker that has some decodes, too.
+The sum is what all clients together wait for, as far as the choice matters: the decode steps count
+as far as they take longer than on the fastest worker. Places that are not as the roles say must be
+clearly cheaper than one that is, so that places of about the same cost do not alternate.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pagewire.services.router.placement.forecast import Forecast
@@ -30,9 +29,12 @@ from pagewire.services.router.placement.policy import (
     require_decode_worker,
 )
 
-DELAY_WEIGHT = 0.2
+DELAY_WEIGHT = 0.1
 USUAL_ANSWER = 128  # tokens
-GAIN = 0.9  # what computing the prompt where it is decoded must cost, relative to elsewhere
+# What a place must cost, relative to one as the roles say: to compute a prompt where it is decoded,
+# and to do both on a prefill worker.
+TOGETHER = 0.9
+ON_PREFILL_WORKER = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,15 @@ class _Costs:
     decode_s: float
     has_room: bool
     forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Who decodes a request, and who computes its prompt if that is another worker."""
+
+    cost: float
+    decode: _Costs
+    sender: _Costs | None = None
 
 
 class PredictedPolicy:
@@ -76,29 +87,8 @@ class PredictedPolicy:
         if any(each.forecast is None for each in (*decodes, *prefills)):
             return self._otherwise.place(prompt, decodes, prefills)
         decoding, computing = self._costs(prompt, decodes), self._costs(prompt, prefills)
-        roomy = [each for each in decoding if each.has_room]
-        spare = [each for each in computing if each.has_room]
-        if spare and not roomy and not prompt.remote:
-            decode = min(spare, key=_local_cost)
-            return _placement(decode, [*spare, *decoding], [], prompt.block_size)
-        roomy = roomy or decoding
-        here = min(roomy, key=_local_cost)
-        least_s = min(each.decode_s for each in roomy)
-        there, sender = min(
-            ((decode, each) for decode in roomy for each in computing),
-            key=lambda pair: _remote_cost(prompt, *pair),
-            default=(here, None),
-        )
-        if sender is None:
-            return _placement(here, decoding, [], None)
-        local_s = _local_cost(here) - least_s
-        remote_s = _remote_cost(prompt, there, sender) - least_s
-        if local_s < GAIN * remote_s and not prompt.remote:
-            return _placement(here, decoding, [], prompt.block_size)
-        computing.sort(key=lambda each: each.first_s)
-        computing.remove(sender)
-        local_tokens = 0 if prompt.remote else prompt.block_size
-        return _placement(there, decoding, [sender, *computing], local_tokens)
+        best = min(_places(prompt, decoding, computing), key=lambda place: place.cost)
+        return _placement(prompt, best, decoding, computing)
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
         """Return what each worker's parts would cost, in random order."""
@@ -121,28 +111,44 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
     )
 
 
-def _local_cost(worker: _Costs) -> float:
-    return worker.first_s + worker.decode_s
+def _places(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> Iterator[_Place]:
+    """Yield all places that a request may have; at least one."""
+    is_free = not (prompt.remote and computing)
+    spare = [each for each in computing if each.has_room and is_free]
+    roomy = [each for each in decoding if each.has_room] or ([] if spare else decoding)
+    least_s = min(each.decode_s for each in (*roomy, *spare))
+    for decode in roomy:
+        own_s = decode.decode_s - least_s
+        for sender in computing:
+            first_s = sender.first_s + _sending_s(prompt, decode, sender)
+            yield _Place(first_s + own_s, decode, sender)
+        if is_free:
+            yield _Place((decode.first_s + own_s) / TOGETHER, decode)
+    for worker in spare:
+        yield _Place((worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER, worker)
 
 
-def _remote_cost(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
-    """Return the cost of one worker's computing a prompt, and another's decoding.
-
-    KV is sent while later chunks are computed, so only that of the last one is waited for.
-    """
+def _sending_s(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
+    """Return the seconds of sending the last chunk's KV; that of others is sent meanwhile."""
     chunk = min(sender.forecast.chunk, prompt.uncached_tokens(decode.worker_id))
-    sending_s = sender.forecast.transfer_s(decode.worker_id, chunk)
-    return sender.first_s + sending_s + decode.decode_s
+    return sender.forecast.transfer_s(decode.worker_id, chunk)
 
 
 def _placement(
-    decode: _Costs, decoding: list[_Costs], computing: list[_Costs], local_tokens: int | None
+    prompt: Prompt, best: _Place, decoding: list[_Costs], computing: list[_Costs]
 ) -> Placement:
-    others = sorted((each for each in decoding if each is not decode), key=_local_cost)
-    workers, senders = [decode, *others], computing[:MAX_PREFILL_WORKERS]
+    """Return a place with its alternates."""
+
+    def first(chosen: _Costs, others: list[_Costs]) -> list[_Costs]:
+        ranked = sorted(others, key=lambda each: each.first_s + each.decode_s)
+        return [chosen, *(each for each in ranked if each is not chosen)]
+
+    decodes = first(best.decode, decoding)
+    senders = [] if best.sender is None else first(best.sender, computing)[:MAX_PREFILL_WORKERS]
+    local_tokens = 0 if prompt.remote else prompt.block_size
     return Placement(
-        tuple(each.worker_id for each in workers),
+        tuple(each.worker_id for each in decodes),
         tuple(each.worker_id for each in senders),
-        {each.worker_id: each.prefill_s for each in (*workers, *senders)},
-        local_tokens=local_tokens,
+        {each.worker_id: each.prefill_s for each in (*decodes, *senders)},
+        local_tokens=local_tokens if computing else None,
     )

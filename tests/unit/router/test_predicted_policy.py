@@ -27,6 +27,11 @@ def worker(name: str, **known: Any) -> Candidate:
     return Candidate(name, load, dataclasses.replace(FORECAST, **known) if known else FORECAST)
 
 
+def sender(name: str, **known: Any) -> Candidate:
+    """A prefill worker that cannot be asked to decode."""
+    return dataclasses.replace(worker(name, **known), may_decode=False)
+
+
 def place(
     prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate], seed: int = 0
 ) -> Placement:
@@ -48,14 +53,14 @@ def test_places_of_about_the_same_cost_follow_the_roles():
 
 
 def test_a_busy_decode_worker_is_spared_a_long_prompt_and_not_a_short_one():
-    decodes, prefills = [worker("d", rows=64)], [worker("p", seconds=0.04)]
+    decodes, prefills = [worker("d", rows=64)], [sender("p", seconds=0.04)]
     assert place(prompt_of(2000), decodes, prefills).prefill_workers == ("p",)
     assert place(prompt_of(8), decodes, prefills).prefill_workers == ()
 
 
 def test_the_longer_the_queue_of_the_prefill_worker_the_more_is_computed_where_it_is_decoded():
     def is_local(seconds: float) -> bool:
-        prefill = worker("p", seconds=seconds)
+        prefill = sender("p", seconds=seconds)
         return not place(prompt_of(1000), [worker("d", rows=16)], [prefill]).prefill_workers
 
     found = [is_local(0.1 * number) for number in range(20)]
@@ -82,18 +87,28 @@ def test_a_full_decode_worker_is_left_alone_while_another_one_has_room():
     full, empty = worker("d0", blocks=4000), worker("d1", rows=200, blocks=3000)
     assert place(prompt_of(3200), [full, empty], []).decode_workers == ("d1", "d0")
     full, empty = worker("d0", rows=256), worker("d1", rows=255)
-    assert place(prompt_of(16), [full, empty], [worker("p")]).decode_workers[0] == "d1"
+    assert place(prompt_of(16), [full, empty], [sender("p")]).decode_workers[0] == "d1"
     assert place(prompt_of(16), [full], []).decode_workers == ("d0",)
 
 
 def test_a_prefill_worker_decodes_when_no_decode_worker_has_room():
     full, prefills = worker("d", rows=256), [worker("p0", rows=250), worker("p1", rows=9)]
     placement = place(prompt_of(100), [full], prefills)
-    assert placement.decode_workers == ("p1", "p0", "d")
+    assert placement.decode_workers == ("p1", "d")
     assert placement.prefill_workers == ()
     prefills = [dataclasses.replace(each, may_decode=False) for each in prefills]
     assert place(prompt_of(100), [full], prefills).decode_workers == ("d",)
     assert place(prompt_of(100), [worker("d", rows=255)], prefills).decode_workers == ("d",)
+
+
+def test_prefill_workers_decode_when_the_decode_worker_has_become_slow():
+    def decodes_here(rows: int) -> bool:
+        decodes, prefills = [worker("d", rows=rows, blocks=8 * rows)], [worker("p")]
+        return place(prompt_of(100), decodes, prefills).decode_workers[0] == "p"
+
+    found = [decodes_here(rows) for rows in range(0, 250, 10)]
+    assert found == sorted(found)
+    assert {*found} == {False, True}
 
 
 def test_a_slow_link_counts():
@@ -102,8 +117,8 @@ def test_a_slow_link_counts():
         for gbps in (10.0, 0.01)
     )
     prefills = [
-        worker("p0", links=slow, block_bytes=1 << 20),
-        worker("p1", links=fast, block_bytes=1 << 20, seconds=0.02),
+        sender("p0", links=slow, block_bytes=1 << 20),
+        sender("p1", links=fast, block_bytes=1 << 20, seconds=0.02),
     ]
     placement = place(prompt_of(2000), [worker("d", rows=99)], prefills)
     assert placement.prefill_workers == ("p1", "p0")
@@ -111,7 +126,7 @@ def test_a_slow_link_counts():
 
 def test_seconds_of_the_chosen_workers_are_known_afterwards():
     prompt = prompt_of(512)
-    placement = place(prompt, [worker("d", rows=99)], [worker("p")])
+    placement = place(prompt, [worker("d", rows=99)], [sender("p")])
     load = placement.prefill_load(prompt, "p")
     assert load == Load(tokens=512, seconds=pytest.approx(0.0562))
 
