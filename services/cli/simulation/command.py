@@ -54,6 +54,7 @@ def simulate(
     slo_ttft: options.SloTtft = None,
     slo_itl: options.SloItl = None,
     slo_gap: options.SloGap = None,
+    keep_gap: options.KeepGap = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a load on clusters, without a GPU.

@@ -74,6 +74,8 @@ _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
 SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
 SloGap = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)]
+_KEEP = "Workers have nine tenths of --slo-gap as their slo_gap_s: predictions err a little."
+KeepGap = Annotated[bool, _goal(help=_KEEP)]
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
 
 BURST = 8
@@ -151,6 +153,7 @@ def limits_of(params: Mapping[str, Any], machine: Machine, local: int) -> Worker
         max_num_seqs=params["max_num_seqs"],
         local_prefill_tokens=local,
         caching=params["enable_prefix_caching"],
+        slo_gap_s=0.9 * promise_of(params).gap_s if params["keep_gap"] else math.inf,
     )
 
 

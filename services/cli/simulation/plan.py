@@ -86,6 +86,7 @@ def plan(
     slo_ttft: options.SloTtft = None,
     slo_itl: options.SloItl = None,
     slo_gap: options.SloGap = None,
+    keep_gap: options.KeepGap = False,
     capacity: FindCapacity = False,
     as_json: options.AsJson = False,
 ) -> None:

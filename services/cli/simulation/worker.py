@@ -31,6 +31,7 @@ class WorkerLimits:
 
     Attributes:
         caching: whether blocks of equal content are used again.
+        slo_gap_s: largest time between two tokens that the workers try to keep.
     """
 
     max_num_batched_tokens: int
@@ -38,6 +39,7 @@ class WorkerLimits:
     max_waiting: int = 1024
     local_prefill_tokens: int = 32
     caching: bool = True
+    slo_gap_s: float = math.inf
 
 
 def hasher_of(machine: Machine) -> BlockHasher:
@@ -64,6 +66,7 @@ def make_core(
         max_waiting=limits.max_waiting,
         watermark_blocks=machine.kv_blocks // WATERMARK_SHARE,
         local_prefill_tokens=limits.local_prefill_tokens,
+        gap_s=limits.slo_gap_s,
         step_s=math.inf if machine.step_limit_s is None else machine.step_limit_s,
     )
     pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener)

@@ -176,3 +176,14 @@ def test_a_plan_tries_local_prompts_and_finds_what_each_division_carries() -> No
     assert capacities == sorted(capacities, reverse=True)
     assert found[0]["workers"] == "2 aggregated"
     assert found[-1]["capacity"] > 1
+
+
+def test_workers_may_try_to_keep_the_promised_gap() -> None:
+    load = ("--rate", "4", "--prompt-tokens", "6144", "--requests", "60", "--slo-gap", "30")
+
+    def longest(*arguments: str) -> float:
+        result = pagewire("simulate", "--workers", "1", *load, "--json", *arguments)
+        found: dict[str, Any] = json.loads(result.stdout)
+        return float(found["1 aggregated"]["gap"]["p99"])
+
+    assert longest("--keep-gap") <= 30 < longest()
