@@ -18,6 +18,7 @@ from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.kv.model_identity import ModelIdentity
 
 MAX_RECORD_BYTES = 1 << 20
+MAX_LINKS = 1024  # in a record
 # How long the KV links of ready workers are waited for: a decode worker without one computes
 # prompts itself.
 LINK_WAIT_S = 15.0
@@ -32,7 +33,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         running, waiting: requests in the engine.
-        rows: answers that it decodes, or will when their KV has arrived.
+        rows: answers that it decodes, or will when their prompts are computed or have arrived.
         room: prompt tokens that a step has room for; 0: unknown.
         queued_prefill_tokens: prompt tokens that are still to be computed.
         queued_prefill_s: predicted seconds of those that this worker computes; None: unknown.
@@ -119,7 +120,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: Literal["ready", "draining"] = "ready"
     kv_transports: Annotated[list[Id], Meta(max_length=8)] = []
     load: WorkerLoad = WorkerLoad()
-    links: Annotated[list[LinkInfo], Meta(max_length=256)] = []
+    links: Annotated[list[LinkInfo], Meta(max_length=MAX_LINKS)] = []
     block_bytes: Count = 0
     prices: StepPrices | None = None
     protocol: Count = 0

@@ -17,7 +17,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
         blocks: active KV blocks.
         tokens: prompt tokens that are still to be computed.
         seconds: predicted time in which the worker computes them.
-        rows: answers that it decodes.
+        rows: answers that it decodes, or will when their prompts are computed or have arrived.
     """
 
     blocks: _Count = 0

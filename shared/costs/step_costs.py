@@ -66,7 +66,7 @@ class _Kind:
             return
         error = abs(expected / seconds - 1)
         if self.error is None:
-            self.error = error
+            self.error = min(error, 1e3)
         # Up as often as down: that is the median.
         factor = 1 + max(0.05, 1 / (1 + self.steps))
         self.error = max(1e-3, self.error * (factor if error > self.error else 1 / factor))
@@ -101,6 +101,7 @@ class StepCosts:
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
     _unsolved: int = 0
+    _last_term: int = 0  # the last term of tokens that any step had
     _run: list[float] = field(default_factory=list)  # seconds of equal decode steps
     _run_work: StepWork = NOTHING  # of the first of them
 
@@ -114,6 +115,7 @@ class StepCosts:
             prompt_error=prompts.error,
             steps=decodes.steps + len(self._run) + prompts.steps,
             prompt_steps=prompts.steps,
+            largest=self.largest,
         )
 
     def predict(self, work: StepWork) -> float:
@@ -159,7 +161,9 @@ class StepCosts:
         kind.equations.fade(DECAY**count)
         other.equations.fade(FADING**count)
         weight = count / (max(seconds, SHORTEST_S) * max(expected or seconds, SHORTEST_S))
-        kind.equations.add(_parts(work), seconds, weight)
+        parts = _parts(work)
+        self._last_term = max(self._last_term, parts[-1][0])
+        kind.equations.add(parts, seconds, weight)
         self._unsolved += count
         is_wrong = work.tokens and abs(expected - seconds) > TOLERANCE * seconds
         if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < NEW:
@@ -172,7 +176,7 @@ class StepCosts:
         self._terms = terms = sum_of.solve(_RIDGES, self._terms)
         prices = [term / scale for term, scale in zip(terms, _SCALES, strict=True)]
         for index in range(_FIRST_TOKENS + 1, len(terms)):
-            if not sum_of.has(index):  # no step had as many tokens
+            if index > self._last_term:  # no step ever had as many tokens
                 prices[index] = prices[index - 1]
                 terms[index] = prices[index] * _SCALES[index]
         self.prices = StepPrices(

@@ -38,6 +38,7 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
         prompt_error: the same of steps with prompt tokens.
         steps: from how many steps the prices were learnt.
         prompt_steps: how many of them had prompt tokens.
+        largest: most prompt tokens that one of them had.
     """
 
     fixed: Price = 0.0
@@ -49,6 +50,7 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
     prompt_error: Price | None = None
     steps: Number = 0
     prompt_steps: Number = 0
+    largest: Number = 0
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of a step; 0 if nothing is known."""

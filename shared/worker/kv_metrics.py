@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagewire.shared.cluster.worker_record import LinkInfo
+from pagewire.shared.cluster.worker_record import MAX_LINKS, LinkInfo
 from pagewire.shared.metrics.faults import labelled
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sender import KvSender
@@ -27,7 +27,7 @@ def links_of(sender: KvSender) -> list[LinkInfo]:
         )
         for link, sent in found
         if link.gb_per_s
-    ]
+    ][:MAX_LINKS]
 
 
 def _speeds(sender: KvSender) -> Metric:

@@ -13,7 +13,7 @@ from functools import partial
 
 from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.worker import EPOCH, Worker
-from pagewire.services.router.placement.forecast import Forecast, completed
+from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import (
     Candidate,
@@ -162,7 +162,7 @@ class Router:
 
     def _read_records(self) -> None:
         self._records = dict(self._published)
-        self._forecasts = completed(
+        self._forecasts = with_lent_prices(
             {each.name: each.forecast(self.links[each.name]) for each in self.workers.values()}
         )
 

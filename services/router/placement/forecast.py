@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from pagewire.shared.cluster.worker_record import LinkInfo, WorkerRecord
 from pagewire.shared.costs.load import Load
-from pagewire.shared.costs.step_prices import StepPrices
+from pagewire.shared.costs.step_prices import KNOTS, MOST_TOKENS, StepPrices
 from pagewire.shared.costs.step_work import StepWork
 
 
@@ -63,17 +65,12 @@ class Forecast:
         """Whether the worker can decode one more answer at once."""
         return load.rows < self.max_rows and load.blocks + missing_blocks <= self.total_blocks
 
-    @property
-    def knows_prompts(self) -> bool:
-        """Whether the prices are learnt from prompts, too."""
-        return self.prices.prompt_steps > 0
-
 
 def forecast_of(record: WorkerRecord) -> Forecast:
     """Return what a worker's record predicts."""
     return Forecast(
         prices=record.prices or StepPrices(),
-        chunk=max(1, record.load.room),
+        chunk=record.load.room or MOST_TOKENS,
         max_rows=record.load.max_num_seqs,
         total_blocks=record.load.total_blocks,
         block_size=record.model_identity.block_size,
@@ -82,10 +79,11 @@ def forecast_of(record: WorkerRecord) -> Forecast:
     )
 
 
-def completed(forecasts: Mapping[str, Forecast]) -> dict[str, Forecast]:
-    """Lend prices to workers that have not computed a prompt so far, as decode workers may not.
+def with_lent_prices(forecasts: Mapping[str, Forecast]) -> dict[str, Forecast]:
+    """Lend workers the prices of what they have not done so far.
 
-    They get those of the worker of the same model that has computed most, until they have computed
+    A decode worker may never have computed a long prompt, nor a prefill worker decoded. They get
+    these prices from the worker of the same model that has done most of it, until they have done
     some themselves.
 
     Args:
@@ -94,10 +92,30 @@ def completed(forecasts: Mapping[str, Forecast]) -> dict[str, Forecast]:
     Returns:
         The forecasts of all workers; none if nobody has computed a prompt.
     """
-    best = max(forecasts.values(), key=lambda each: each.prices.prompt_steps, default=None)
-    if best is None or not best.knows_prompts:
+    known = [each.prices for each in forecasts.values()]
+    prompts = max(known, key=lambda prices: (prices.largest, prices.prompt_steps), default=None)
+    if prompts is None or not prompts.prompt_steps:
         return {}
+    decodes = max(known, key=lambda prices: prices.steps - prices.prompt_steps)
     return {
-        worker_id: each if each.knows_prompts else replace(each, prices=best.prices)
+        worker_id: replace(each, prices=_completed(each.prices, prompts, decodes))
         for worker_id, each in forecasts.items()
     }
+
+
+def _completed(own: StepPrices, prompts: StepPrices, decodes: StepPrices) -> StepPrices:
+    """Return prices with those of prompts and of decode rows from others where they are unknown."""
+    if not own.steps:
+        return prompts
+    if own.largest < min(prompts.largest, KNOTS[-1]):
+        own = msgspec.structs.replace(
+            own, per_token=prompts.per_token, per_product=prompts.per_product
+        )
+    if own.steps == own.prompt_steps and decodes.steps > decodes.prompt_steps:
+        own = msgspec.structs.replace(
+            own,
+            fixed=max(own.fixed, decodes.fixed),
+            per_sequence=decodes.per_sequence,
+            per_context=decodes.per_context,
+        )
+    return own

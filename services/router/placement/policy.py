@@ -100,7 +100,13 @@ class Placement:
 
 
 class Policy(Protocol):
-    """Chooses workers."""
+    """Chooses workers.
+
+    Attributes:
+        uses_forecasts: it reads the candidates' forecasts.
+    """
+
+    uses_forecasts: bool
 
     def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
         """Whether the choice among these workers depends on what each has cached."""
@@ -119,6 +125,8 @@ class Policy(Protocol):
 
 class PrefixPolicy:
     """Chooses the cheapest workers by cached prefix and load, at random among equal ones."""
+
+    uses_forecasts = False
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -152,6 +160,8 @@ class PrefixPolicy:
 
 class RoundRobinPolicy:
     """Chooses each worker in turn, whatever it has cached and however busy it is."""
+
+    uses_forecasts = False
 
     def __init__(self) -> None:
         self._turn = itertools.count()

@@ -71,6 +71,8 @@ class PredictedPolicy:
     As long as some worker's times are unknown, it chooses as `PrefixPolicy` does.
     """
 
+    uses_forecasts = True
+
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._otherwise = PrefixPolicy(rng)
@@ -119,7 +121,8 @@ def _places(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> 
     least_s = min(each.decode_s for each in (*roomy, *spare))
     for decode in roomy:
         own_s = decode.decode_s - least_s
-        for sender in computing:
+        linked = [each for each in computing if decode.worker_id in each.forecast.links]
+        for sender in linked or computing:
             first_s = sender.first_s + _sending_s(prompt, decode, sender)
             yield _Place(first_s + own_s, decode, sender)
         if is_free:

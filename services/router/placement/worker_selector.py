@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
-from pagewire.services.router.placement.forecast import completed, forecast_of
+from pagewire.services.router.placement.forecast import Forecast, forecast_of, with_lent_prices
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
@@ -35,8 +35,8 @@ class WorkerSelector:
 
     Args:
         cluster_secret: block hashes are keyed by it.
-        members: have all workers' records, and the links; those to prefill workers are used only
-            for embeddings, and to wake them.
+        members: have all workers' records, and the links; those to prefill workers are used for
+            embeddings, to wake them, and for requests that these decode.
     """
 
     def __init__(
@@ -166,12 +166,20 @@ class WorkerSelector:
             len(token_ids), identity.block_size, found.hits, hashes, spec.use_prefill_worker
         )
 
-        forecasts = completed({each.worker_id: forecast_of(each) for each in (*decodes, *prefills)})
+        forecasts: dict[str, Forecast] = {}
+        if self._policy.uses_forecasts:
+            everybody = (*decodes, *prefills)
+            forecasts = with_lent_prices({each.worker_id: forecast_of(each) for each in everybody})
+        longest = min(each.max_model_len for each in decodes)
 
         def candidate(record: WorkerRecord) -> Candidate:
             worker_id = record.worker_id
             load = self._load(record).plus(found.reserved.get(worker_id, NO_LOAD))
-            may_decode = worker_id not in excluded and self.link_of(worker_id) is not None
+            may_decode = (
+                worker_id not in excluded
+                and self.link_of(worker_id) is not None
+                and record.max_model_len >= longest
+            )
             return Candidate(worker_id, load, forecasts.get(worker_id), may_decode)
 
         placement = self._policy.place(

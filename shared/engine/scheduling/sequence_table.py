@@ -340,12 +340,13 @@ class SequenceTable:
 
     @property
     def load(self) -> Load:
-        """How busy the engine is. Answers whose KV is arriving count as if they were decoded."""
+        """How busy the engine is. Answers count as rows from the computing of their prompts on."""
+        prompts = [each for each in self._chunked() if not each.prefill_only]
         return Load(
             blocks=self.pool.counts().used,
             tokens=self.num_queued_tokens,
             seconds=self.queued_s,
-            rows=len(self._decoding) + len(self.reserved),
+            rows=len(self._decoding) + len(self.reserved) + len(prompts),
         )
 
     def _chunked(self) -> list[Sequence]:

@@ -179,3 +179,20 @@ def test_a_step_always_has_room_for_one_small_chunk() -> None:
     costs.observe(work, 30.0)
     assert costs.prices.tokens_within(1.0, NOTHING, 0) == SMALLEST_CHUNK
     assert costs.prices.tokens_within(1.0, work, 0) == 0
+
+
+def test_prices_of_long_prompts_outlast_any_number_of_other_steps() -> None:
+    costs = StepCosts()
+    for number in range(300):
+        work = NOTHING.with_chunk(0, 100 + 20 * number % 2048)
+        costs.observe(work, on_a_gpu(work))
+    long = NOTHING.with_chunk(0, 2048)
+    expected = costs.predict(long)
+    for kind in (costs._decodes, costs._prompts):  # as after hours of decode steps
+        kind.equations.fade(1e-300)
+        kind.equations.fade(1e-300)
+    rng = random.Random(0)
+    for _ in range(400):
+        work = StepWork(rng.randint(1, 60), 9000)
+        costs.observe(work, on_a_gpu(work))
+    assert costs.predict(long) == pytest.approx(expected, rel=0.15)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.services.router.placement.forecast import Forecast
+from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.policy import Candidate, Placement, PrefixPolicy, Prompt
 from pagewire.services.router.placement.predicted import PredictedPolicy
 from pagewire.shared.base.errors import NoWorkerError
@@ -156,3 +156,26 @@ def test_workers_of_equal_cost_are_chosen_equally_often():
 def test_without_a_decode_worker_there_is_no_placement():
     with pytest.raises(NoWorkerError):
         place(prompt_of(1), [], [worker("p")])
+
+
+def test_prices_of_what_a_worker_has_not_done_are_lent():
+    rising = (1e-3, 5e-4, 1e-4, 1e-4, 1e-4)
+    prompts = StepPrices(per_token=rising, steps=50, prompt_steps=50, largest=2048)
+    decodes = StepPrices(fixed=0.006, per_context=1e-7, steps=900, prompt_steps=2, largest=20)
+    new = StepPrices()
+    given = {
+        name: dataclasses.replace(FORECAST, prices=prices)
+        for name, prices in {"p": prompts, "d": decodes, "new": new}.items()
+    }
+    lent = with_lent_prices(given)
+    assert lent["new"].prices == prompts
+    assert (lent["d"].prices.fixed, lent["d"].prices.per_token) == (0.006, prompts.per_token)
+    assert (lent["p"].prices.fixed, lent["p"].prices.per_context) == (0.006, 1e-7)
+    assert with_lent_prices({"new": given["new"]}) == {}
+
+
+def test_a_prefill_worker_that_has_no_link_is_not_asked():
+    link = {"d": LinkInfo(peer="d", transport="zmq", gbps=1.0)}
+    prefills = [sender("p0"), sender("p1", links=link, block_bytes=1 << 20)]
+    placement = place(prompt_of(2000), [worker("d", rows=99)], prefills)
+    assert placement.prefill_workers[0] == "p1"
