@@ -74,7 +74,7 @@ _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
 SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
 SloGap = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)]
-_KEEP = "Workers have nine tenths of --slo-gap as their slo_gap_s: predictions err a little."
+_KEEP = "Workers have nine tenths of --slo-gap as their slo_gap_s: as predictions err a little."
 KeepGap = Annotated[bool, _goal(help=_KEEP)]
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
 
@@ -125,7 +125,11 @@ def _first_turns(load: list[Conversation], most: int | None) -> list[Conversatio
         return load
     ends = [most * number // len(load) for number in range(len(load) + 1)]
     shares = zip(load, pairwise(ends), strict=True)
-    return [Conversation(each.start_s, each.turns[: end - begin]) for each, (begin, end) in shares]
+    return [
+        Conversation(each.start_s, each.turns[: end - begin])
+        for each, (begin, end) in shares
+        if end > begin
+    ]
 
 
 def machine_of(params: Mapping[str, Any]) -> Machine:
@@ -153,8 +157,21 @@ def limits_of(params: Mapping[str, Any], machine: Machine, local: int) -> Worker
         max_num_seqs=params["max_num_seqs"],
         local_prefill_tokens=local,
         caching=params["enable_prefix_caching"],
-        slo_gap_s=0.9 * promise_of(params).gap_s if params["keep_gap"] else math.inf,
+        slo_gap_s=_worker_gap_s(params),
     )
+
+
+def _worker_gap_s(params: Mapping[str, Any]) -> float:
+    """Return the workers' own objective.
+
+    Raises:
+        ConfigError: they are to keep a gap that nothing promises.
+    """
+    if not params["keep_gap"]:
+        return math.inf
+    if params["slo_gap"] is None:
+        raise ConfigError("--keep-gap needs --slo-gap")
+    return 0.9 * promise_of(params).gap_s
 
 
 def promise_of(params: Mapping[str, Any]) -> Promise:

@@ -187,3 +187,14 @@ def test_workers_may_try_to_keep_the_promised_gap() -> None:
         return float(found["1 aggregated"]["gap"]["p99"])
 
     assert longest("--keep-gap") <= 30 < longest()
+
+
+def test_a_gap_to_keep_must_be_promised() -> None:
+    result = pagewire("simulate", "--rate", "4", "--requests", "5", "--keep-gap")
+    assert result.exit_code != 0
+    assert "--keep-gap needs --slo-gap" in result.output
+
+
+def test_there_may_be_fewer_requests_than_agents() -> None:
+    result = pagewire("simulate", "--agents", "4", "--requests", "2", "--json")
+    assert json.loads(result.stdout)["1P1D"]["requests"] == 2
