@@ -130,10 +130,11 @@ class StagingSlots:
             TransferError: there are not enough staging slots for it, or not yet.
         """
         usable = self.num_slots - self.count(StagingSlotState.QUARANTINED)
+        usable -= OWN_SENDER in self._links  # which keeps one
         if num_links >= min(self.num_slots // MIN_CREDITS, usable):
             raise TransferError(
                 f"{num_links} KV links are open, and each needs {MIN_CREDITS} staging slots: there "
-                f"are {self.num_slots} (PAGEWIRE_STAGING_SLOTS), {usable} not in quarantine"
+                f"are {self.num_slots} (PAGEWIRE_STAGING_SLOTS), {usable} left for links"
             )
 
     def open(self, link: int) -> list[tuple[int, Grant | Reclaim]]:

@@ -301,12 +301,24 @@ def test_a_link_too_many_is_refused_by_name() -> None:
 def test_no_link_opens_while_the_slots_for_it_are_in_quarantine() -> None:
     receiver, _ = lent(4)
     lost, _ = receiver.close(1)
-    with pytest.raises(TransferError, match=r"0 KV links are open.* 4 .*, 0 not in quarantine"):
+    with pytest.raises(TransferError, match=r"0 KV links are open.* 4 .*, 0 left for links"):
         receiver.check_room(0)
     receiver.release(lost[:1])
     receiver.check_room(0)
-    with pytest.raises(TransferError, match=r"1 KV links are open.* 4 .*, 1 not in quarantine"):
+    with pytest.raises(TransferError, match=r"1 KV links are open.* 4 .*, 1 left for links"):
         receiver.check_room(1)
+
+
+def test_a_link_does_not_take_the_last_slot_of_the_own_sender() -> None:
+    receiver, _ = lent(4)
+    receiver.start_sending()
+    lost, _ = receiver.close(1)
+    receiver.release(lost[:1])
+    assert receiver.num_idle == 1
+    with pytest.raises(TransferError, match="0 left for links"):
+        receiver.check_room(0)
+    receiver.release(lost[1:2])
+    receiver.check_room(0)
 
 
 # The own sender
