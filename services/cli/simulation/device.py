@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.machine import Machine, Work
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN
+from pagewire.shared.costs.step_work import products_of
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, StepResult, Supply
 
 
@@ -68,7 +69,7 @@ class PlanReader:
         for chunk in plan.chunks:
             count = chunk.length
             tokens += count
-            products += count * chunk.start + count * (count + 1) // 2
+            products += products_of(chunk.start, count)
             if chunk.samples:
                 starts[chunk.slot] = chunk.end - number - 1
         self._num_steps += 1

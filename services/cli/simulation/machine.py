@@ -9,12 +9,13 @@ from functools import cached_property
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.costs.step_work import StepWork
 
 _MACHINES = files("pagewire.services.cli.simulation") / "machines"
 
@@ -23,32 +24,14 @@ Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
-class Work(NamedTuple):
+class Work(StepWork, frozen=True, gc=False):
     """What a step computes.
 
     Attributes:
-        rows: its decode rows.
-        contexts: tokens that all decode rows together attend to, themselves included.
-        tokens: its prompt tokens.
-        products: pairs of a prompt token and a token that it attends to, itself included.
-        chunks: parts of prompts.
         longest: the most tokens that one decode row attends to.
     """
 
-    rows: int = 0
-    contexts: int = 0
-    tokens: int = 0
-    products: int = 0
-    chunks: int = 0
     longest: int = 0
-
-
-class StepTimes(Protocol):
-    """Says how long a step takes."""
-
-    def step_s(self, work: Work) -> float:
-        """Return the seconds of a step."""
-        ...
 
 
 class StepTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -165,7 +148,7 @@ def load_machine(name: str) -> Machine:
     """Return the machine of a name, or of a JSON file.
 
     Raises:
-        ConfigError: there is no such machine, or its file is wrong.
+        ConfigError: no machine has this name, or its file is not valid.
     """
     known = machine_names()
     file = _MACHINES / f"{name}.json" if name in known else Path(name)

@@ -136,7 +136,7 @@ def machine_of(params: Mapping[str, Any]) -> Machine:
     """Return the machine that the options name, with the pool that they give it.
 
     Raises:
-        ConfigError: there is no such machine, or its file is wrong.
+        ConfigError: no machine has this name, or its file is not valid.
     """
     machine = load_machine(params["machine"])
     if params["num_blocks"] is None:

@@ -35,28 +35,27 @@ class Forecast:
     block_bytes: int = 0
     links: Mapping[str, LinkInfo] = field(default_factory=dict)
 
-    def beside(self, load: Load) -> StepWork:
+    def decode_work(self, load: Load) -> StepWork:
         """Return what each of the worker's steps decodes."""
         return StepWork(rows=load.rows, contexts=load.blocks * self.block_size)
 
     def prefill_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds of computing `num_tokens` tokens after `after` cached ones."""
-        beside = self.beside(load)
-        return self.prices.prefill_s(num_tokens, after, self.chunk, beside)
+        return self.prices.prefill_s(num_tokens, after, self.chunk, self.decode_work(load))
 
     def delay_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds by which that delays each answer that the worker decodes."""
         steps = -(-num_tokens // self.chunk)
-        alone_s = steps * self.prices.step_s(self.beside(load))
+        alone_s = steps * self.prices.step_s(self.decode_work(load))
         return max(0.0, self.prefill_s(load, num_tokens, after) - alone_s)
 
     def decode_step_s(self, load: Load, num_tokens: int) -> float:
         """Return the seconds of a step that decodes one more answer, to `num_tokens` tokens."""
-        beside = self.beside(load)
-        return self.prices.step_s(StepWork(beside.rows + 1, beside.contexts + num_tokens))
+        now = self.decode_work(load)
+        return self.prices.step_s(StepWork(now.rows + 1, now.contexts + num_tokens))
 
     def transfer_s(self, worker_id: str, num_tokens: int) -> float:
-        """Return the seconds in which the KV of n tokens reaches a worker; 0: unknown."""
+        """Return the seconds in which KV of a number of tokens reaches a worker; 0: unknown."""
         link = self.links.get(worker_id)
         num_bytes = -(-num_tokens // self.block_size) * self.block_bytes
         return (link.transfer_s(num_bytes) if link is not None else None) or 0.0

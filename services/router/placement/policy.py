@@ -85,7 +85,7 @@ class Placement:
         prefill_workers: likewise; empty means that the decode worker prefills locally.
         prefill_s: predicted seconds of computing the prompt, by worker, as far as known.
         local_tokens: the decode worker computes the prompt itself if it lacks at most this many
-            tokens; None: as its settings say, or there is no prefill worker.
+            tokens; None: its settings decide, or no prefill worker is known.
     """
 
     decode_workers: tuple[str, ...]

@@ -57,7 +57,7 @@ class _Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Option:
     """Who decodes a request, and who computes its prompt if that is another worker."""
 
     cost: float
@@ -89,7 +89,7 @@ class PredictedPolicy:
         if any(each.forecast is None for each in (*decodes, *prefills)):
             return self._otherwise.place(prompt, decodes, prefills)
         decoding, computing = self._costs(prompt, decodes), self._costs(prompt, prefills)
-        best = min(_places(prompt, decoding, computing), key=lambda place: place.cost)
+        best = min(_options(prompt, decoding, computing), key=lambda place: place.cost)
         return _placement(prompt, best, decoding, computing)
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
@@ -113,7 +113,7 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
     )
 
 
-def _places(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> Iterator[_Place]:
+def _options(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> Iterator[_Option]:
     """Yield all places that a request may have; at least one."""
     is_free = not (prompt.remote and computing)
     spare = [each for each in computing if each.has_room and is_free]
@@ -124,11 +124,11 @@ def _places(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> 
         linked = [each for each in computing if decode.worker_id in each.forecast.links]
         for sender in linked or computing:
             first_s = sender.first_s + _sending_s(prompt, decode, sender)
-            yield _Place(first_s + own_s, decode, sender)
+            yield _Option(first_s + own_s, decode, sender)
         if is_free:
-            yield _Place((decode.first_s + own_s) / TOGETHER, decode)
+            yield _Option((decode.first_s + own_s) / TOGETHER, decode)
     for worker in spare:
-        yield _Place((worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER, worker)
+        yield _Option((worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER, worker)
 
 
 def _sending_s(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
@@ -138,7 +138,7 @@ def _sending_s(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
 
 
 def _placement(
-    prompt: Prompt, best: _Place, decoding: list[_Costs], computing: list[_Costs]
+    prompt: Prompt, best: _Option, decoding: list[_Costs], computing: list[_Costs]
 ) -> Placement:
     """Return a place with its alternates."""
 

@@ -158,7 +158,7 @@ def reading(grammar: str, name: str) -> tuple[ChatSyntax, AnswerReading]:
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"harmony"}))
 def test_an_answer_in_json_is_content_unless_it_is_calls(name: str) -> None:
-    """Also one that looks like a call, or tells of one."""
+    """Also one that looks like a call, or mentions one."""
     form = TOOL_FORMATS[name]
     syntax, reads = reading(grammar_text(StructuredOutputs(json_object=True)) or "", name)
     call = written(form, CALLS[1:], as_grammars_have_it(form))
