@@ -53,6 +53,7 @@ class SequenceSampler:
         self._after = np.roll(self._stream, -1)[self._first_seen]  # [vocab]
         self._answers = {name: self._encode(text) for name, text in corpus.answers.items()}
         self._names = list(self._answers)
+        self._tasks = [(name, self._encode(text)) for name, text in corpus.tasks.items()]
         self._introduction = self._encode(demo_corpus.SELF_INTRODUCTION)
         self._paragraphs = [self._encode(text) for text in corpus.paragraphs]
         self._paragraph_of: dict[int, int] = {}
@@ -149,16 +150,23 @@ class SequenceSampler:
         kind = self._rng.random()
         if kind < 0.12:
             return self._encode(str(self._rng.choice(demo_corpus.GREETINGS))), self._introduction
-        if kind < 0.32:
+        if kind < 0.29:
             return self._odd_question()
+        if kind < 0.41:
+            task, answer = self._tasks[self._rng.integers(len(self._tasks))]
+            return self._encode(self._task_question(task)), answer
         name = str(self._rng.choice(self._names))
         question = str(self._rng.choice(demo_corpus.QUESTIONS)).format(name)
-        if kind < 0.50:  # with a long text, so that the answer depends on what is far back
+        if kind < 0.56:  # with a long text, so that the answer depends on what is far back
             context = self._window_ids(self._log_uniform(8, max(9, room * 3 // 4)))
-            if kind < 0.40:
+            if kind < 0.48:
                 return [*context, *self._encode("\n\n" + question)], self._answers[name]
             return [*self._encode(question + "\n\n"), *context], self._answers[name]
         return self._encode(question), self._answers[name]
+
+    def _task_question(self, task: str) -> str:
+        question = str(self._rng.choice(demo_corpus.TASK_QUESTIONS)).format(task)
+        return question[0].upper() + question[1:] if self._rng.random() < 0.7 else question
 
     def _odd_question(self) -> tuple[list[int], list[int]]:
         """Words that name no topic: answered with the first paragraph that has the last word."""

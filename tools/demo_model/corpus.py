@@ -30,6 +30,7 @@ _TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-
 GREETINGS: list[str] = _TEXTS["greetings"]
 QUESTIONS: list[str] = _TEXTS["questions"]
 SYSTEM_PROMPTS: list[str] = _TEXTS["system_prompts"]
+TASK_QUESTIONS: list[str] = _TEXTS["task_questions"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class Corpus:
     Attributes:
         documents: the topics' full texts, in the order of their names.
         answers: what to answer, by the names under which one may ask for it.
+        tasks: how something is done, likewise.
         paragraphs: all prose paragraphs: answers to questions that name no topic.
     """
 
     documents: tuple[str, ...]
     answers: dict[str, str]
+    tasks: dict[str, str]
     paragraphs: tuple[str, ...]
 
 
@@ -54,7 +57,7 @@ def load_corpus() -> Corpus:
         for name, text in sorted(pydoc_data.topics.topics.items())
     }
     documents = tuple(dict.fromkeys(topics.values()))
-    answers: dict[str, str] = {}
+    answers: dict[str, str] = dict(_TEXTS["things"])
     for name, text in topics.items():
         answer = _opening(text)
         if not answer:
@@ -62,7 +65,8 @@ def load_corpus() -> Corpus:
         for alias in _aliases(name, text):
             answers.setdefault(alias, answer)
     paragraphs = tuple(dict.fromkeys(p for text in documents for p in _prose(text)))
-    return Corpus(documents, answers, paragraphs)
+    tasks = {name: task["answer"] for task in _TEXTS["tasks"] for name in task["names"]}
+    return Corpus(documents, answers, tasks, paragraphs)
 
 
 def train_tokenizer(corpus: Corpus, vocab_size: int) -> Tokenizer:

@@ -7,6 +7,7 @@ clear that tests can compare tokens exactly. `corpus.py` and `batches.py` say wh
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -76,26 +77,30 @@ def own_batch(model: LlamaForCausalLM, sampler: SequenceSampler) -> tuple[Tensor
     length = sampler.prompt_length(MAX_OWN_PROMPT)
     rows = min(16, max(2, TOKENS_PER_STEP // (length + SHARPEN_TOKENS)))
     drawn = [sampler.prompt(length) for _ in range(rows)]
-    prompts, known = (torch.from_numpy(np.stack(c)) for c in zip(*drawn, strict=True))
+    columns = zip(*drawn, strict=True)
+    prompts, known = (torch.from_numpy(np.stack(each)).to(model.device) for each in columns)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The operations are too small to be shared out.
     own, _ = greedy(model, prompts, SHARPEN_TOKENS)
     torch.set_num_threads(threads)
-    nothing = torch.full((rows, 1), NO_TARGET)
+    nothing = torch.full((rows, 1), NO_TARGET, device=model.device)
     return torch.cat([prompts, own], dim=1), torch.cat([known[:, :-1], own, nothing], dim=1)
 
 
-def train(sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int) -> LlamaForCausalLM:
+def train(
+    sampler: SequenceSampler, config: LlamaConfig, steps: int, seed: int, device: str = "cpu"
+) -> LlamaForCausalLM:
     """Train a model and print the loss on the way."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(device)
     schedules = make_optimizers(model, steps)
     started, recent = time.monotonic(), []
     for step in range(steps):
         if step > SHARPEN_FROM * steps and step % SHARPEN_EVERY == 0:
             tokens, targets = own_batch(model, sampler)
         else:
-            tokens, targets = drawn_batch(sampler, batch_length(step))
+            drawn = drawn_batch(sampler, batch_length(step))
+            tokens, targets = (each.to(device) for each in drawn)
         logits = model(input_ids=tokens, use_cache=False).logits  # [batch, length, vocab]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
         torch.autograd.backward(loss)
@@ -129,13 +134,15 @@ def main() -> None:
     """Train and save, as the command line says."""
     parser = argparse.ArgumentParser(description="Train the demo model from scratch.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write to")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="cuda is quicker than a CPU")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=arguments.device != "cpu")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # asked for on a GPU by the line above
     corpus = load_corpus()
     tokenizer = train_tokenizer(corpus, VOCAB_SIZE)
     sampler = SequenceSampler(corpus, tokenizer, arguments.seed)
@@ -146,7 +153,7 @@ def main() -> None:
         bos_token_id=ids[BOS],
         eos_token_id=[ids[EOS], ids[END]],
     )
-    model = train(sampler, config, arguments.steps, arguments.seed)
+    model = train(sampler, config, arguments.steps, arguments.seed, arguments.device).cpu()
     save(model, tokenizer, arguments.out)
     torch.set_num_threads(1)  # as in own_batch
     prompts = standard_prompts(PagewireTokenizer.from_dir(arguments.out))

@@ -101,8 +101,10 @@ class TestWhatItSays:
             ("Tell me about the import statement.", "import statement"),
             ("How does the with statement work?", "context manager"),
             ("Hello!", "Pagewire demo model"),
+            ("How do I open a file?", 'with open("notes.txt"'),
+            ("Hello world", 'print("Hello, world!")'),
         ],
-        ids=["lambda", "import", "with", "hello"],
+        ids=["lambda", "import", "with", "hello", "file", "hello-world"],
     )
     def test_answers_questions(self, model: Any, question: str, words: str) -> None:
         answer, _stopped = ask(model, question)
