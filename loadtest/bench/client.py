@@ -120,19 +120,19 @@ class Client:
         )
         return seconds, count
 
-    def prepare(self, length: int, out: int) -> Request:
-        """Return a request with a random prompt.
+    def prepare(self, length: int, out: int, **more: Any) -> Request:
+        """Return a request with a random prompt, and with more fields in its body.
 
         For a long prompt this takes milliseconds, in which no other stream is read. So make such
         requests before other streams are measured.
         """
         [prompt] = random_prompts(self._rng, 1, length, self._vocab)
         options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
-        return Request(msgspec.Raw(msgspec.json.encode(prompt)), options)
+        return Request(msgspec.Raw(msgspec.json.encode(prompt)), options | more)
 
-    async def complete(self, length: int, out: int) -> Answer:
-        """Send a request with a new random prompt; see `ask`."""
-        return await self.ask(self.prepare(length, out))
+    async def complete(self, length: int, out: int, **more: Any) -> Answer:
+        """Send a request with a new random prompt; see `prepare` and `ask`."""
+        return await self.ask(self.prepare(length, out, **more))
 
     async def ask(self, request: Request) -> Answer:
         """Stream one answer; a chunk of k tokens counts as k tokens at once.

@@ -64,33 +64,40 @@ async def isolation(client: Client) -> list[Row]:
     long: list[float] = []
     for _ in range(ISOLATION_TIMES):
         for loaded in (False, True):
-            gaps, ttft = await _streams(client, loaded)
+            gaps, ttft = await streams(client, loaded)
             runs[loaded].append(gaps)
             long += ttft
-    alone, under_load = _isolation_row(runs[False]), _isolation_row(runs[True])
+    alone, under_load = isolation_row(runs[False]), isolation_row(runs[True])
     more = {"of_alone": under_load["p99"] / alone["p99"], "long_ttft": statistics.median(long)}
     return [{"loaded": False, **alone}, {"loaded": True, **under_load, **more}]
 
 
-async def _streams(client: Client, loaded: bool) -> tuple[list[float], list[float]]:
-    """Return the gaps of streams that start together, and TTFT of the long prompts, all in ms."""
+async def streams(client: Client, loaded: bool, **more: Any) -> tuple[list[float], list[float]]:
+    """Return the gaps of streams that start together, and TTFT of the long prompts, all in ms.
+
+    Args:
+        client: of the endpoints.
+        loaded: long prompts arrive meanwhile.
+        more: fields of the streams' requests.
+    """
     long_requests = [client.prepare(LONG_PROMPT, 2) for _ in range(MOST_LONG_PROMPTS * loaded)]
-    streams = [
-        asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS)) for _ in range(STREAMS)
+    tasks = [
+        asyncio.create_task(client.complete(STREAM_PROMPT, STREAM_TOKENS, **more))
+        for _ in range(STREAMS)
     ]
     disturbers = []
     await asyncio.sleep(0.5)  # let the streams' own prompts be computed first
-    while loaded and not all(task.done() for task in streams):
+    while loaded and not all(task.done() for task in tasks):
         if not long_requests:
             raise BenchError(f"the streams last longer than {MOST_LONG_PROMPTS} prompts")
         disturbers.append(asyncio.create_task(client.ask(long_requests.pop())))
         await asyncio.sleep(1 / LONG_PROMPTS_PER_S)
-    answers = await asyncio.gather(*streams)
+    answers = await asyncio.gather(*tasks)
     ttft = [answer.ttft * 1e3 for answer in await asyncio.gather(*disturbers)]
     return [gap * 1e3 for answer in answers for gap in answer.gaps[FIRST_GAPS:]], ttft
 
 
-def _isolation_row(runs: list[list[float]]) -> Row:
+def isolation_row(runs: list[list[float]]) -> Row:
     """Return percentiles over the gaps of all runs, and each run's p99."""
     gaps = [gap for run in runs for gap in run]
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -83,9 +84,9 @@ class Asked(Client):
         self.done = [] if done is None else done
         self.name = name
 
-    def prepare(self, length: int, out: int) -> Request:
+    def prepare(self, length: int, out: int, **more: Any) -> Request:
         self.done.append("made up")
-        return super().prepare(2, out)
+        return super().prepare(2, out, **more)
 
     async def ask(self, request: Request) -> Answer:
         self.done.append(self.name)
@@ -147,7 +148,7 @@ def test_isolation_pools_the_gaps_of_runs_that_take_turns(monkeypatch: pytest.Mo
             super().__init__(["http://nowhere"])
             self.runs: list[str] = []
 
-        async def complete(self, length: int, out: int) -> Answer:
+        async def complete(self, length: int, out: int, **more: Any) -> Answer:
             self.runs.append("stream")
             run = len(self.runs) // phases.STREAMS
             await asyncio.sleep(0.6)

@@ -1,0 +1,206 @@
+"""`python -P -m pagewire.loadtest.bench.agents CLUSTER ...`: agents with many turns.
+
+Starts clusters of the demo model on this machine's CPU, one after the other, each worker pinned to
+a core, and lets the same agents work on each. CLUSTER is the options of `pagewire up`, as one
+argument: "--prefill 1 --decode 1 --policy predicted". Prints one row a cluster:
+
+    turns            answers, of the first turns, too
+    TTFT             of the turns after each agent's first, ms
+    gap p99          longest gap between two tokens of each answer, ms, 99th percentile
+    hits             cached prompt tokens of those turns, as a share of the whole blocks of their
+                     agents' last prompts and answers
+    prefilled        share of those turns whose prompt a prefill worker computed
+    busy             mean share of their cores that prefill and decode workers used
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pagewire.loadtest.bench.forecast_cluster import pin
+from pagewire.loadtest.bench.tables import emit, markdown
+from pagewire.loadtest.cluster import Running, running_cluster
+from pagewire.loadtest.cpu import process_name
+from pagewire.services.cli.bench.stats import percentile
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
+from pagewire.services.cli.simulation.workload import AgentShape, Conversation, Part, agents
+from pagewire.shared.model.demo import demo_model_path
+
+BLOCK_TOKENS = 16
+WORDS = range(64, 2048)  # of the demo model's tokens, those that are text
+LONG_CONTEXT = 262_144
+ENGINE = ("--device", "cpu", "--dtype", "float32", "--routers", "1", "--num-blocks", "65536")
+
+
+@dataclass(slots=True)
+class Findings:
+    """Of one cluster. Times are in seconds; all but `turns` and `gaps` are of later turns."""
+
+    turns: int = 0
+    gaps: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)
+    cached: int = 0
+    known: int = 0
+    prefilled: int = 0
+
+    def add(self, reply: Reply, known: int | None) -> None:
+        """Add an answer; `known` is the number of tokens that its agent had sent or got before."""
+        self.turns += 1
+        self.gaps.append(max(reply.gaps(), default=0.0))
+        if known is None:
+            return
+        self.ttft.append(reply.ttft or 0.0)
+        self.cached += reply.cached_tokens or 0
+        self.known += known // BLOCK_TOKENS * BLOCK_TOKENS
+        answer = json.loads(reply.timings)["choices"][0]
+        self.prefilled += answer["prefill"]["worker"] != answer["decode"]["worker"]
+
+    def row(self) -> dict[str, Any]:
+        """Return the columns of the table."""
+        later = len(self.ttft)
+        return {
+            "turns": self.turns,
+            "TTFT p50": 1e3 * percentile(self.ttft, 50),
+            "TTFT p95": 1e3 * percentile(self.ttft, 95),
+            "gap p99": 1e3 * percentile(self.gaps, 99),
+            "hits": self.cached / max(1, self.known),
+            "prefilled": self.prefilled / max(1, later),
+        }
+
+
+class Agents:
+    """Runs agents against an endpoint.
+
+    Args:
+        client: of the endpoint, with timings.
+        model: to ask for.
+    """
+
+    def __init__(self, client: OpenAIClient, model: str) -> None:
+        self._client, self._model = client, model
+        self.found = Findings()
+
+    async def run(self, load: Sequence[Conversation]) -> None:
+        """Let all agents work, each from its time on."""
+        async with asyncio.TaskGroup() as tasks:
+            for agent in load:
+                tasks.create_task(self._work(agent))
+
+    async def _work(self, agent: Conversation) -> None:
+        await asyncio.sleep(agent.start_s)
+        history: list[int] = []
+        for turn in agent.turns:
+            await asyncio.sleep(turn.pause_s)
+            known = len(history) if turn.continues else None
+            history += [token for part in turn.new for token in tokens_of(part)]
+            body = {"model": self._model, "prompt": history, "temperature": 0}
+            body["max_tokens"] = turn.answer_tokens
+            reply = await self._client.stream(COMPLETIONS, body, {"ignore_eos": True})
+            history += reply.token_ids
+            self.found.add(reply, known)
+
+
+def tokens_of(part: Part) -> list[int]:
+    """Return a part's tokens, always the same for the same part."""
+    return random.Random(part.content).choices(WORDS, k=part.tokens)
+
+
+def long_model(directory: Path) -> Path:
+    """Copy the demo model with a context that agents fit in."""
+    model = Path(shutil.copytree(demo_model_path(), directory / "demo"))
+    config = json.loads((model / "config.json").read_bytes())
+    config["max_position_embeddings"] = LONG_CONTEXT
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return model
+
+
+def used_s(cluster: Running) -> dict[str, list[float]]:
+    """Return the seconds of processor time that the workers have used so far, by role."""
+    found: dict[str, list[float]] = {}
+    for child in psutil.Process(cluster.pid).children(recursive=True):
+        role = (process_name(child.cmdline()) or "").partition("-")[0]
+        if role in ("prefill", "decode"):
+            times = child.cpu_times()
+            found.setdefault(role, []).append(times.user + times.system)
+    return found
+
+
+async def measure(url: str, load: Sequence[Conversation]) -> Findings:
+    """Let the agents work; returns what was measured."""
+    async with OpenAIClient(url, timeout_s=120.0, keep_text=False, asks_timings=True) as client:
+        running = Agents(client, await client.choose_model(None))
+        await running.run(load)
+        return running.found
+
+
+def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table."""
+    load = agents(args.agents, args.seed, shape_of(args))
+    with tempfile.TemporaryDirectory() as made:
+        model = long_model(Path(made))
+        for number, text in enumerate(args.clusters):
+            options = [*ENGINE, "--model", str(model), *shlex.split(text)]
+            with running_cluster(options, Path(made) / str(number)) as cluster:
+                pin(cluster)
+                before, began = used_s(cluster), time.monotonic()
+                found = asyncio.run(measure(cluster.url, load))
+                after, took_s = used_s(cluster), time.monotonic() - began
+            busy = [
+                f"{role} {(sum(now) - sum(before[role])) / len(now) / took_s:.0%}"
+                for role, now in sorted(after.items())
+            ]
+            yield {"cluster": text, **found.row(), "busy": " ".join(busy)}
+
+
+def shape_of(args: argparse.Namespace) -> AgentShape:
+    """Return the agents that the command line asks for."""
+    usual = AgentShape()
+
+    def scaled(pair: tuple[int, int]) -> tuple[int, int]:
+        return pair[0] // args.scale, pair[1] // args.scale
+
+    return replace(
+        usual,
+        shared_tokens=usual.shared_tokens // args.scale,
+        own_tokens=scaled(usual.own_tokens),
+        new_tokens=scaled(usual.new_tokens),
+        answer_tokens=scaled(usual.answer_tokens),
+        turns=(args.turns, args.turns),
+        pause_s=(usual.pause_s[0] / args.faster, usual.pause_s[1] / args.faster),
+        spread_s=usual.spread_s / args.faster,
+    )
+
+
+def main() -> int:
+    """Measure and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("clusters", nargs="+", metavar="CLUSTER")
+    parser.add_argument("--agents", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=12, help="of each")
+    parser.add_argument("--scale", type=int, default=5, help="lengths are divided by this")
+    parser.add_argument("--faster", type=float, default=1.0, help="pauses are divided by this")
+    parser.add_argument("--seed", type=int, default=0)
+    rows = []
+    for row in compare(parser.parse_args()):
+        emit("agents", **row)
+        rows.append(row)
+    print(markdown(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
