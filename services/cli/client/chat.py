@@ -65,6 +65,14 @@ def chat(
     temperature: options.Temperature = None,
     max_tokens: options.ChatTokens = None,
     seed: options.Seed = None,
+    use_prefill_worker: Annotated[
+        bool,
+        typer.Option(
+            "--use-prefill-worker",
+            help="Have a prefill worker compute the prompts, even where that takes longer, so that "
+            "KV crosses; the router must allow it.",
+        ),
+    ] = False,
     timeout: options.Timeout = 300.0,
 ) -> None:
     """Talk with a model of any OpenAI-compatible endpoint.
@@ -77,6 +85,7 @@ def chat(
     Example: pagewire chat --system "Answer in one sentence."
     """
     fields = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    fields["use_prefill_worker"] = use_prefill_worker or None
     with one_line_errors(), asyncio.Runner() as runner:
         endpoint = options.endpoint(url, api_key)
         client = OpenAIClient(*endpoint, timeout_s=timeout, asks_timings=True)

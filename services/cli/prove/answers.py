@@ -64,6 +64,7 @@ def body(index: int) -> dict[str, Any]:
         "stream": True,
         "return_token_ids": True,
         "timings": True,
+        "use_prefill_worker": True,
     }
 
 

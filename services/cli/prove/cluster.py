@@ -32,7 +32,7 @@ def proof_context(
 ) -> ClusterContext:
     """Return what the cluster runs with: the demo model, a port, a secret and a Redis of its own.
 
-    Each prompt is computed by a prefill worker, however short it is, so that its KV is sent.
+    Requests may have a prefill worker compute their prompts, so that KV is sent.
     """
     prefill = (*MODULES["prefill"], "--orders", str(orders))
     model = {"model": "demo", "served_model_name": MODEL}
@@ -45,11 +45,14 @@ def proof_context(
         worker_options={
             **model,
             "device": device,
-            "local_prefill_tokens": 0,
             "batch_invariant": bool(machine.gpus) and device != "cpu",
             "drain_timeout_s": DRAIN_TIMEOUT_S,
         },
-        router_options={**model, "drain_timeout_s": DRAIN_TIMEOUT_S},
+        router_options={
+            **model,
+            "drain_timeout_s": DRAIN_TIMEOUT_S,
+            "trust_request_placement": True,
+        },
         modules={**MODULES, "prefill": prefill},
     )
     return ClusterContext(

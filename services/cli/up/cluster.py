@@ -75,6 +75,7 @@ class ClusterContext:
         echo: print the children's output, too.
         log_format: format of log lines and of this process's messages.
         needs_key: clients must send an API key.
+        trusts_placement: requests may have a prefill worker compute their prompts.
         ready_file: shows other programs when the cluster is ready.
         model: the name that clients ask for.
     """
@@ -89,6 +90,7 @@ class ClusterContext:
     echo: bool = False
     log_format: LogForm = "text"
     needs_key: bool = False
+    trusts_placement: bool = False
     ready_file: ReadyFile | None = None
     model: str = ""
 
@@ -244,7 +246,13 @@ class _Cluster:
         if is_json:
             context.say(f"{view.model} is ready at {context.url}/v1; logs: {context.log_dir}")
         urls = (context.url, context.operator_url)
-        facts = ReadyFacts(*urls, self.store.description, context.log_dir, context.needs_key)
+        facts = ReadyFacts(
+            *urls,
+            self.store.description,
+            context.log_dir,
+            context.needs_key,
+            context.trusts_placement,
+        )
         show_ready_box(console, view, facts)
         with _announced(context, view):
             watching = start_task(self._watch(), "watching")

@@ -18,6 +18,7 @@ from pagewire.services.cli.errors import one_line_errors
 from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.shared.base.addresses import is_address
+from pagewire.shared.model.source import DEMO
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
 
 OF_ONE_SERVICE = (
@@ -110,6 +111,9 @@ def check_options(params: dict[str, Any]) -> UpSettings:
     worker_options = options_of(WorkerSettings, given)
     others = {name: params[name] for name in OWN}
     router = load_settings(RouterSettings, {**router_options, **others})
+    if router.model == DEMO and "trust_request_placement" not in router.model_fields_set:
+        router_options["trust_request_placement"] = True  # so that the first answer shows KV move
+        router = load_settings(RouterSettings, {**router_options, **others})
     if not is_address(router.host):  # routers get the socket, and not the name that it has
         router_options["allowed_hosts"] = ",".join((*(router.allowed_hosts or ()), router.host))
     worker = load_settings(WorkerSettings, worker_options)

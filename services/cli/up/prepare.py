@@ -68,6 +68,7 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
         echo=params["verbose"],
         log_format=router.log_format,
         needs_key=load_keys(router) is not None,
+        trusts_placement=router.trust_request_placement,
         ready_file=ready_file,
         model=served_names(router.served_model_name, router.model)[0],
     )

@@ -17,16 +17,13 @@ from rich.text import Text
 from pagewire.services.cli.cluster_view import ClusterView, Service, shrunk_contexts
 from pagewire.services.cli.program import own_command
 
-# The demo model has learned the answer. A prompt of this length crosses: a prefill worker computes
-# it (a decode worker computes at most `--local-prefill-tokens` itself).
-QUESTION = (
-    "How does `with` work in Python? For example: `with open(path) as file: print(file.read())`"
-)
+QUESTION = "How do I open a file in Python?"  # The demo model has learned the answer.
 # Slower links are those of CPUs, where a prompt's computation takes far longer than its KV's way.
 MIN_GB_PER_S = 1.0
 # Where the context is shorter, the question, the model's template and the answer may not fit.
 CHAT_CONTEXT = 128
 SHORT_PROMPT = "Lambda expressions"
+_CROSSING = "Try, in another shell: one worker computes the prompt, another one writes the answer."
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,7 @@ class ReadyFacts:
         store: the cluster's Redis, in words.
         logs: directory of the services' logs.
         needs_key: clients must send an API key.
+        trusts_placement: requests may have a prefill worker compute their prompts.
     """
 
     url: str
@@ -46,6 +44,7 @@ class ReadyFacts:
     store: str
     logs: Path
     needs_key: bool = False
+    trusts_placement: bool = False
 
 
 def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> None:
@@ -54,37 +53,40 @@ def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> No
     for label, value in _rows(view, facts):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
-    console.print(_invitation(view), style="dim")
-    for command in (chat_command(facts.url), curl_command(facts.url, view, facts.needs_key)):
+    crosses = facts.trusts_placement and any(each.role == "prefill" for each in view.services)
+    console.print(_CROSSING if crosses else "Try, in another shell:", style="dim")
+    commands = chat_command(facts.url, crosses), curl_command(facts, view, crosses)
+    for command in commands:
         console.print(command, soft_wrap=True, markup=False, highlight=False, emoji=False)
     console.print(f"See workers die and no token lost: {own_command()} prove", style="dim")
     console.print("Ctrl-C stops everything.", style="dim")
 
 
-def _invitation(view: ClusterView) -> str:
-    if not any(service.role == "prefill" for service in view.services):
-        return "Try, in another shell:"
-    return "Try, in another shell: one worker computes the prompt, another one writes the answer."
+def chat_command(url: str, crosses: bool) -> str:
+    """Return a shell command that asks a question and shows who computed the answer.
+
+    Args:
+        url: of the endpoint.
+        crosses: a prefill worker is to compute the prompt.
+    """
+    option = " --use-prefill-worker" if crosses else ""
+    return f"{own_command()} chat --url {url}{option} {shlex.quote(QUESTION)}"
 
 
-def chat_command(url: str) -> str:
-    """Return a shell command that asks a question and shows who computed the answer."""
-    return f"{own_command()} chat --url {url} {shlex.quote(QUESTION)}"
-
-
-def curl_command(url: str, view: ClusterView, needs_key: bool = False) -> str:
+def curl_command(facts: ReadyFacts, view: ClusterView, crosses: bool) -> str:
     """Return a shell command that asks for an answer that fits the context, on one line.
 
     It is as short as can be: curl needs no scheme, and the router no content type.
     """
-    address = url.removeprefix("http://")
+    address = facts.url.removeprefix("http://")
     if view.max_model_len is not None and view.max_model_len < CHAT_CONTEXT:
         # Without `max_tokens` the answer takes what is left of the context, at most.
         short = {"model": view.model, "prompt": SHORT_PROMPT}
-        return _curl(f"{address}/v1/completions", short, needs_key)
+        return _curl(f"{address}/v1/completions", short, facts.needs_key)
     messages = [{"role": "user", "content": QUESTION}]
-    body = {"model": view.model, "messages": messages, "timings": True}
-    return _curl(f"{address}/v1/chat/completions", body, needs_key)
+    asked = {"use_prefill_worker": True} if crosses else {}
+    body = {"model": view.model, "messages": messages, "timings": True, **asked}
+    return _curl(f"{address}/v1/chat/completions", body, facts.needs_key)
 
 
 def _curl(address: str, body: dict[str, Any], needs_key: bool) -> str:

@@ -232,6 +232,19 @@ def test_ready_box_has_a_curl_line_that_a_shell_understands(tmp_path: Path) -> N
     assert json.loads(words[-1])["model"] == "demo"
 
 
+@pytest.mark.parametrize("trusts", [True, False])
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("decode",)], ids=["1p1d", "aggregated"])
+def test_ready_box_asks_for_a_prefill_worker_where_that_is_allowed(
+    tmp_path: Path, roles: tuple[str, ...], *, trusts: bool
+) -> None:
+    out = io.StringIO()
+    view = ClusterView("demo", "ok", services=[Service(f"{role}-0", role, 1) for role in roles])
+    facts = ReadyFacts(*URLS, "redis-server", tmp_path, trusts_placement=trusts)
+    show_ready_box(Console(file=out, width=100), view, facts)
+    for text in ("--use-prefill-worker", '"use_prefill_worker":true'):
+        assert (text in out.getvalue()) == (trusts and "prefill" in roles)
+
+
 def test_ready_box_announces_a_context_that_was_cut_and_asks_what_fits_it(tmp_path: Path) -> None:
     cut = Service("decode-1", "decode", 9, max_model_len=32, full_model_len=4096)
     whole = Service("decode-0", "decode", 9, max_model_len=4096, full_model_len=4096)
