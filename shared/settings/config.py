@@ -293,9 +293,10 @@ class RouterSettings(ClusterSettings, KeySettings):
     operator_port: Port | None = OPERATOR_PORT
     operator_fd: Annotated[int, Field(ge=3)] | None = OPERATOR_FD
     policy: Policy = described(
-        "prefix",
-        "prefix places requests by cached prefix and load; predicted, where the answer is "
-        "predicted to come soonest and to delay others least; round_robin, in turn.",
+        "predicted",
+        "predicted places requests where the answer is predicted to come soonest and to delay "
+        "others least; prefix, by cached prefix and load, and the prompt to a prefill worker; "
+        "round_robin, in turn.",
         panel=NETWORK,
     )
     max_queue: Positive = described(
