@@ -67,11 +67,12 @@ class OperatorPages:
             [Route(LIVE_PATH, self._show_live)],
         )
         self._describe_cluster = describe_cluster
+        data = ClusterData(describe_cluster, self._live, members.other_routers)
         routes = [
             Route("/cluster", self._show_cluster),
             Route("/sd", self._show_targets),
             Route("/metrics", self._refuse_metrics),
-            *dashboard_routes(ClusterData(describe_cluster, self._live, members.other_routers)),
+            *dashboard_routes(data.body),
         ]
         self._operator_server = SideServer("the operator port", routes)
         self.metrics_endpoint = self.operator_endpoint = ""

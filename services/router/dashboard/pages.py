@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib import resources
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-
-from pagewire.services.router.dashboard.cluster_data import ClusterData
 
 PAGE = "/dashboard"
 FILES = {
@@ -30,15 +29,15 @@ HEADERS = {
 }
 
 
-def dashboard_routes(data: ClusterData) -> list[BaseRoute]:
+def dashboard_routes(document: Callable[[], Awaitable[bytes]]) -> list[BaseRoute]:
     """Return the page, its files and its document.
 
     Args:
-        data: makes the document.
+        document: makes the document.
     """
 
     async def show_data(_request: Request) -> Response:
-        return Response(await data.body(), media_type="application/json", headers=HEADERS)
+        return Response(await document(), media_type="application/json", headers=HEADERS)
 
     routes: list[BaseRoute] = [Route(f"{PAGE}/data", show_data)]
     folder = resources.files(__package__)
