@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def cluster(shared_clusters: SharedClusters) -> LocalCluster:
-    return shared_clusters.get(prefill=1, decode=2)
+    return shared_clusters.get(prefill=1, decode=1, predicted=True)
 
 
 def example(operation: dict[str, Any]) -> Any:

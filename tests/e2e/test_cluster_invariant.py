@@ -15,7 +15,13 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.tests.support.local_cluster import ONE_ROUTER, LocalCluster, local_cluster
+from pagewire.tests.support.local_cluster import (
+    BY_PREFIX,
+    ONE_ROUTER,
+    PREDICTED,
+    LocalCluster,
+    local_cluster,
+)
 from pagewire.tests.support.sse import events_of
 from pagewire.tests.support.tiny_models import write_tiny_model
 
@@ -64,7 +70,9 @@ def served(
         "--max-num-batched-tokens",
         "50",
     )
-    with local_cluster(*options) as running:
+    # Under prediction prefill workers decode, too, and decode workers compute prompts.
+    env = PREDICTED if request.param == "demo" else BY_PREFIX
+    with local_cluster(*options, env=env) as running:
         yield Served(running, model, name)
 
 

@@ -36,6 +36,8 @@ ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 MIN_PORT, PORTS = 10_000, 16_000
 # Services find each other sooner than with the default of 1 s; the lease is as long as it is.
 HEARTBEAT = {"PAGEWIRE_HEARTBEAT_S": "0.25"}
+# Most tests are about KV that crosses. On a CPU at rest, prediction would hardly let any.
+BY_PREFIX, PREDICTED = ({"PAGEWIRE_POLICY": policy} for policy in ("prefix", "predicted"))
 ONE_ROUTER = ("--routers", "1")  # of tests of what workers compute: it starts sooner than two
 TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 
@@ -49,7 +51,7 @@ class LocalCluster:
 
     Args:
         options: options of `pagewire up`.
-        env: further environment variables.
+        env: further environment variables; requests are placed by prefix unless these say.
         program: the module that is `pagewire`.
     """
 
@@ -62,7 +64,7 @@ class LocalCluster:
         self.directory = tempfile.TemporaryDirectory(prefix="pw-e2e-")
         self._path = Path(self.directory.name)
         command = up_command(self._path, "--port", str(self.port), *options, program=program)
-        env = {**HEARTBEAT, **os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        env = {**HEARTBEAT, **BY_PREFIX, **os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process = start(command, self._path / "up.log", env)
 
     @property
@@ -199,15 +201,16 @@ class SharedClusters:
     """Clusters that several files of tests share; each test leaves them as it would find them."""
 
     def __init__(self) -> None:
-        self._clusters: dict[tuple[int, int], LocalCluster] = {}
+        self._clusters: dict[tuple[int, int, bool], LocalCluster] = {}
         self._stack = ExitStack()
 
-    def get(self, prefill: int, decode: int) -> LocalCluster:
+    def get(self, prefill: int, decode: int, *, predicted: bool = False) -> LocalCluster:
         """Return a cluster with these numbers of workers, all of which are there."""
-        key = (prefill, decode)
+        key = (prefill, decode, predicted)
         if key not in self._clusters:
             workers = ("--prefill", str(prefill), "--decode", str(decode))
-            made = self._stack.enter_context(local_cluster(*workers, *_SHARED_OPTIONS))
+            env = PREDICTED if predicted else BY_PREFIX
+            made = self._stack.enter_context(local_cluster(*workers, *_SHARED_OPTIONS, env=env))
             self._clusters[key] = made
         self._clusters[key].wait_whole()
         return self._clusters[key]
