@@ -3,10 +3,10 @@
     python -P -m pagewire.loadtest.bench.step_costs --model demo
 
 Prints one JSON line for each phase and kind of step: the median and p95 of the relative errors. The
-phases: a mixed load of decode rows and prompts; decode rows alone; another mixed load, of more and
-longer sequences; the same while all times count twice. `followed` is the number of steps after
-which errors are as small as they stay, see `steps_to_follow`. The first steps, from which an engine
-learns all, are not counted.
+phases: the first steps, after those that a worker runs before it is ready; a mixed load of decode
+rows and prompts; decode rows alone; another mixed load, of more and longer sequences; the same
+while all times count twice. `followed` is the number of steps after which errors are as small as
+they stay, see `steps_to_follow`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pagewire.loadtest.bench.shapes import SHAPES, random_prompts, vocab_used
 from pagewire.loadtest.bench.tables import emit
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
+from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.settings.config import EngineSettings, load_settings
 
 FIRST_STEPS = 100
 WINDOW = 20  # steps whose median error says whether the model has followed
@@ -157,6 +158,12 @@ def report(phase: str, steps: list[Step]) -> None:
         )
 
 
+def emit_prices(core: EngineCore) -> None:
+    """Print what an engine has learnt."""
+    prices = core.scheduler.costs.published
+    emit("prices", **{name: getattr(prices, name) for name in prices.__struct_fields__})
+
+
 @contextmanager
 def model_folder(model: str) -> Iterator[tuple[str, str]]:
     """Make the folder of a shape; yields the model, and the format of its weights."""
@@ -194,21 +201,23 @@ def main() -> None:
     args = read_options()
     longest = 2 * args.longest + 256
     with model_folder(args.model) as (model, load_format):
-        llm = LLM(
-            model,
-            load_format=load_format,
-            max_model_len=longest + 2 * args.steps,
-            max_num_batched_tokens=args.budget,
-            max_num_seqs=4 * args.rows,
-            enable_prefix_caching=False,
-        )
-        core = llm.engine.core
+        fields = {
+            "model": model,
+            "load_format": load_format,
+            "max_model_len": longest + 2 * args.steps,
+            "max_num_batched_tokens": args.budget,
+            "max_num_seqs": 4 * args.rows,
+            "enable_prefix_caching": False,
+        }
+        built = build_engine(load_settings(EngineSettings, fields), learns_prices=True)
+        core = built.core
+        emit_prices(core)
         watched = core.steps.costs = Watched(core.scheduler.costs)
         if args.cpu_time:
             core.steps.clock = time.thread_time
-        load = Load(core, vocab_used(llm.engine.config.vocab_size), seed=1)
-        load.run(FIRST_STEPS, args.rows, args.longest)
+        load = Load(core, vocab_used(built.config.vocab_size), seed=1)
         phases: dict[str, Callable[[], None]] = {
+            "first": lambda: load.run(FIRST_STEPS, args.rows, args.longest),
             "mixed": lambda: load.run(args.steps, args.rows, args.longest),
             "decode": lambda: load.decode(args.steps, args.rows, args.longest // 4),
             "larger": lambda: load.run(args.steps, 4 * args.rows, 2 * args.longest),
@@ -226,8 +235,7 @@ def main() -> None:
                         file.write(json.dumps([*line, work.chunks, predicted, seconds]) + "\n")
             if phase == "decode":
                 load.end()
-    prices = core.scheduler.costs.published
-    emit("prices", **{name: getattr(prices, name) for name in prices.__struct_fields__})
+        emit_prices(core)
 
 
 if __name__ == "__main__":

@@ -122,6 +122,14 @@ class StepCosts:
         """Return how many seconds a step takes; 0 before any was observed."""
         return self.pace * self.prices.step_s(work)
 
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """Learn from a step that nobody predicted, since it ran before there was work."""
+        kind, other = self._decodes, self._prompts
+        if work.tokens:
+            kind, other = other, kind
+        self.largest = max(self.largest, work.tokens)
+        self._learn(kind, other, work, seconds, 1)
+
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step, and how many seconds it took."""
         expected = self.predict(work)

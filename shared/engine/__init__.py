@@ -7,7 +7,7 @@
     failed_steps.py    who fails when a step fails, and who is computed again
     build.py           chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
     warm_up.py         its first steps, of every kind, which compile kernels
-    calibration.py     times small steps on a CPU
+    calibration.py     times steps before there is work, so that prices are known
     step_clock.py      which step runs, and how long steps take
     thread.py          the thread in which a worker's engine runs
     offline/           `LLM`: an engine without a network

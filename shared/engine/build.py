@@ -50,6 +50,8 @@ CPU_POOL_BYTES = 256 << 20
 # Steps on a CPU may be long. With this length, other requests do not wait long for their tokens,
 # and a step that hangs is soon noticed.
 CPU_STEP_S = 1.0
+# How long a worker's first steps may take from which it learns what steps cost.
+GPU_CALIBRATION_S, CPU_CALIBRATION_S = 0.8, 0.2
 OtherMemory = Callable[[KvLayout, int], int]
 
 
@@ -80,6 +82,7 @@ def build_engine(
     local_prefill_tokens: int = 0,
     progress: Progress = lambda _stage: None,
     other_memory: OtherMemory = lambda _layout, _total_bytes: 0,
+    learns_prices: bool = False,
 ) -> BuiltEngine:
     """Load a model and make an engine with it.
 
@@ -92,6 +95,7 @@ def build_engine(
         progress: called with a line for people at each stage.
         other_memory: returns the bytes that the caller will allocate on the device itself, given
             the layout of KV blocks and the device's memory in bytes.
+        learns_prices: steps of all kinds are timed, so that others can predict this engine's.
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.
@@ -111,8 +115,7 @@ def build_engine(
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)
     core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
-    if limits.step_s != math.inf:
-        calibrate(runner, scheduler.costs, max_model_len)
+    _learn_prices(core, runner, learns_prices)
     vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
     core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(
@@ -126,6 +129,16 @@ def build_engine(
         max_model_len=max_model_len,
         full_model_len=loaded.full_model_len,
     )
+
+
+def _learn_prices(core: EngineCore, runner: ModelRunner, all_kinds: bool) -> None:
+    """Time steps: few on a CPU, so that prompts are cut well; or of all kinds."""
+    limits, is_gpu = core.scheduler.limits, runner.kv_pool.is_cuda
+    if limits.step_s == math.inf and not (is_gpu and all_kinds):
+        return
+    limit_s = GPU_CALIBRATION_S if is_gpu else CPU_CALIBRATION_S
+    costs, limit_s = core.scheduler.costs, limit_s if all_kinds else 0.0
+    calibrate(runner, costs, limits, overlap=core.overlap, limit_s=limit_s)
 
 
 def _limits(

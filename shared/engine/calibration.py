@@ -1,13 +1,27 @@
-"""Times small steps on a CPU, so that the first prompt is cut into chunks of the right size."""
+"""Times some steps before an engine has work, so that its first prices are measured.
+
+On a CPU every engine runs a few small ones, so that the first prompt is cut into chunks of the
+right size. A worker runs larger ones, too, as many as take little time: routers place the first
+burst of requests by the prices in its first record.
+"""
 
 from __future__ import annotations
 
+import logging
+import statistics
 import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from pagewire.shared.costs.step_costs import StepCosts
-from pagewire.shared.costs.step_work import StepWork
+from pagewire.shared.costs.step_work import NOTHING, StepWork
+from pagewire.shared.engine.execution.executor import PendingStep
 from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.step import (
+    DecodeInput,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
@@ -15,30 +29,162 @@ from pagewire.shared.engine.scheduling.step import (
 )
 from pagewire.shared.request.sampling import RequestSpec
 
-SMALL, LARGER = 16, 64
-FAR = 1024  # tokens before the last chunk, which shows what attention takes
+logger = logging.getLogger(__name__)
+
+# Of each kind of step. The first run, which may take longer, does not count.
+RUNS, RUNS_ON_CPU = 4, 2
+FAR = 1024  # tokens before a chunk or a row, which show what attention takes
+_PRIME = 7919  # spreads tokens over the vocabulary, so that they need different experts
 
 
-def calibrate(runner: ModelRunner, costs: StepCosts, max_model_len: int) -> None:
-    """Learn how long a chunk takes, a larger one, and one far from its sequence's beginning.
+class TimedStep(NamedTuple):
+    """A step of equal decode rows, or of one chunk.
 
-    The first runs twice, since the first time takes longer. All write only to blocks that are free.
+    Attributes:
+        rows: its decode rows.
+        before: tokens before each row, or before the chunk.
+        tokens: of the chunk; 0 if there are rows.
     """
-    layout, max_blocks = runner.layout, runner.state.max_blocks
-    per_group = min(max_blocks, runner.kv_pool.shape[0] // len(layout.groups))
-    count = min(per_group, layout.blocks_for(FAR + SMALL))
-    blocks = TableEntries()
-    for group in range(len(layout.groups)):
-        blocks.add(0, group * max_blocks, list(range(group * count, (group + 1) * count)))
-    slot = NewDeviceSlot(0, RequestSpec(seed=0))
-    runner.execute(StepPlan(number=0, new_slots=[slot], blocks=blocks)).wait()
-    length = min(count * runner.block_size, max_model_len)
-    small, larger = min(SMALL, length), min(LARGER, length)
-    chunks = ((0, small), (0, small), (0, larger), (length - small, small))
-    for index, (start, size) in enumerate(chunks):
-        plan = StepPlan(number=0, chunks=[PrefillChunk(0, start, [0] * size, samples=False)])
-        began_s = time.perf_counter()
-        runner.execute(plan).wait()
-        if index > 0:
-            costs.observe(StepWork().with_chunk(start, size), time.perf_counter() - began_s)
-    runner.execute(StepPlan(number=0, freed=[0])).wait()
+
+    rows: int
+    before: int
+    tokens: int
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes when it runs for the second time."""
+        if self.tokens:
+            return NOTHING.with_chunk(self.before, self.tokens)
+        return StepWork(self.rows, self.rows * (self.before + 2))
+
+
+# All engines on a CPU run these.
+FIRST = (TimedStep(0, 0, 16), TimedStep(0, 0, 64), TimedStep(0, FAR, 16))
+# Workers run these if there is time, the most important first. Few and many rows or tokens, each
+# with little and with much before them: from these follows the price of each part of a step.
+FURTHER = (
+    TimedStep(8, 32, 0),
+    TimedStep(1, 32, 0),
+    TimedStep(8, FAR, 0),
+    TimedStep(0, 0, 256),
+    TimedStep(32, 32, 0),
+    TimedStep(32, FAR, 0),
+    TimedStep(0, 0, 512),
+    TimedStep(128, 32, 0),
+    TimedStep(128, FAR, 0),
+    TimedStep(0, 8 * FAR, 512),
+    TimedStep(0, 0, 2048),
+)
+
+
+def calibrate(
+    runner: ModelRunner,
+    costs: StepCosts,
+    limits: SchedulerLimits,
+    *,
+    overlap: bool,
+    limit_s: float,
+) -> None:
+    """Let an engine's costs learn from steps, in blocks and device slots that are free.
+
+    Args:
+        runner: runs them.
+        costs: the engine's.
+        limits: the engine's.
+        overlap: whether the engine launches a step before the one before has ended.
+        limit_s: how long this may take. The steps of `FIRST` are run in any case, once at least;
+            of the others those that are predicted to end in time.
+    """
+    began_s = time.perf_counter()
+    timer = _StepTimer(runner, limits, overlap, began_s + limit_s)
+    timer.seconds(timer.fitted(FIRST[0]))  # the first step of all takes longer
+    for step in map(timer.fitted, FIRST):
+        costs.learn(step.work, timer.seconds(step))
+    for step in dict.fromkeys(map(timer.fitted, FURTHER)):
+        if step.before >= 0 and timer.has_time_for(costs.prices.step_s(step.work)):
+            costs.learn(step.work, timer.seconds(step))
+    steps, seconds = costs.published.steps, time.perf_counter() - began_s
+    logger.info("learnt from %d kinds of steps in %.2f s how long steps take", steps, seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTimer:
+    """Runs steps, and measures them.
+
+    Attributes:
+        runner: runs them.
+        limits: the engine's.
+        overlap: see `calibrate`.
+        end_s: after this time no step is run again.
+    """
+
+    runner: ModelRunner
+    limits: SchedulerLimits
+    overlap: bool
+    end_s: float
+
+    @property
+    def runs(self) -> int:
+        """How often each step is run."""
+        return RUNS if self.overlap else RUNS_ON_CPU
+
+    def has_time_for(self, step_s: float) -> bool:
+        """Whether all runs of a step that takes this long end in time."""
+        return time.perf_counter() + self.runs * step_s <= self.end_s
+
+    def fitted(self, step: TimedStep) -> TimedStep:
+        """Return a step with no more than this engine has room for.
+
+        `before` is below 0 if there is no room for the rows at all.
+        """
+        runner, rows = self.runner, min(step.rows, self.runner.state.num_slots)
+        blocks = int(runner.kv_pool.shape[0]) // (len(runner.layout.groups) * max(1, rows))
+        room = min(blocks * runner.block_size, self.limits.max_model_len)
+        if rows:
+            return TimedStep(rows, min(step.before, room - self.runs), 0)
+        tokens = min(step.tokens, self.limits.max_num_batched_tokens, room)
+        return TimedStep(0, min(step.before, room - tokens), tokens)
+
+    def seconds(self, step: TimedStep) -> float:
+        """Run a step; return the median seconds of its runs, or of the first if time is up."""
+        slots, vocab = list(range(max(1, step.rows))), self.runner.vocab_size
+        if step.rows:
+            inputs = [DecodeInput(slot, slot * _PRIME % vocab, step.before) for slot in slots]
+            first = StepPlan(number=0, inputs=inputs, decodes=slots)
+            again = StepPlan(number=0, decodes=slots)
+        else:
+            tokens = [number * _PRIME % vocab for number in range(step.tokens)]
+            chunk = PrefillChunk(0, step.before, tokens, samples=False)
+            first = again = StepPlan(number=0, chunks=[chunk])
+        self._take_slots(slots, step.before + (step.tokens or self.runs))
+        times = [end - began for began, end in pairwise(self._run(first, again))]
+        self.runner.execute(StepPlan(number=0, freed=slots)).wait()
+        return statistics.median(times[1:] or times)
+
+    def _take_slots(self, slots: list[int], tokens: int) -> None:
+        """Give device slots owners, and blocks for this many tokens each."""
+        runner, blocks = self.runner, TableEntries()
+        count, groups = runner.layout.blocks_for(tokens), len(runner.layout.groups)
+        for slot in slots:
+            for group in range(groups):
+                start = (slot * groups + group) * count
+                ids = list(range(start, start + count))
+                blocks.add(slot, group * runner.state.max_blocks, ids)
+        owners = [NewDeviceSlot(slot, RequestSpec(temperature=1.0, seed=slot)) for slot in slots]
+        runner.execute(StepPlan(number=0, new_slots=owners, blocks=blocks)).wait()
+
+    def _run(self, first: StepPlan, again: StepPlan) -> list[float]:
+        """Run a step several times, as the engine does; return when it began, and each end."""
+        depth, times_s = 2 if self.overlap else 1, [time.perf_counter()]
+        pending: deque[PendingStep] = deque()
+        for run in range(self.runs):
+            pending.append(self.runner.execute(again if run else first))
+            if len(pending) == depth:
+                pending.popleft().wait()
+                times_s.append(time.perf_counter())
+            if times_s[-1] > self.end_s:
+                break
+        for each in pending:
+            each.wait()
+            times_s.append(time.perf_counter())
+        return times_s

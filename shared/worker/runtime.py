@@ -239,6 +239,7 @@ class WorkerRuntime:
             local_prefill_tokens=self.settings.local_prefill_tokens,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
             other_memory=partial(staging_bytes, self.settings),
+            learns_prices=True,
         )
 
     async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:

@@ -16,6 +16,9 @@ from transformers import LlamaConfig
 
 from pagewire import LLM, SamplingParams
 from pagewire.loadtest.bench.shapes import LLAMA_8B
+from pagewire.shared.costs.step_work import NOTHING, StepWork
+from pagewire.shared.engine.build import build_engine
+from pagewire.shared.settings.config import EngineSettings, load_settings
 from pagewire.tests.support.float32_reference import (
     compare_with_float32,
     random_prompts,
@@ -65,6 +68,15 @@ def test_demo_tokens_equal_the_cpus() -> None:
         del llm
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def test_a_worker_knows_the_prices_of_its_steps_at_once() -> None:
+    fields = {"model": "demo", "device": "cuda", **POOL}
+    engine = build_engine(load_settings(EngineSettings, fields), learns_prices=True)
+    prices = engine.core.scheduler.costs.published
+    assert prices.steps > prices.prompt_steps > 3
+    assert 0 < prices.step_s(StepWork(16, 4800)) < prices.step_s(NOTHING.with_chunk(0, 20_000))
+    assert engine.core.scheduler.pool.num_available == POOL["num_blocks"]
 
 
 def test_log_probabilities_equal_the_cpus() -> None:

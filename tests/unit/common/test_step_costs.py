@@ -10,6 +10,7 @@ import pytest
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_prices import SMALLEST_CHUNK, StepPrices
 from pagewire.shared.costs.step_work import NOTHING, StepWork
+from pagewire.shared.engine.calibration import FIRST, FURTHER
 
 Machine = Callable[[StepWork], float]
 
@@ -82,6 +83,16 @@ def test_predictions_are_right_for_work_that_was_not_seen(machine: Machine) -> N
     costs = StepCosts()
     learn(costs, machine, 500)
     assert worst_error(costs, machine) < 0.15
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_steps_before_any_work_are_enough(machine: Machine) -> None:
+    costs, rng = StepCosts(), random.Random(0)
+    for step in (*FIRST, *FURTHER):
+        costs.learn(step.work, machine(step.work) * rng.uniform(0.97, 1.03))
+    assert worst_error(costs, machine) < 0.15
+    assert costs.published.largest == 2048
+    assert costs.published.error is None  # nobody has predicted anything
 
 
 @pytest.mark.parametrize("machine", MACHINES)
