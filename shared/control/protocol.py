@@ -207,11 +207,14 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         epoch: number of this run of the worker.
         iterations: of its engine so far; of two reports of one run, the one with more is newer.
+        age_s: what came to the worker this long before it sent the report, or later, may be
+            missing: the engine takes new requests between two steps.
     """
 
     epoch: Epoch
     iterations: Epoch
     load: Load
+    age_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

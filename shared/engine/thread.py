@@ -47,11 +47,13 @@ class EngineSnapshot:
     """The engine's state at one moment, for other threads to read.
 
     Attributes:
+        as_of_s: time on the monotonic clock; commands that came later may be missing.
         load: what is reported to routers.
         room: prompt tokens that a step has room for.
         prices: of the engine's steps.
     """
 
+    as_of_s: float
     blocks: BlockCounts
     running: int
     waiting: int
@@ -66,6 +68,7 @@ class EngineThread:
 
     Attributes:
         iterations: grows with each iteration of the loop, idle or not.
+        commands_s: when the loop last ran commands, on the monotonic clock.
         thread: runs the loop.
         error: what ended the loop, if an error did.
         snapshot: at most a few steps old.
@@ -97,6 +100,7 @@ class EngineThread:
         self._hooks_are_quiet = False  # for `MAX_POLL_S`: their peer may have stopped
         self.core = core
         self.iterations = 0
+        self.commands_s = time.monotonic()
         self.snapshot = self._take_snapshot()
         self.integrity_errors = 0
         self._next_check_s = 0.0
@@ -239,6 +243,7 @@ class EngineThread:
     def _take_snapshot(self) -> EngineSnapshot:
         scheduler = self.core.scheduler
         return EngineSnapshot(
+            as_of_s=self.commands_s,
             blocks=scheduler.pool.counts(),
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
@@ -261,6 +266,7 @@ class EngineThread:
         self._is_woken = self._hooks_are_quiet = False
 
     def _run_commands(self) -> None:
+        self.commands_s = time.monotonic()
         for _ in range(len(self._commands)):  # later ones wait for the next iteration
             with self._lock:
                 command = self._commands.popleft()

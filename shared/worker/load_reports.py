@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.load import Load
 from pagewire.shared.engine.thread import EngineThread
 
 
@@ -22,8 +24,13 @@ class LoadReports:
 
     def recent(self) -> LoadReport:
         """Return the load at most a few steps ago. From any thread."""
-        return LoadReport(self.epoch, self.engine.iterations, self.engine.snapshot.load)
+        snapshot = self.engine.snapshot
+        return self._report(snapshot.load, snapshot.as_of_s)
 
     def current(self) -> LoadReport:
         """Return the load now. Only in the engine's thread."""
-        return LoadReport(self.epoch, self.engine.iterations, self.engine.core.scheduler.load)
+        return self._report(self.engine.core.scheduler.load, self.engine.commands_s)
+
+    def _report(self, load: Load, as_of_s: float) -> LoadReport:
+        age_s = round(time.monotonic() - as_of_s, 3)
+        return LoadReport(self.epoch, self.engine.iterations, load, age_s)

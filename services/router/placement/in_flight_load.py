@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import NO_LOAD, Load
 
-# From a placement until the worker's reports include it: two network hops and a step.
-REPORT_SETTLE_S = 0.05
+# A request's way to the worker, and a report's way back.
+ROUND_TRIP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,9 @@ class InFlightLoad:
         """Return the time since which placements may be missing in the worker's own numbers."""
         by_record = self._clock() - self._settle_s if records_arrive else float("-inf")
         known = self._reports.get(worker_id)
-        return by_record if known is None else max(by_record, known.time_s - REPORT_SETTLE_S)
+        if known is None:
+            return by_record
+        return max(by_record, known.time_s - known.report.age_s - ROUND_TRIP_S)
 
     def _placed_since(self, worker_id: str, oldest: float) -> Load:
         total = NO_LOAD

@@ -15,6 +15,7 @@ from pagewire.shared.engine.failed_steps import MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.engine_threads import Outputs, started
 from pagewire.tests.support.fake_device import FakeDevice, FakePending
@@ -60,6 +61,23 @@ def test_stalled_loop_does_not_iterate_and_does_not_stop_in_time() -> None:
     assert engine.is_running()
     assert not engine.stop(0.05)
     stuck.go.set()
+    assert engine.stop(5.0)
+
+
+def test_a_load_report_says_since_when_a_long_step_has_kept_the_engine_from_new_requests() -> None:
+    core, device = make_core()
+    stuck = core.executor = StuckDevice(device.limits, 16, kv_layout(block_size=4))
+    engine = EngineThread(core, lambda _outputs: None)
+    loads = LoadReports(1, engine)
+    engine.start()
+    engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
+    assert stuck.reached.wait(5.0)
+    engine.submit(lambda core: core.add(make_sequence("b", [2] * 5, max_tokens=1)))
+    time.sleep(0.2)
+    assert loads.recent().load.tokens == 0
+    assert loads.recent().age_s > 0.19
+    stuck.go.set()
+    wait_until(lambda: loads.recent().age_s < 0.1)
     assert engine.stop(5.0)
 
 

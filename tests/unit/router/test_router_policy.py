@@ -256,3 +256,17 @@ def test_what_was_placed_before_a_report_is_part_of_it(records_arrive):
     in_flight.add("w0", Load(2))
     assert in_flight.load("w0", RECORD, records_arrive).blocks == 102
     assert in_flight.recently_placed("w0").blocks == 2
+
+
+def test_what_came_during_a_long_step_counts_beside_a_report_that_lacks_it():
+    clock = Clock()
+    in_flight = InFlightLoad(settle_s=2, clock=clock)
+    in_flight.add("w0", Load(5))
+    clock.now = 0.4  # while a step runs
+    in_flight.add("w0", Load(7))
+    clock.now = 0.8
+    in_flight.note_report("w0", LoadReport(1, 1, Load(100), age_s=0.6))
+    assert in_flight.load("w0", RECORD).blocks == 107
+    clock.now = 1.2
+    in_flight.note_report("w0", LoadReport(1, 2, Load(107), age_s=0.4))
+    assert in_flight.load("w0", RECORD).blocks == 107
