@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STEP = 1.1  # by which an estimate moves towards a sample: up as often as down, which is the median
+# By which an estimate moves towards a sample: up as often as down, so that it is the median.
+MOVE_FACTOR = 1.1
 
 
 @dataclass(slots=True)
@@ -42,4 +43,4 @@ def _moved(estimate: float, sample: float) -> float:
     """Return an estimate of the median after a further sample."""
     if not estimate:
         return sample
-    return estimate * STEP if sample > estimate else estimate / STEP
+    return estimate * MOVE_FACTOR if sample > estimate else estimate / MOVE_FACTOR

@@ -5,9 +5,10 @@ without prompt tokens are forgotten at their own paces, so that rare ones are no
 the other kind. What recent steps do not show, such as the price of a token while there is no
 prompt, stays as it was.
 
-A step that takes much longer or shorter than predicted counts as one that is just within the usual,
-unless several follow one another: then the machine or its load has changed. If other programs slow
-the machine for a moment, predictions of the next steps follow at once, and the prices by and by.
+A step that takes much longer or shorter than predicted is an outlier. It counts as if it had taken
+what is just no outlier, unless several follow one another: then the machine or its load has
+changed. If other programs slow the machine for a moment, predictions of the next steps follow at
+once, and the prices by and by.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ from pagewire.shared.costs.least_squares import Equations
 from pagewire.shared.costs.step_prices import KNOTS, StepPrices
 from pagewire.shared.costs.step_work import NOTHING, StepWork
 
-DECAY = 0.95  # a step's weight in terms of the next one's of its kind
-FADING = 0.998  # the same in terms of one of the other kind
-SHORTEST_S = 1e-4  # shorter steps have the weight of such a one
+# By what the weight of a step shrinks with each further step of its kind, and of the other kind.
+DECAY, DECAY_BY_OTHERS = 0.95, 0.998
+SHORTEST_STEP_S = 1e-4  # shorter steps have the weight of such a one
 # Decode steps of equally many rows count as one step of their median time: that takes less of the
 # host's time, and a step during which the process was paused does not matter.
-LONGEST_RUN = 8
+MOST_EQUAL_STEPS = 8
 SOLVE_EVERY = 32  # steps, unless one with prompt tokens shows an error
 TOLERANCE = 0.1  # of a prediction
-USUAL = 0.5  # a relative error that is never extraordinary,
-USUAL_ERRORS = 4.0  # nor is this many times the median error
-MOST_STRAYS = 3  # steps in a row that are not believed
-CHANGED = 0.5  # what counts of the steps before each further one
+# A step is an outlier if its relative error is above the first, and above the median error times
+# the second.
+OUTLIER_ERROR, OUTLIER_MEDIANS = 0.5, 4.0
+MOST_OUTLIERS = 3  # in a row that are not believed
+# By what the weight of all steps before shrinks with each further outlier: the machine has changed.
+DECAY_BY_CHANGE = 0.5
 # How far the pace goes from one step to the next: of a step's error, as far as that is not an
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
-NEW = 16  # the first steps of a kind are all believed
+FIRST_STEPS = 16  # of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
 _SCALES = (1.0, 16.0, 16384.0, 16384.0, 8.0, 24.0, 96.0, 384.0, 512.0)
@@ -52,12 +55,12 @@ class _Kind:
     Attributes:
         steps: how many there were.
         error: median relative error of recent predictions; None before there were any.
-        strays: how many of the most recent steps in a row were extraordinary.
+        outliers: how many of the most recent steps in a row were outliers.
     """
 
     steps: int = 0
     error: float | None = None
-    strays: int = 0
+    outliers: int = 0
     equations: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
 
     def note_error(self, expected: float, seconds: float) -> None:
@@ -73,13 +76,14 @@ class _Kind:
 
     def believed(self, expected: float, seconds: float) -> float:
         """Return what to learn from a step's time."""
-        most = 1 + max(USUAL, USUAL_ERRORS * (self.error or 0))
-        if expected <= 0 or self.steps < NEW or expected / most <= seconds <= expected * most:
-            self.strays = 0
+        most = 1 + max(OUTLIER_ERROR, OUTLIER_MEDIANS * (self.error or 0))
+        is_usual = expected / most <= seconds <= expected * most
+        if expected <= 0 or self.steps < FIRST_STEPS or is_usual:
+            self.outliers = 0
             return seconds
-        self.strays += 1
-        if self.strays > MOST_STRAYS:
-            self.equations.fade(CHANGED)
+        self.outliers += 1
+        if self.outliers > MOST_OUTLIERS:
+            self.equations.fade(DECAY_BY_CHANGE)
             return seconds
         return expected * most if seconds > expected else expected / most
 
@@ -149,7 +153,7 @@ class StepCosts:
             self._run_work = work
             self._decodes.note_error(expected, seconds)
         run.append(seconds)
-        if len(run) >= LONGEST_RUN or self._decodes.steps < NEW:
+        if len(run) >= MOST_EQUAL_STEPS or self._decodes.steps < FIRST_STEPS:
             self._end_run()
 
     def _end_run(self) -> None:
@@ -167,14 +171,15 @@ class StepCosts:
         seconds = kind.believed(expected, seconds)
         kind.steps += count
         kind.equations.fade(DECAY**count)
-        other.equations.fade(FADING**count)
-        weight = count / (max(seconds, SHORTEST_S) * max(expected or seconds, SHORTEST_S))
+        other.equations.fade(DECAY_BY_OTHERS**count)
+        shortest_s = SHORTEST_STEP_S
+        weight = count / (max(seconds, shortest_s) * max(expected or seconds, shortest_s))
         parts = _parts(work)
         self._last_term = max(self._last_term, parts[-1][0])
         kind.equations.add(parts, seconds, weight)
         self._unsolved += count
         is_wrong = work.tokens and abs(expected - seconds) > TOLERANCE * seconds
-        if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < NEW:
+        if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < FIRST_STEPS:
             self._unsolved = 0
             self._solve()
 

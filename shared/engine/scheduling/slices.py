@@ -16,9 +16,9 @@ from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 
 # A step reads all weights, whatever it computes. With fewer tokens than this, that takes much of
-# its time. So a step of fewer may last `LONGER` times `step_s`, but no longer than an objective.
+# its time. So a step of fewer may last several times `step_s`, but no longer than an objective.
 EFFICIENT_CHUNK = 192
-LONGER = 4
+SMALL_STEP_FACTOR = 4
 
 
 def chunk_room(
@@ -34,7 +34,7 @@ def chunk_room(
         start: position of the chunk's first token.
     """
     most = limits.max_num_batched_tokens
-    usual_s, longest_s = min(limits.step_s, gap_s), min(LONGER * limits.step_s, gap_s)
+    usual_s, longest_s = min(limits.step_s, gap_s), min(SMALL_STEP_FACTOR * limits.step_s, gap_s)
     if longest_s == math.inf:
         return most
     if gap_s != math.inf:
