@@ -21,6 +21,7 @@ _NOTES = {
     "redis_url": "Put one with a password into PAGEWIRE_REDIS_URL: other users can see this "
     "command line.",
 }
+# A prefill worker computes all prompts of the requests that it answers.
 DECODE_ONLY = ("local_prefill_tokens",)
 OWN_REDIS = "a private server is started"
 _AS_GIVEN = (int, float, bool, str, Path)

@@ -28,7 +28,8 @@ def router(ctx: typer.Context) -> None:
 def prefill(ctx: typer.Context) -> None:
     """Run a prefill worker: it computes prompts.
 
-    It pushes their KV blocks to decode workers.
+    It pushes their KV blocks to decode workers. Where its router predicts that this is soonest, it
+    also streams the answer.
 
     Example: pagewire prefill --worker-id prefill-0 --redis-url redis://127.0.0.1:6379/0
     """

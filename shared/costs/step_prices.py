@@ -6,6 +6,9 @@
 `base` is what the layers' products take. It is linear between `KNOTS`, each part with its own price
 of a token: few tokens cost nearly nothing where reading the weights takes longer (a GPU), or much
 where each brings further experts; many tokens cost what computing them takes.
+
+Two parts of a step's time on a GPU have no price: attention lasts at least as long as that of the
+longest context, and a captured step is padded. The prices that a load has shown contain both.
 """
 
 from __future__ import annotations

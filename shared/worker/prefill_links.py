@@ -35,7 +35,8 @@ def offers_link(own: Role, other: Role) -> bool:
 
     Any two workers can be linked. But two that compute prompts for each other may both be full of
     sequences that wait for the other's blocks, so that neither has room for the other's prompts
-    until the time of a job is up.
+    until the time of a job is up. And a worker that prefers prefill gains nothing by a link: it
+    computes a prompt as soon as another could, and need not receive the blocks.
 
     Args:
         own: what the worker prefers to do.
