@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from pagewire.shared.request.sampling import RequestSpec
 
 logger = logging.getLogger(__name__)
 
-# Of each kind of step. The first run, which may take longer, does not count.
+# Of each kind of step. The lower median counts, since the first run may take longer.
 RUNS, RUNS_ON_CPU = 4, 2
 FAR = 1024  # tokens before a chunk or a row, which show what attention takes
 _PRIME = 7919  # spreads tokens over the vocabulary, so that they need different experts
@@ -64,9 +65,9 @@ FIRST = (TimedStep(0, 0, 16), TimedStep(0, 0, 64), TimedStep(0, FAR, 16))
 # with little and with much before them: from these follows the price of each part of a step.
 FURTHER = (
     TimedStep(8, 32, 0),
-    TimedStep(1, 32, 0),
-    TimedStep(8, FAR, 0),
     TimedStep(0, 0, 256),
+    TimedStep(8, FAR, 0),
+    TimedStep(1, 32, 0),
     TimedStep(32, 32, 0),
     TimedStep(32, FAR, 0),
     TimedStep(0, 0, 512),
@@ -92,18 +93,20 @@ def calibrate(
         costs: the engine's.
         limits: the engine's.
         overlap: whether the engine launches a step before the one before has ended.
-        limit_s: how long this may take. The steps of `FIRST` are run in any case, once at least;
-            of the others those that are predicted to end in time.
+        limit_s: how long this may take. The steps of `FIRST` are run in any case, once at least; of
+            the others those that are predicted to end in time.
     """
-    began_s = time.perf_counter()
-    timer = _StepTimer(runner, limits, overlap, began_s + limit_s)
+    # On a CPU this thread's time: workers that start together slow each other, but not for long.
+    clock = time.perf_counter if overlap else time.thread_time
+    began_s = clock()
+    timer = _StepTimer(runner, limits, overlap, clock, began_s + limit_s)
     timer.seconds(timer.fitted(FIRST[0]))  # the first step of all takes longer
     for step in map(timer.fitted, FIRST):
         costs.learn(step.work, timer.seconds(step))
     for step in dict.fromkeys(map(timer.fitted, FURTHER)):
         if step.before >= 0 and timer.has_time_for(costs.prices.step_s(step.work)):
             costs.learn(step.work, timer.seconds(step))
-    steps, seconds = costs.published.steps, time.perf_counter() - began_s
+    steps, seconds = costs.published.steps, clock() - began_s
     logger.info("learnt from %d kinds of steps in %.2f s how long steps take", steps, seconds)
 
 
@@ -115,12 +118,14 @@ class _StepTimer:
         runner: runs them.
         limits: the engine's.
         overlap: see `calibrate`.
+        clock: measures the steps.
         end_s: after this time no step is run again.
     """
 
     runner: ModelRunner
     limits: SchedulerLimits
     overlap: bool
+    clock: Callable[[], float]
     end_s: float
 
     @property
@@ -130,7 +135,7 @@ class _StepTimer:
 
     def has_time_for(self, step_s: float) -> bool:
         """Whether all runs of a step that takes this long end in time."""
-        return time.perf_counter() + self.runs * step_s <= self.end_s
+        return self.clock() + self.runs * step_s <= self.end_s
 
     def fitted(self, step: TimedStep) -> TimedStep:
         """Return a step with no more than this engine has room for.
@@ -146,7 +151,7 @@ class _StepTimer:
         return TimedStep(0, min(step.before, room - tokens), tokens)
 
     def seconds(self, step: TimedStep) -> float:
-        """Run a step; return the median seconds of its runs, or of the first if time is up."""
+        """Run a step; return the median seconds of its runs."""
         slots, vocab = list(range(max(1, step.rows))), self.runner.vocab_size
         if step.rows:
             inputs = [DecodeInput(slot, slot * _PRIME % vocab, step.before) for slot in slots]
@@ -159,7 +164,7 @@ class _StepTimer:
         self._take_slots(slots, step.before + (step.tokens or self.runs))
         times = [end - began for began, end in pairwise(self._run(first, again))]
         self.runner.execute(StepPlan(number=0, freed=slots)).wait()
-        return statistics.median(times[1:] or times)
+        return statistics.median_low(times)
 
     def _take_slots(self, slots: list[int], tokens: int) -> None:
         """Give device slots owners, and blocks for this many tokens each."""
@@ -175,16 +180,16 @@ class _StepTimer:
 
     def _run(self, first: StepPlan, again: StepPlan) -> list[float]:
         """Run a step several times, as the engine does; return when it began, and each end."""
-        depth, times_s = 2 if self.overlap else 1, [time.perf_counter()]
+        depth, times_s = 2 if self.overlap else 1, [self.clock()]
         pending: deque[PendingStep] = deque()
         for run in range(self.runs):
             pending.append(self.runner.execute(again if run else first))
             if len(pending) == depth:
                 pending.popleft().wait()
-                times_s.append(time.perf_counter())
+                times_s.append(self.clock())
             if times_s[-1] > self.end_s:
                 break
         for each in pending:
             each.wait()
-            times_s.append(time.perf_counter())
+            times_s.append(self.clock())
         return times_s

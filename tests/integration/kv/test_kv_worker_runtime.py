@@ -181,6 +181,9 @@ def test_each_worker_answers_and_computes_prompts_whatever_it_prefers(
                 await eventually(lambda: side.kv.sender.links, timeout=20)  # noqa: B023
                 await eventually(lambda: [k for k in side.kv.receiver.links if k.is_tested])  # noqa: B023
             prefers_prefill, prefers_decode = records["prefill"], records["decode"]
+            for record in records.values():  # before there was any work
+                assert record.prices is not None
+                assert 3 <= record.prices.prompt_steps < record.prices.steps
             tokens, helper = await tokens_from(prefers_prefill, 5)
             assert (len(tokens), helper) == (8, None)
             assert await tokens_from(prefers_decode, 5) == (tokens, None)
