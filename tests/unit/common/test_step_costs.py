@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pagewire.shared.costs.first_steps import FIRST, FURTHER
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_prices import SMALLEST_CHUNK, StepPrices
 from pagewire.shared.costs.step_work import NOTHING, StepWork
-from pagewire.shared.engine.calibration import FIRST, FURTHER
 
 Machine = Callable[[StepWork], float]
 
