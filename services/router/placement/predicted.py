@@ -30,7 +30,7 @@ from pagewire.services.router.placement.policy import (
 )
 
 DELAY_WEIGHT = 0.1
-USUAL_ANSWER = 128  # tokens
+TYPICAL_ANSWER_TOKENS = 128
 # What a place must cost, relative to one as the roles say: to compute a prompt where it is decoded,
 # and to do both on a prefill worker.
 TOGETHER = 0.9
@@ -107,7 +107,7 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
         worker_id=worker_id,
         prefill_s=prefill_s,
         first_s=load.seconds + prefill_s + DELAY_WEIGHT * delays_s,
-        decode_s=USUAL_ANSWER * forecast.decode_step_s(load, prompt.num_tokens),
+        decode_s=TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens),
         has_room=candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id)),
         forecast=forecast,
     )
