@@ -51,7 +51,7 @@ CPU_POOL_BYTES = 256 << 20
 # and a step that hangs is soon noticed.
 CPU_STEP_S = 1.0
 # How long a worker's first steps may take from which it learns what steps cost.
-GPU_CALIBRATION_S, CPU_CALIBRATION_S = 0.8, 0.25
+GPU_CALIBRATION_S, CPU_CALIBRATION_S = 0.8, 0.2
 OtherMemory = Callable[[KvLayout, int], int]
 
 
