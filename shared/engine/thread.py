@@ -188,8 +188,11 @@ class EngineThread:
     def _iterate(self) -> None:
         self.iterations += 1
         self._run_commands()
+        before = self._num_running
         outputs, worked = self.core.advance(wait=False)
         if outputs:
+            if self._num_running < before:  # with their last tokens comes the load after them
+                self.snapshot = self._take_snapshot()
             self._on_outputs(outputs)
         worked |= self.core.run_hooks()
         self._observe(idle=not self.core.has_work)
@@ -252,6 +255,10 @@ class EngineThread:
             prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
         )
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.core.scheduler.running)
 
     @property
     def _has_news(self) -> bool:

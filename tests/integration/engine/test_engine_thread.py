@@ -14,6 +14,7 @@ from pagewire.shared.base.errors import OverloadedError
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.engine_threads import Outputs, started
@@ -40,6 +41,26 @@ def test_tokens_come_out_in_the_engines_thread(overlap: bool, sleepy: None) -> N
         wait_until(lambda: all(outputs.has_ended(name) for name in expected))
     assert {name: outputs.tokens(name) for name in expected} == expected
     assert outputs.threads == {"engine"}
+
+
+def test_the_last_tokens_come_with_a_load_without_their_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_module, "SNAPSHOT_INTERVAL_S", 60.0)
+    core, _ = make_core()
+    loads = []
+
+    def note(outputs: StepOutputs) -> None:
+        if any(each.finish_reason for each in outputs):
+            loads.append(engine.snapshot.load)
+
+    engine = EngineThread(core, note)
+    engine.start()
+    sequence = make_sequence("r", [1] * 5, max_tokens=9)
+    engine.submit(partial(EngineCore.add, sequence=sequence))
+    wait_until(lambda: bool(loads))
+    assert engine.stop(5.0)
+    assert (loads[0].rows, loads[0].blocks) == (0, 0)
 
 
 def test_commands_run_in_order_in_the_engines_thread(sleepy: None) -> None:
