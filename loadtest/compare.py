@@ -1,6 +1,6 @@
 """Puts the same load on one kind of cluster after another, and writes a report.
 
-python -P -m pagewire.loadtest.compare             disaggregated, aggregated, round robin
+python -P -m pagewire.loadtest.compare             disaggregated, aggregated, by prefix, in turn
 python -P -m pagewire.loadtest.compare --quick     one small run
 python -P -m pagewire.loadtest.compare --host http://127.0.0.1:8000     a cluster that is running
 """
@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from pagewire.loadtest.cluster import BenchError, running_cluster, wait_idle
-from pagewire.loadtest.cpu import CpuSampler
+from pagewire.loadtest.cpu import CpuSampler, pin
 from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
 from pagewire.loadtest.results import CPU_FILE, Manifest, RunPlan, RunResult, load_results
@@ -44,18 +44,21 @@ QUICK_STAGE_S = 6.0
 
 SHARING = ("ChatUser", "SharedPromptUser")
 TWO = ("--prefill", "0", "--decode", "2")
-DISAGGREGATED = RunPlan(
-    "disaggregated",
-    "1 prefill + 1 decode",
-    ("--prefill", "1", "--decode", "1", "--policy", "prefix"),
-)
+PAIR = ("--prefill", "1", "--decode", "1")
+DISAGGREGATED = RunPlan("disaggregated", "1 prefill + 1 decode", (*PAIR, "--policy", "predicted"))
+BY_PREFIX = "1 prefill + 1 decode, each prompt to the prefill worker"
 PLANS = (
     DISAGGREGATED,
+    RunPlan("static", BY_PREFIX, (*PAIR, "--policy", "prefix")),
     RunPlan("aggregated", "2 aggregated", (*TWO, "--policy", "prefix")),
     RunPlan("prefix-aware", "prefix-aware placement", (*TWO, "--policy", "prefix"), SHARING),
     RunPlan("round-robin", "round robin placement", (*TWO, "--policy", "round_robin"), SHARING),
 )
-COMPARISONS = (("disaggregated", "aggregated"), ("prefix-aware", "round-robin"))
+COMPARISONS = (
+    ("disaggregated", "aggregated"),
+    ("disaggregated", "static"),
+    ("prefix-aware", "round-robin"),
+)
 
 
 class Urls(NamedTuple):
@@ -75,6 +78,7 @@ class Load:
         stage_s: seconds a rate.
         slo_ttft_ms: latest first token of a good request.
         slo_itl_ms: largest mean time between its tokens.
+        pins: whether each worker gets a core of its own.
     """
 
     shape: str
@@ -82,6 +86,7 @@ class Load:
     stage_s: float
     slo_ttft_ms: float
     slo_itl_ms: float
+    pins: bool = False
 
     @property
     def slo(self) -> Slo:
@@ -129,7 +134,7 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, given: Ur
     directory.mkdir(parents=True)
     say(f"{plan.label}: {duration_s:.0f} s of load")
     with (
-        _endpoint(plan, directory, given) as urls,
+        _endpoint(plan, load, directory, given) as urls,
         (directory / "locust.log").open("wb") as log,
         CpuSampler() as cpu,
     ):
@@ -151,11 +156,13 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, given: Ur
 
 
 @contextlib.contextmanager
-def _endpoint(plan: RunPlan, directory: Path, given: Urls | None) -> Iterator[Urls]:
+def _endpoint(plan: RunPlan, load: Load, directory: Path, given: Urls | None) -> Iterator[Urls]:
     if given is not None:
         yield given
     else:
         with running_cluster(plan.options, directory / "logs") as cluster:
+            if load.pins:
+                pin(cluster.pid)
             yield Urls(cluster.url, cluster.operator_url)
 
 
@@ -204,6 +211,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
     parser.add_argument("--users", default="", help="for all runs: ChatUser,DocumentUser")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="KV blocks a worker")
+    parser.add_argument("--pin", action="store_true", help="a core for each worker")
     parser.add_argument("--up", default="", help='more options of pagewire up: "--device cpu"')
     parser.add_argument("--out", type=Path, default=HERE / "report", help="where reports go")
     return parser.parse_args(arguments)
@@ -219,6 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stage_s=options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S),
         slo_ttft_ms=options.slo_ttft_ms,
         slo_itl_ms=options.slo_itl_ms,
+        pins=options.pin,
     )
     stages = tuple(schedule(options.shape, [float(r) for r in load.rates.split(",")], load.stage_s))
     chosen = plans(options)

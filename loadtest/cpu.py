@@ -44,6 +44,21 @@ def process_name(argv: Sequence[str]) -> str | None:
     return options[options.index("--worker-id") + 1] if "--worker-id" in options else command
 
 
+def pin(supervisor: int) -> None:
+    """Give each worker of a cluster a core of its own in turn; all else may use all cores.
+
+    Args:
+        supervisor: process id of its `pagewire up`.
+    """
+    cores, number = sorted(os.sched_getaffinity(0)), 0
+    for child in psutil.Process(supervisor).children(recursive=True):
+        name = process_name(child.cmdline()) or ""
+        if name.startswith(("prefill", "decode")):
+            for thread in child.threads():
+                os.sched_setaffinity(thread.id, {cores[number % len(cores)]})
+            number += 1
+
+
 class CpuSampler:
     """Samples this process's descendants from a thread, as a context manager.
 

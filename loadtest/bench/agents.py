@@ -31,10 +31,9 @@ from typing import Any
 
 import psutil
 
-from pagewire.loadtest.bench.forecast_cluster import pin
 from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import Running, running_cluster
-from pagewire.loadtest.cpu import process_name
+from pagewire.loadtest.cpu import pin, process_name
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
 from pagewire.services.cli.simulation.workload import AgentShape, Conversation, Part, agents
@@ -155,7 +154,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for number, text in enumerate(args.clusters):
             options = [*ENGINE, "--model", str(model), *shlex.split(text)]
             with running_cluster(options, Path(made) / str(number)) as cluster:
-                pin(cluster)
+                pin(cluster.pid)
                 before, began = used_s(cluster), time.monotonic()
                 found = asyncio.run(measure(cluster.url, load))
                 after, took_s = used_s(cluster), time.monotonic() - began

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from pagewire.loadtest.bench.tables import markdown
-from pagewire.loadtest.cluster import Running, running_cluster
-from pagewire.loadtest.cpu import process_name
+from pagewire.loadtest.cluster import running_cluster
+from pagewire.loadtest.cpu import pin
 from pagewire.services.cli.bench.load import Lengths, TokenRatio, Workload, arrival_times
 from pagewire.services.cli.bench.runner import BenchRun, Pace, Target
 from pagewire.services.cli.bench.stats import Results, Slo
@@ -59,17 +56,6 @@ class Load:
             turn = Turn((Part(number + 1, tokens),), request.output_tokens)
             found.append(Conversation(time_s, (turn,)))
         return found
-
-
-def pin(cluster: Running) -> None:
-    """Give each worker a core of its own in turn; everything else may use all cores."""
-    cores, number = sorted(os.sched_getaffinity(0)), 0
-    for child in psutil.Process(cluster.pid).children(recursive=True):
-        name = process_name(child.cmdline()) or ""
-        if name.startswith(("prefill", "decode")):
-            for thread in child.threads():
-                os.sched_setaffinity(thread.id, {cores[number % len(cores)]})
-            number += 1
 
 
 async def measure(
@@ -141,7 +127,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             tempfile.TemporaryDirectory() as logs,
             running_cluster(options_of(plan, machine), Path(logs)) as cluster,
         ):
-            pin(cluster)
+            pin(cluster.pid)
             measuring = measure(cluster.url, workload, args.rates, args.seconds, slo)
             workload, measured = asyncio.run(measuring)
         load = Load(workload, args.seconds)
