@@ -150,3 +150,21 @@ def test_unknown_fields_are_counted_and_large_bodies_are_read_elsewhere(redis_ur
         assert len(worker.generated[1].prompt_token_ids) == 1000
 
     with_worker(redis_url, main)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["previous_response_id", "previous\\u005fresponse_id", "\\u0070revious_response_i\\u0064"],
+)
+def test_a_conversation_goes_on_however_the_fields_name_is_written(
+    redis_url: str, name: str
+) -> None:
+    async def main(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        path = "/v1/responses"
+        kept = await router.http.post(path, json={"model": MODEL, "input": "I am Ada."})
+        body = f'{{"model": "{MODEL}", "input": "Who?", "{name}": "{kept.json()["id"]}"}}'
+        answer = await router.http.post(path, content=body)
+        assert answer.json()["previous_response_id"] == kept.json()["id"]
+        assert len(worker.generated[1].prompt_token_ids) > len(worker.generated[0].prompt_token_ids)
+
+    with_worker(redis_url, main)

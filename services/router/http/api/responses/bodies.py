@@ -6,6 +6,7 @@ that both have; the others are in `RequestFields`.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -202,6 +203,10 @@ class ResponseBody(schemas.RequestFields, frozen=True, kw_only=True):
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
+# JSON allows any letter of a name to be an escape: only then is a body read that lacks the name.
+_MAY_NAME_PREVIOUS = re.compile(rb'"previous_response_id"|\\u00[567]')
+
+
 class Previous(msgspec.Struct, frozen=True):
     """The field of a body that is read before all others."""
 
@@ -210,7 +215,7 @@ class Previous(msgspec.Struct, frozen=True):
 
 def previous_id(raw: bytes | bytearray) -> str | None:
     """Return the id of the response that a body continues; None if there is none or it is wrong."""
-    if b'"previous_response_id"' not in raw:
+    if not _MAY_NAME_PREVIOUS.search(raw):
         return None
     try:
         return msgspec.json.decode(raw, type=Previous).previous_response_id
