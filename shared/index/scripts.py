@@ -22,7 +22,7 @@ for i = 6, #ARGV, 2 do
   for at = 1, #loads, 2 do
     local parts = {string.match(loads[at + 1], '^(%d+),(%d+),(%d+),(%d+):(%d+)$')}
     if loads[at] ~= own and #parts == 5 and tonumber(parts[5]) > now then
-      for n = 1, 4 do sums[n] = sums[n] + tonumber(parts[n]) end
+      for n = 1, 4 do sums[n] = math.min(sums[n] + tonumber(parts[n]), 2^53) end
     end
   end
   reserved[#reserved + 1] = string.format('%.0f,%.0f,%.0f,%.0f', unpack(sums))

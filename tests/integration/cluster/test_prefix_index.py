@@ -215,6 +215,12 @@ def test_garbage_in_a_workers_reservations_is_none(redis_server: RedisServer) ->
                 [key] = await redis.keys("pagewire:*:l:w")
                 await redis.hset(key, "c", "much")
                 assert (await other.lookup([], {"w": 1})).reserved == {"w": Load(3)}
+                for place in range(4):  # a number that no float holds
+                    planted = ["0"] * 4
+                    planted[place] = "9" * 400
+                    await redis.hset(key, "c", ",".join(planted) + ":9999999999999999")
+                    (load,) = (await other.lookup([], {"w": 1})).reserved.values()
+                    assert load != Load(3)
                 await redis.set(key, "no hash")
                 assert (await other.lookup([], {"w": 1})).reserved == {}
                 index.add_optimistic([], {}, {"w": (Load(4), 60.0)})
