@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
@@ -148,7 +149,11 @@ class RouterDirectory:
         pipeline.hset(self._key, self._router_id, record)
         pipeline.pexpire(self._key, _KEY_TTL_MS)
         pipeline.hgetall(self._key)
-        *_, entries = await redis_call(pipeline.execute(), _TIMEOUT_S)
+        *_, entries = replies = await redis_call(pipeline.execute(raise_on_error=False), _TIMEOUT_S)
+        if error := next((each for each in replies if isinstance(each, RedisError)), None):
+            if str(error).startswith("WRONGTYPE"):  # the key is ours, so its value is garbage
+                await redis_call(self._redis.delete(self._key), _TIMEOUT_S)
+            raise RedisUnavailableError(f"Redis: {error}")
         await self._take(entries)
 
     async def _take(self, entries: dict[bytes, bytes]) -> None:

@@ -224,6 +224,24 @@ def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: Re
     run_async(main())
 
 
+@pytest.mark.parametrize("kind", ["set", "sadd", "rpush"])
+def test_a_key_of_a_wrong_type_heals(redis_server: RedisServer, kind: str) -> None:
+    async def main() -> None:
+        redis = await connect_redis(redis_server.url)
+        directories = [
+            RouterDirectory(redis, SECRET, name, HEARTBEAT_S, LEASE_S, ready) for name in "ab"
+        ]
+        await redis.execute_command(kind, KEY, "x")
+        for directory in directories:
+            await directory.start("http://127.0.0.1:9")
+        for directory in directories:
+            await eventually(partial(sees, directory, 1))
+            await directory.close()
+        await redis.aclose()
+
+    run_async(main())
+
+
 def test_hosts_whose_clocks_differ_see_one_another(redis_server: RedisServer) -> None:
     async def main() -> None:
         redis = await connect_redis(redis_server.url)
