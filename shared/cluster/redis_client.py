@@ -17,6 +17,9 @@ from pagewire.shared.base.errors import RedisSetupError, RedisUnavailableError
 
 T = TypeVar("T")
 
+# What reading a reply raises if it is of a kind that Redis does not give.
+WRONG_REPLY = (TypeError, ValueError, AttributeError, LookupError)
+
 _MAX_CONNECTIONS = 16
 _SETTING = "PAGEWIRE_REDIS_URL"
 
@@ -94,13 +97,15 @@ async def redis_call(reply: Awaitable[T], timeout: float) -> T:
     """Await a reply.
 
     Raises:
-        RedisUnavailableError: there was none in time, or an error.
+        RedisUnavailableError: there was none in time, or an error, or it cannot be read.
     """
     try:
         async with asyncio.timeout(timeout):
             return await reply
     except (RedisError, OSError) as exc:  # asyncio's TimeoutError is an OSError
         raise RedisUnavailableError(f"Redis: {str(exc) or 'no answer in time'}") from exc
+    except WRONG_REPLY as exc:
+        raise RedisUnavailableError(f"Redis: its reply cannot be read: {exc!r}") from exc
 
 
 def _explain(where: str, exc: Exception, timeout: float, setting: str) -> str:

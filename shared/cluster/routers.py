@@ -25,7 +25,7 @@ from redis.exceptions import RedisError
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
-from pagewire.shared.cluster.redis_client import cluster_tag, redis_call
+from pagewire.shared.cluster.redis_client import WRONG_REPLY, cluster_tag, redis_call
 from pagewire.shared.control.protocol import Epoch, Id
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class RouterDirectory:
             self._ahead_s = seconds + micros / 1e6 - self._clock()
             await self._exchange()
             self._answers = True
-        except RedisUnavailableError as exc:  # the worker directory warns of it
+        except (RedisUnavailableError, *WRONG_REPLY) as exc:  # the worker directory warns of it
             self._answers = False
             logger.debug("the routers' records cannot be renewed: %s", exc)
 

@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import RedisUnavailableError
-from pagewire.shared.cluster.redis_client import redis_call
+from pagewire.shared.cluster.redis_client import WRONG_REPLY, redis_call
 from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.index.scripts import ASSUME, LOOKUP, PUBLISH
@@ -212,19 +212,20 @@ class PrefixIndex:
                 resume_blocks,
                 *workers,
             )
-        except RedisUnavailableError as exc:
+            hits, reserved = counts[: len(epochs)], counts[len(epochs) :]
+            found = (
+                dict(zip(epochs, map(int, hits), strict=True)),
+                {name: _from_text(text) for name, text in zip(epochs, reserved, strict=True)},
+            )
+        except (RedisUnavailableError, *WRONG_REPLY) as exc:
             self._count_failure(exc)
             return {}, {}
         finally:
             self._note_lookup(time.monotonic() - began)
         self._failures = 0
-        hits, reserved = counts[: len(epochs)], counts[len(epochs) :]
-        return (
-            dict(zip(epochs, hits, strict=True)),
-            {name: _from_text(text) for name, text in zip(epochs, reserved, strict=True)},
-        )
+        return found
 
-    def _count_failure(self, exc: RedisUnavailableError) -> None:
+    def _count_failure(self, exc: Exception) -> None:
         self.failed_lookups += 1
         self._failures += 1
         if self._failures >= _FAILURES_TO_PAUSE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -20,9 +21,14 @@ from pagewire.services.router.http.api.responses.store import (
     ResponseStore,
     StoredResponse,
 )
-from pagewire.services.router.http.errors import ResponseNotFoundError
+from pagewire.services.router.http.errors import ResponseNotFoundError, StoreUnavailableError
+from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
+from pagewire.shared.cluster.registry import Registry
+from pagewire.shared.cluster.routers import RouterDirectory
+from pagewire.shared.index.prefix_index import Found, PrefixIndex
+from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import (
@@ -33,6 +39,7 @@ from pagewire.tests.support.live_router import (
     live_router,
     with_worker,
 )
+from pagewire.tests.support.lying_redis import REPLIES, lying_redis
 
 PREFIX = f"pagewire:{cluster_tag(SECRET)}:r"
 ALICE, BOB = "key-of-alice", "key-of-bob-2"
@@ -315,6 +322,29 @@ def test_planted_members_do_not_keep_a_script_running(any_redis_url: str) -> Non
                 holder = "abc"[number % 3]
                 assert await store.put(f"resp_{number:032x}", None, holder, b"{}", b"[]")
             await store.get(f"resp_{19:032x}", None, None)
+
+    run_async(scenario())
+
+
+def test_a_server_that_answers_anything_is_no_bug_of_the_router() -> None:
+    async def scenario() -> None:
+        for reply in REPLIES:
+            async with lying_redis(reply) as url, store_at(url) as (store, client):
+                with pytest.raises((ResponseNotFoundError, StoreUnavailableError)):
+                    await store.get(OTHER_ID, "alice", None)
+                with pytest.raises((ResponseNotFoundError, StoreUnavailableError)):
+                    await store.remove(OTHER_ID, "alice")
+                is_stored = await store.put(OTHER_ID, "alice", "alice", b"{}", b"[]")
+                assert is_stored is False
+                registry = Registry(client, SECRET, lease_s=5.0)
+                with contextlib.suppress(RedisUnavailableError):
+                    assert await registry.list_workers() == []
+                directory = RouterDirectory(client, SECRET, "a", 0.1, 1.0, lambda: "ready")
+                await directory.start("http://127.0.0.1:9")
+                assert directory.others() == []
+                await directory.close()
+                index = PrefixIndex(client, "tag")
+                assert await index.lookup([BlockHash(b"x" * 16)], {"w": 1}) == Found({}, {})
 
     run_async(scenario())
 

@@ -106,7 +106,7 @@ class ResponseStore:
         bounds = self._max_bytes, holder, self._max_each
         arguments = (self._prefix, self._sets, response_id, value, TTL_S * 1000, *bounds)
         try:
-            return bool(await self._run(PUT, (self._sums, self._ends), *arguments))
+            return bool(await self._run(PUT, (self._sums, self._ends), *arguments) == 1)
         except StoreUnavailableError as exc:
             logger.warning("a response is not stored: %s", exc)
             return False
@@ -127,7 +127,8 @@ class ResponseStore:
             raise ResponseNotFoundError(response_id, param)
         name = self._prefix + response_id
         value = await self._run(GET, (name,), MAX_STORED_BYTES)
-        stored = self._opened(response_id, name, value) if value else None
+        is_there = isinstance(value, bytes) and value
+        stored = self._opened(response_id, name, value) if is_there else None
         if stored is None or stored.owner != owner:
             raise ResponseNotFoundError(response_id, param)
         return stored
