@@ -185,10 +185,8 @@ class RouterService:
         Args:
             key: name of the request's API key; None if it has none.
         """
-        keys = self.api_keys
-        if keys is None or not keys.has_several_names or self.settings.share_prefix_cache:
-            return None
-        return key
+        # Also while all keys have one name: workers still have what keys of another one have sent.
+        return None if self.settings.share_prefix_cache else key
 
     @property
     def can_serve(self) -> bool:

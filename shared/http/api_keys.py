@@ -53,15 +53,11 @@ class KeyTable:
 
     The time of a lookup reveals nothing about the keys: it compares keyed hashes, and only this
     process knows the key of the hash, so that a client cannot choose what is compared.
-
-    Attributes:
-        has_several_names: not all keys have the same name.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._pepper = secrets.token_bytes(32)
         self._keys = {self._hidden(key.digest): key for key in keys}
-        self.has_several_names = len({key.name for key in self._keys.values()}) > 1
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -146,11 +142,6 @@ class ApiKeys:
     def name_of(self, sent: bytes) -> str | None:
         """Return the name of the key that a client has sent; None if it is not valid."""
         return self._table.name_of(sent)
-
-    @property
-    def has_several_names(self) -> bool:
-        """Whether there are keys of different names now."""
-        return self._table.has_several_names
 
     async def watch(self) -> None:
         """Look at the file once a second; runs until it is cancelled."""
