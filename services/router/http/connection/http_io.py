@@ -26,14 +26,14 @@ from pagewire.shared.text.answer_text import TextDelta
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
-MAX_BODIES_BYTES = 256 << 20  # of an owner's requests together, beyond the first bytes of each
+MAX_BODIES_BYTES = 256 << 20  # of an owner's bodies together, beyond the first bytes of each
 UNCOUNTED_BYTES = 64 << 10  # the first ones of each body
 BODY_TIMEOUT_S = 60.0
 BODY_SILENCE_S = 10.0  # without a byte of it
 
 
 class BodyMemory:
-    """Bounds the memory of request bodies while they arrive and are read.
+    """Bounds the memory of bodies: of requests that arrive and are read, of responses until taken.
 
     One owner alone may use `limit`; then others may still use some, see `has_room`.
 
@@ -67,7 +67,7 @@ class BodyMemory:
             return
         own = self._of_owner[owner]
         if not has_room(self.limit, own + nbytes, self.held + nbytes):
-            raise OverloadedError(f"{self.held} bytes of bodies are read, {own} of this owner")
+            raise OverloadedError(f"{self.held} bytes of bodies are held, {own} of this owner")
         self.held += nbytes
         self._of_owner[owner] = own + nbytes
 

@@ -1,6 +1,6 @@
 """The router as an ASGI application.
 
-AccessLog > BrowserCheck > CORSMiddleware > KeyCheck > CutRequests > routes
+AccessLog > BrowserCheck > CORSMiddleware > KeyCheck > CutRequests > UnreadResponses > routes
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pagewire.services.router.http.server.access_log import AccessLog
 from pagewire.services.router.http.server.cut import CutRequests
 from pagewire.services.router.http.server.error_answer import error_answer
 from pagewire.services.router.http.server.key_check import KeyCheck
+from pagewire.services.router.http.server.unread import UnreadResponses
 from pagewire.services.router.service import RouterService
 from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules
@@ -59,7 +60,8 @@ def create_app(service: RouterService, listener: socket.socket) -> ASGIApp:
         routes.add_exception_handler(kind, _on_error)
     routes.add_exception_handler(Exception, _on_bug)
     # Outside of the routes' own middleware, which answers errors that nobody expects.
-    app: ASGIApp = KeyCheck(CutRequests(routes, service), service)
+    app: ASGIApp = UnreadResponses(routes, service)
+    app = KeyCheck(CutRequests(app, service), service)
     origins = service.settings.cors_origins or ()
     if origins:
         app = CORSMiddleware(  # a browser asks first without a key
