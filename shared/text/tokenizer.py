@@ -293,19 +293,18 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
     They are files of their own, or in the tokenizer's configuration, perhaps by name.
     """
     file = path / "chat_template.jinja"
+    tools_file = _read_source(path / "additional_chat_templates" / "tool_use.jinja")
     if file.is_file():
-        return _read_source(file), _read_source(
-            path / "additional_chat_templates" / "tool_use.jinja"
-        )
+        return _read_source(file), tools_file
     template = config.get("chat_template")
     if template is None:  # a model that also takes images may have it in its processor's file
         template = read_optional_json(path / "chat_template.json").get("chat_template")
-    named: dict[Any, Any] = {"default": template}
+    named: dict[Any, Any] = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     found = (named.get(name) for name in ("default", "tool_use"))
     default, tools = (each if isinstance(each, str) else None for each in found)
-    return default, tools
+    return default, tools_file or tools
 
 
 def _read_source(file: Path) -> str | None:
