@@ -37,4 +37,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, also those that are not imported yet."""
-    return sorted({*globals(), *__all__})
+    helpers = {"Any", "TYPE_CHECKING", "annotations", "import_module"}
+    return sorted({*globals(), *__all__} - helpers)

@@ -127,9 +127,10 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
         InvalidRequestError: it is something else; names the message.
     """
     if not isinstance(messages, list | tuple) or not messages:
+        is_list = isinstance(messages, list | tuple)
         raise InvalidRequestError(
-            "messages must be a list of messages such as "
-            '{"role": "user", "content": "Hello"}, not empty',
+            'messages must be a list of messages such as {"role": "user", "content": "Hello"}, not '
+            f"{'empty' if is_list else type(messages).__name__}",
             "messages",
         )
     return [_read_message(index, message) for index, message in enumerate(messages)]

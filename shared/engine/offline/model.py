@@ -75,6 +75,14 @@ class OfflineModel:
         self._ids = itertools.count()
         self._unseeded = itertools.count()
 
+    def __repr__(self) -> str:
+        """Return what the model is, and where."""
+        built, dtype = self.engine, self.engine.model_identity.dtype
+        return (
+            f"{type(self).__name__}({self.settings.model!r}, device={built.device.type!r}, "
+            f"dtype={dtype!r}, max_model_len={built.max_model_len})"
+        )
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer, which has `encode`, `decode` and `render_chat`.
 

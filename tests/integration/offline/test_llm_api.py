@@ -54,6 +54,20 @@ def answers_of_seeds(llm: LLM, **fields: Any) -> set[str]:
     return {output.text for output in llm.chat([QUESTION] * 8, params)}
 
 
+def test_it_shows_what_it_is(llm: LLM) -> None:
+    length = llm.engine.max_model_len
+    shown = f"LLM('demo', device='cpu', dtype='float32', max_model_len={length})"
+    assert repr(llm) == shown
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"), [("Hi", "str"), ([[]], "empty"), (None, "NoneType"), (5, "int")]
+)
+def test_what_is_not_a_conversation_is_named(llm: LLM, messages: Any, shown: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"list of messages .*, not {shown}$"):
+        llm.chat(messages)
+
+
 def test_unset_parameters_have_the_models_defaults(llm: LLM) -> None:
     output = llm.generate(TEXT)[0]
     assert ANSWER.startswith(output.text)
