@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pagewire.shared.kv.block_hash import BlockHash
 
-_MAX_BLOCKS = 1 << 16
+MAX_BLOCKS = 1 << 18  # of all prompts
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A prompt that was placed on a worker, and until when its blocks are assumed there."""
+
+    hashes: tuple[BlockHash, ...]
+    worker: tuple[str, int]
+    ends_s: float
 
 
 class OptimisticEntries:
@@ -23,14 +33,21 @@ class OptimisticEntries:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Oldest first. hash -> worker id -> (epoch, end in monotonic time)
-        self._entries: OrderedDict[BlockHash, dict[str, tuple[int, float]]] = OrderedDict()
+        # Of each worker and epoch: when the last prompt with a block ends, in monotonic time.
+        self._ends_s: dict[tuple[str, int], dict[BlockHash, float]] = {}
+        self._placed: deque[_Placed] = deque()  # oldest first
+        self._num_blocks = 0  # of all of these
+
+    def __len__(self) -> int:
+        """Return how many blocks the prompts have that are remembered."""
+        return self._num_blocks
 
     def add(self, hashes: Sequence[BlockHash], worker_id: str, epoch: int, ends: float) -> None:
         """Note that a worker will have these blocks, until `ends` in monotonic time."""
-        for block_hash in hashes:
-            self._entries.setdefault(block_hash, {})[worker_id] = (epoch, ends)
-            self._entries.move_to_end(block_hash)
+        placed = _Placed(tuple(hashes), (worker_id, epoch), ends)
+        self._ends_s.setdefault(placed.worker, {}).update(dict.fromkeys(placed.hashes, ends))
+        self._placed.append(placed)
+        self._num_blocks += len(placed.hashes)
         self._sweep()
 
     def extend(
@@ -38,24 +55,27 @@ class OptimisticEntries:
     ) -> None:
         """Lengthen each worker's prefix, in place, by the blocks assumed after it."""
         self._sweep()
-        if not self._entries:
-            return
         now = self._clock()
-        for worker_id, epoch in epochs.items():
-            count = counts.get(worker_id, 0)
-            while count < len(hashes) and self._has(hashes[count], worker_id, epoch, now):
+        for worker in epochs.items() if self._placed else ():
+            count, ends_s = counts.get(worker[0], 0), self._ends_s.get(worker, {})
+            while count < len(hashes) and ends_s.get(hashes[count], now) > now:
                 count += 1
-            counts[worker_id] = count
-
-    def _has(self, block_hash: BlockHash, worker_id: str, epoch: int, now: float) -> bool:
-        entry = self._entries.get(block_hash, {}).get(worker_id)
-        return entry is not None and entry[0] == epoch and entry[1] > now
+            counts[worker[0]] = count
 
     def _sweep(self) -> None:
         now = self._clock()
-        while self._entries:
-            block_hash, workers = next(iter(self._entries.items()))
-            expired = all(ends <= now for _, ends in workers.values())
-            if not expired and len(self._entries) <= _MAX_BLOCKS:
+        while self._placed:
+            oldest = self._placed[0]
+            if oldest.ends_s > now and self._num_blocks <= MAX_BLOCKS:
                 return
-            del self._entries[block_hash]
+            self._drop(self._placed.popleft())
+
+    def _drop(self, placed: _Placed) -> None:
+        """Forget a prompt's blocks, but for those of a newer one that ends later."""
+        self._num_blocks -= len(placed.hashes)
+        ends_s = self._ends_s.get(placed.worker, {})
+        for block_hash in placed.hashes:
+            if ends_s.get(block_hash) == placed.ends_s:
+                del ends_s[block_hash]
+        if not ends_s:
+            self._ends_s.pop(placed.worker, None)

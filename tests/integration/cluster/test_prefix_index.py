@@ -7,6 +7,7 @@ import pytest
 
 from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.costs.load import NO_LOAD, Load
+from pagewire.shared.index.optimistic import MAX_BLOCKS
 from pagewire.shared.index.prefix_index import (
     MAX_LOOKUP_BLOCKS,
 )
@@ -271,10 +272,10 @@ def test_optimistic_memory_is_bounded() -> None:
     async def scenario(url: str) -> None:
         async with index_at(url) as index:
             for number in range(300):
-                hashes = [BlockHash(b"%012d%04d" % (number, n)) for n in range(500)]
+                hashes = [BlockHash(b"%012d%04d" % (number, n)) for n in range(1000)]
                 index.add_optimistic(hashes, {"w": 1}, ttl_s=100)
-            assert len(index._recent._entries) <= 1 << 16
-            assert (await index.lookup(hashes, {"w": 1})).hits == {"w": 500}
+            assert MAX_BLOCKS - 1000 < len(index._recent) <= MAX_BLOCKS
+            assert (await index.lookup(hashes, {"w": 1})).hits == {"w": 1000}
 
     with RedisServer() as server:
         run_async(scenario(server.url))
