@@ -71,6 +71,15 @@ class EngineCore(LiveSequences):
         """Whether a step is on the device."""
         return bool(self._in_flight)
 
+    @property
+    def awaits_device(self) -> bool:
+        """Whether only the device can bring something new: as many steps as may be are on it."""
+        return len(self._in_flight) == self._depth and not self.is_step_due()
+
+    @property
+    def _depth(self) -> int:
+        return 2 if self.overlap else 1
+
     def is_due(self) -> bool:
         """Whether the next iteration has something to do; cheap, so that it can be polled."""
         return self.is_step_due() or self.are_hooks_due()
@@ -106,7 +115,7 @@ class EngineCore(LiveSequences):
             IntegrityError: something failed, and the block accounting is wrong afterwards.
             Exception: whatever the executor raises, when step after step fails.
         """
-        depth = 2 if self.overlap else 1
+        depth = self._depth
         num_before = len(self._in_flight)
         may_launch = num_before < depth and not (num_before and self._in_flight[-1].awaits_supply)
         schedule = self._schedule() if may_launch else Schedule()

@@ -141,7 +141,7 @@ class Worker:
         """Run iterations until only time brings something new."""
         self._is_woken = False
         worked = True
-        while worked:
+        while worked and not (self.core.awaits_device and not self._commands):
             self.iterations += 1
             commands, self._commands = self._commands, []
             for command in commands:

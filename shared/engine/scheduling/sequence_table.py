@@ -325,6 +325,8 @@ class SequenceTable:
         work = self.waiting.work
         for each in self._chunked():
             work = work.with_chunk(each.num_computed_tokens, each.num_uncomputed_tokens)
+        if not work.tokens:
+            return 0.0
         return self.costs.prices.prompts_s(work.tokens, work.products, self.room, self._row_work)
 
     @property
@@ -351,6 +353,8 @@ class SequenceTable:
 
     def _chunked(self) -> list[Sequence]:
         """Return the running sequences whose prompts are not computed yet."""
+        if len(self._decoding) == len(self.running):
+            return []
         return [sequence for sequence in self.running if not sequence.decodes_from_device]
 
     def check_integrity(self) -> None:
