@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -57,8 +58,8 @@ class Choice:
     @property
     def rank(self) -> tuple[float, float, float]:
         """The best choice has the highest: what it carries, or keeps, and then first tokens."""
-        kept = round(self.summary.kept_share / EQUAL_SHARE)
-        return self.factor or 0.0, kept, -self.summary.ttft.p50
+        kept, ttft = round(self.summary.kept_share / EQUAL_SHARE), self.summary.ttft.p50
+        return self.factor or 0.0, kept, -math.inf if math.isnan(ttft) else -ttft
 
 
 def plan(
@@ -106,7 +107,7 @@ def plan(
         choices = [
             trial.run(each, options.limits_of(ctx.params, found_machine, local))
             for each in plans
-            for local in (local_prefill_tokens if each.prefill else local_prefill_tokens[:1])
+            for local in dict.fromkeys(local_prefill_tokens[: None if each.prefill else 1])
         ]
         if as_json:
             print(json.dumps([_report(each) for each in _best_first(choices)], indent=2))
@@ -196,6 +197,9 @@ def reason(choice: Choice) -> str:
     part, share = max(summary.broken.items(), key=lambda item: item[1])
     if share == 0:
         return "keeps every part of the promise"
+    if summary.refused:
+        why = "queues were full, or prompts are too long for a worker's KV pool"
+        return f"{summary.refused} of {summary.requests} requests were refused: {why}"
     found = f"{WORDS[part]} are too long for {share:.1%} of the requests"
     return f"{found}: {_cause(choice, part)}"
 
@@ -204,8 +208,6 @@ def _cause(choice: Choice, part: str) -> str:
     busy = choice.summary.busy
     prefill = max((each for name, each in busy.items() if name.startswith("prefill")), default=0.0)
     decode = max((each for name, each in busy.items() if name.startswith("decode")), default=0.0)
-    if choice.summary.refused:
-        return f"{choice.summary.refused} requests were refused, as all queues were full"
     if part == "ttft":
         who, share = ("prefill workers", prefill) if choice.plan.prefill else ("workers", decode)
         return f"{who} are busy {share:.0%} of the time"

@@ -198,3 +198,20 @@ def test_a_gap_to_keep_must_be_promised() -> None:
 def test_there_may_be_fewer_requests_than_agents() -> None:
     result = pagewire("simulate", "--agents", "4", "--requests", "2", "--json")
     assert json.loads(result.stdout)["1P1D"]["requests"] == 2
+
+
+def test_a_plan_of_refused_requests_says_so() -> None:
+    load = ("--gpus", "2", "--rate", "4", "--requests", "3", "--prompt-tokens", "4000")
+    done = pagewire("plan", *load, "--num-blocks", "100", "--slo-ttft", "600")
+    assert done.exit_code == 0, done.output
+    assert "No division keeps the promise" in done.stdout
+    assert "1P1D: 3 of 3 requests were refused: queues were full, or prompts are too" in done.stdout
+
+
+def test_the_same_cluster_is_simulated_once() -> None:
+    load = ("--rate", "4", "--requests", "3", "--prompt-tokens", "100")
+    done = pagewire("simulate", *load, "--workers", "1,1P1D,1p1d,1")
+    assert done.stdout.count("1P1D") == 1
+    locals_ = ("--local-prefill-tokens", "32", "--local-prefill-tokens", "32")
+    done = pagewire("plan", "--gpus", "2", *load, *locals_, "--slo-ttft", "600", "--json")
+    assert [each["workers"] for each in json.loads(done.stdout)].count("1P1D") == 1
