@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
@@ -54,6 +55,13 @@ class ClusterPlan:
 class SimulatedCluster:
     """A cluster and its clients; `run` simulates all of their requests.
 
+    Args:
+        plan: which workers there are.
+        machine: what each of them runs on.
+        limits: their settings.
+        seed: of the choice between equal places.
+        price_factors: of the workers in turn: routers see their prices so many times too high.
+
     Attributes:
         answers: of all requests so far.
         workers: by name.
@@ -61,7 +69,12 @@ class SimulatedCluster:
     """
 
     def __init__(
-        self, plan: ClusterPlan, machine: Machine, limits: WorkerLimits, seed: int = 0
+        self,
+        plan: ClusterPlan,
+        machine: Machine,
+        limits: WorkerLimits,
+        seed: int = 0,
+        price_factors: Sequence[float] = (1.0,),
     ) -> None:
         self.machine = machine
         self.events = Events()
@@ -79,6 +92,8 @@ class SimulatedCluster:
             for decode in decodes:
                 credits = max(1, machine.wire.segments // plan.prefill)
                 self.links[prefill.name, decode.name] = KvLink(machine.wire, credits)
+        for worker, factor in zip(self.workers.values(), cycle(price_factors), strict=False):
+            worker.price_factor = factor
         rng = random.Random(f"{seed}/ties")
         wire, policy = machine.wire, POLICIES[plan.policy]
         link = partial(LinkInfo, transport="sim", gbps=wire.gb_s, latency_s=wire.latency_ms * 1e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -98,7 +97,7 @@ def load_of(params: Mapping[str, Any]) -> list[Conversation]:
         trace = read_trace(params["trace"])
         return workload.faster(trace[:requests], params["speed"])
     if kinds == ["agents"]:
-        return _first_turns(workload.agents(params["agents"], seed), requests)
+        return workload.first_turns(workload.agents(params["agents"], seed), requests)
     contents, count = _contents(params), requests or DEFAULT_REQUESTS
     if kinds == ["concurrency"]:
         return workload.clients(params["concurrency"], count, contents, seed)
@@ -116,20 +115,6 @@ def _contents(params: Mapping[str, Any]) -> Contents:
         raise ConfigError(f"--shared-prefix cannot be longer than a prompt, {prompt} tokens")
     answer = Lengths.parse(params["output_tokens"])
     return Contents(prompt.draw, answer.draw, params["shared_prefix"])
-
-
-def _first_turns(load: list[Conversation], most: int | None) -> list[Conversation]:
-    """Return conversations of at most this many turns together, each with about as many."""
-    total = sum(len(each.turns) for each in load)
-    if most is None or total <= most:
-        return load
-    ends = [most * number // len(load) for number in range(len(load) + 1)]
-    shares = zip(load, pairwise(ends), strict=True)
-    return [
-        Conversation(each.start_s, each.turns[: end - begin])
-        for each, (begin, end) in shares
-        if end > begin
-    ]
 
 
 def machine_of(params: Mapping[str, Any]) -> Machine:

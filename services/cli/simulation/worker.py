@@ -6,12 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import Machine
+from pagewire.services.cli.simulation.machine import Machine, Work
 from pagewire.services.router.placement.forecast import Forecast
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.step_prices import StepPrices
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
@@ -23,6 +27,23 @@ from pagewire.shared.kv.model_identity import ModelIdentity
 
 EPOCH = 1
 WATERMARK_SHARE = 100  # as in shared/engine/build.py
+# Steps that a worker times when it starts: rows, tokens before each or before the chunk, tokens.
+CALIBRATION = (
+    (0, 0, 16),
+    (0, 0, 64),
+    (0, 1024, 16),
+    (8, 32, 0),
+    (1, 32, 0),
+    (8, 1024, 0),
+    (0, 0, 256),
+    (32, 32, 0),
+    (32, 1024, 0),
+    (0, 0, 512),
+    (128, 32, 0),
+    (128, 1024, 0),
+    (0, 8192, 512),
+    (0, 0, 2048),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,24 @@ def make_core(
         Scheduler(scheduling, pool, hasher_of(machine)), device, machine.host.launches_early
     )
     core.clock = core.steps.clock = device.events.clock
+    for rows, before, tokens in CALIBRATION:
+        work = StepWork(rows, rows * (before + 1))
+        if tokens:
+            work = work.with_chunk(before, tokens)
+        seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(work)))
+        core.scheduler.costs.observe(work, seconds)
     return core
+
+
+def _multiplied(prices: StepPrices, factor: float) -> StepPrices:
+    return msgspec.structs.replace(
+        prices,
+        fixed=factor * prices.fixed,
+        per_token=tuple(factor * each for each in prices.per_token),
+        per_sequence=factor * prices.per_sequence,
+        per_context=factor * prices.per_context,
+        per_product=factor * prices.per_product,
+    )
 
 
 class Worker:
@@ -89,6 +127,7 @@ class Worker:
 
     Attributes:
         iterations: of the loop.
+        price_factor: it reports its prices so many times too high.
     """
 
     def __init__(
@@ -102,7 +141,7 @@ class Worker:
         self._machine = device.machine
         self.name, self.is_prefill = name, is_prefill
         self.core, self.device = core, device
-        self.iterations = 0
+        self.iterations, self.price_factor = 0, 1.0
         self._events: Events = device.events
         self._on_outputs = on_outputs
         self._commands: list[Callable[[EngineCore], object]] = []
@@ -118,7 +157,10 @@ class Worker:
 
     def report(self) -> LoadReport:
         """Return a load report with the load now."""
-        return LoadReport(EPOCH, self.iterations, self.core.scheduler.load)
+        load = self.core.scheduler.load
+        if self.price_factor != 1:
+            load = msgspec.structs.replace(load, seconds=self.price_factor * load.seconds)
+        return LoadReport(EPOCH, self.iterations, load)
 
     def forecast(self, links: Mapping[str, LinkInfo]) -> Forecast:
         """Return what the worker's record predicts.
@@ -128,7 +170,7 @@ class Worker:
         """
         scheduler = self.core.scheduler
         return Forecast(
-            prices=scheduler.costs.published,
+            prices=_multiplied(scheduler.costs.published, self.price_factor),
             chunk=scheduler.room,
             max_rows=scheduler.limits.max_num_seqs,
             total_blocks=scheduler.pool.num_blocks,

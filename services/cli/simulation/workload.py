@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from pagewire.services.cli.bench.load import arrival_times
@@ -167,3 +168,17 @@ def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:
 def faster(load: list[Conversation], factor: float) -> list[Conversation]:
     """Return a load whose conversations begin `factor` times as fast after each other."""
     return [Conversation(each.start_s / factor, each.turns) for each in load]
+
+
+def first_turns(load: list[Conversation], most: int | None) -> list[Conversation]:
+    """Return conversations of at most this many turns together, each with about as many."""
+    total = sum(len(each.turns) for each in load)
+    if most is None or total <= most:
+        return load
+    ends = [most * number // len(load) for number in range(len(load) + 1)]
+    shares = zip(load, pairwise(ends), strict=True)
+    return [
+        Conversation(each.start_s, each.turns[: end - begin])
+        for each, (begin, end) in shares
+        if end > begin
+    ]

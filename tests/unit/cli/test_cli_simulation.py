@@ -110,7 +110,9 @@ def test_steps_attend_to_the_tokens_before_them() -> None:
     load = clients(
         3, 9, Contents(lambda rng: rng.randint(1, 90), lambda rng: rng.randint(2, 20)), 1
     )
-    answers = SimulatedCluster(ClusterPlan(0, 1), machine, LIMITS).run(load)
+    cluster = SimulatedCluster(ClusterPlan(0, 1), machine, LIMITS)
+    recorder.works.clear()  # so far, the worker has learnt its prices
+    answers = cluster.run(load)
     lengths = [(each.prompt_tokens, len(each.times)) for each in answers]
     # The first token follows the prompt. Each further one is a row, which attends to itself, too.
     contexts = sum(prompt + n for prompt, count in lengths for n in range(1, count))
