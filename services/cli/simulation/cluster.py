@@ -60,7 +60,7 @@ class SimulatedCluster:
         machine: what each of them runs on.
         limits: their settings.
         seed: of the choice between equal places.
-        price_factors: of the workers in turn: routers see their prices so many times too high.
+        price_factors: by which routers see the workers' prices multiplied, in turn.
 
     Attributes:
         answers: of all requests so far.

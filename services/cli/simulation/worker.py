@@ -14,8 +14,8 @@ from pagewire.services.cli.simulation.machine import Machine, Work
 from pagewire.services.router.placement.forecast import Forecast
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
+from pagewire.shared.costs.first_steps import FIRST, FURTHER
 from pagewire.shared.costs.step_prices import StepPrices
-from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
@@ -27,23 +27,6 @@ from pagewire.shared.kv.model_identity import ModelIdentity
 
 EPOCH = 1
 WATERMARK_SHARE = 100  # as in shared/engine/build.py
-# Steps that a worker times when it starts: rows, tokens before each or before the chunk, tokens.
-CALIBRATION = (
-    (0, 0, 16),
-    (0, 0, 64),
-    (0, 1024, 16),
-    (8, 32, 0),
-    (1, 32, 0),
-    (8, 1024, 0),
-    (0, 0, 256),
-    (32, 32, 0),
-    (32, 1024, 0),
-    (0, 0, 512),
-    (128, 32, 0),
-    (128, 1024, 0),
-    (0, 8192, 512),
-    (0, 0, 2048),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +78,9 @@ def make_core(
         Scheduler(scheduling, pool, hasher_of(machine)), device, machine.host.launches_early
     )
     core.clock = core.steps.clock = device.events.clock
-    for rows, before, tokens in CALIBRATION:
-        work = StepWork(rows, rows * (before + 1))
-        if tokens:
-            work = work.with_chunk(before, tokens)
-        seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(work)))
-        core.scheduler.costs.observe(work, seconds)
+    for step in (*FIRST, *FURTHER):
+        seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(step.work)))
+        core.scheduler.costs.learn(step.work, seconds)
     return core
 
 
@@ -127,7 +107,7 @@ class Worker:
 
     Attributes:
         iterations: of the loop.
-        price_factor: it reports its prices so many times too high.
+        price_factor: what the prices that it reports are multiplied by.
     """
 
     def __init__(
