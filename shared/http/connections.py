@@ -75,13 +75,13 @@ class Connections:
     @property
     def is_full(self) -> bool:
         """Whether a new connection would be refused."""
-        return len(self._phases) >= self.limit and self._phases.longest_waiting() is None
+        return len(self._phases) >= self.limit and self._phases.longest_waiting(0.0) is None
 
     def enter(self, peer: Peer) -> bool:
         """Count a new connection; return False if there is no room and none to close for it."""
         loop = asyncio.get_running_loop()
         if len(self._phases) >= self.limit:
-            waiting = self._phases.longest_waiting()
+            waiting = self._phases.longest_waiting(loop.time())
             self.closed_early["refused" if waiting is None else "dropped"] += 1
             self._warn(loop.time())
             if waiting is None:

@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 PeerT = TypeVar("PeerT")
 
+FRESH_S = 0.5  # in which a new connection's first bytes come, if its client is a usual one
+
 
 class Phase(IntEnum):
     """What a connection waits for. Connections in earlier phases are closed first for new ones."""
@@ -58,9 +60,18 @@ class Phases(Generic[PeerT]):
         if phase is not None:
             del self._since[phase][peer]
 
-    def longest_waiting(self) -> PeerT | None:
-        """Return the connection to close first for a new one; None if all are being served."""
-        return next((next(iter(peers)) for peers in self._since.values() if peers), None)
+    def longest_waiting(self, now: float) -> PeerT | None:
+        """Return the connection to close first for a new one; None if all are being served.
+
+        A connection that has just come is closed after idle ones: else several that come at once
+        would close one another.
+        """
+        phases = list(Phase)
+        header = self._since[Phase.HEADER]
+        if header and next(iter(header.values())) > now - FRESH_S:
+            phases.remove(Phase.HEADER)
+            phases.insert(phases.index(Phase.IDLE) + 1, Phase.HEADER)
+        return next((next(iter(self._since[each])) for each in phases if self._since[each]), None)
 
     def overdue(self, now: float) -> list[tuple[PeerT, Phase]]:
         """Return the connections that have waited too long, and for what."""

@@ -1,8 +1,10 @@
 """Crowds in front of a router process: more connections than it may hold keep nobody out."""
 
 import asyncio
+import json
 import resource
 import time
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -14,7 +16,7 @@ from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET
 from pagewire.tests.support.local_cluster import free_port
-from pagewire.tests.support.raw_http import RawClient
+from pagewire.tests.support.raw_http import RawClient, post
 from pagewire.tests.support.router_process import ready, router_process
 from pagewire.tests.support.silent_crowd import silent_crowd
 from pagewire.tests.support.sse import arriving_events
@@ -111,6 +113,29 @@ def test_where_all_connections_are_served_new_ones_are_answered_503(redis_url):
                 found = await metrics(metrics_port)
                 assert found["_closed_early_total refused"] == 1
                 await answers(url)
+
+    run_async(scenario(), 60)
+
+
+def test_clients_that_come_at_once_do_not_close_one_another(redis_url):
+    """Idle connections, which others have left open, make room for them."""
+
+    async def scenario() -> None:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        limit = {"PAGEWIRE_MAX_CONNECTIONS": "24"}
+        with router_process(redis_url, port, "--log-level", "warning", env=limit):
+            async with FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20), AsyncExitStack() as s:
+                await listens(url)
+                for _ in range(24):
+                    idle = await s.enter_async_context(RawClient(url))
+                    await idle.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    assert (await idle.response())[0] == 200
+                clients = [await s.enter_async_context(RawClient(url)) for _ in range(8)]
+                for client in clients:
+                    await client.send(post(json.dumps(ASKED).encode()))
+                for client in clients:
+                    assert (await client.response())[0] == 200
 
     run_async(scenario(), 60)
 
