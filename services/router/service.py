@@ -66,6 +66,8 @@ class RouterService:
             settings.otlp_endpoint, "router", settings.router_id, is_server=True
         )
         self._stack = AsyncExitStack()
+        bound = connection_bound(settings.max_connections)
+        self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
         self._compose_placement(redis)
         self._compose_http(responses)
         self._compose_pages()
@@ -94,15 +96,17 @@ class RouterService:
             self.members.decode_links,
             in_flight,
             self.metrics,
-            Admission(settings.max_queue, partial(self._share, settings.max_queue_per_key)),
+            Admission(
+                settings.max_queue,
+                partial(self._share, settings.max_queue_per_key),
+                self.connections.limit,
+            ),
             settings.request_timeout_s,
         )
 
     def _compose_http(self, responses: Redis) -> None:
         """Make what the endpoint's routes use."""
         settings = self.settings
-        bound = connection_bound(settings.max_connections)
-        self.connections = Connections("the HTTP endpoint", bound, KEEP_ALIVE_S)
         self.bodies = BodyMemory()
         self.body_reader = BodyReader(
             settings, self.model, partial(self._share, settings.max_body_processes_per_key)
@@ -198,9 +202,11 @@ class RouterService:
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue is full, or the owner holds as much of it as it may.
+            OverloadedError: the queue or all connections are full, or the owner holds as much of
+                them as it may.
         """
         self._check_serving()
+        self.dispatcher.admission.check_connections(owner)
         self.dispatcher.admission.check_room(owner)
 
     def admit(self, owner: str) -> AbstractContextManager[None]:

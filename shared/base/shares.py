@@ -22,3 +22,17 @@ def has_room(bound: int, own: int, total: int) -> bool:
 def divided(bound: int, parts: int) -> int:
     """Return the bound of one of several that count for themselves, at least 1."""
     return -(-bound // max(1, parts))
+
+
+def leaves_some(bound: int, own: int, total: int) -> bool:
+    """Whether an owner may hold `own` of the `total` that would be held, of a thing that is full.
+
+    The last eighth is for owners with at most half of what is held. So one owner alone may hold
+    nearly all, and others still find some room.
+
+    Args:
+        bound: how much there is.
+        own: what the owner would hold.
+        total: what all owners would hold, this one included.
+    """
+    return total <= bound - bound // 8 or 2 * own <= total

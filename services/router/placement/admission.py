@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pagewire.shared.base.errors import InvalidRequestError, KeyLimitError, OverloadedError
-from pagewire.shared.base.shares import has_room
+from pagewire.shared.base.shares import has_room, leaves_some
 
 REQUEST_SHARE = 4  # one request takes at most this part of the queue
 MAX_EACH = "max_queue_per_key"
@@ -50,6 +50,7 @@ class Admission:
     Args:
         max_queue: limit of one owner's sequences plus its requests whose bodies are being read.
         max_of_owner: returns a further limit of that, if the operator has set one.
+        max_connections: how many requests of all owners can be served at once, each by one.
 
     Attributes:
         max_queue: see above.
@@ -59,11 +60,16 @@ class Admission:
     """
 
     def __init__(
-        self, max_queue: int, max_of_owner: Callable[[], int] = lambda: sys.maxsize
+        self,
+        max_queue: int,
+        max_of_owner: Callable[[], int] = lambda: sys.maxsize,
+        max_connections: int = sys.maxsize,
     ) -> None:
         self.max_queue, self._max_of_owner = max_queue, max_of_owner
+        self._max_connections = max_connections
         self.num_reading = self.num_waiting = self.num_running = 0
         self._held: Counter[str | None] = Counter()
+        self._served: Counter[str | None] = Counter()  # requests, until they are answered
 
     @property
     def max_request(self) -> int:
@@ -87,6 +93,27 @@ class Admission:
             raise KeyLimitError(f"{own} answers of this API key or address run or wait", MAX_EACH)
         if not has_room(self.max_queue, own + count, held + count):
             raise OverloadedError(f"{held} requests are in the system, {own} of this owner")
+
+    @contextmanager
+    def serving(self, owner: str | None) -> Iterator[None]:
+        """Count a request, and its connection, until its client has the response."""
+        self._served[owner] += 1
+        try:
+            yield
+        finally:
+            self._served[owner] -= 1
+            if not self._served[owner]:
+                del self._served[owner]
+
+    def check_connections(self, owner: str | None) -> None:
+        """Check that an owner with a request leaves connections to others.
+
+        Raises:
+            OverloadedError: it does not.
+        """
+        own, served = self._served[owner], self._served.total()
+        if not leaves_some(self._max_connections, own, served):
+            raise OverloadedError(f"{served} connections are in use, {own} by this owner")
 
     @contextmanager
     def reading(self, owner: str | None = None) -> Iterator[None]:

@@ -98,11 +98,15 @@ def test_where_all_connections_are_served_new_ones_are_answered_503(redis_url):
             async with (
                 FakeDecodeWorker(redis_url, SECRET, answer=WORD * 20, step_s=0.01) as worker,
                 httpx.AsyncClient(base_url=url, timeout=20) as http,
+                httpx.AsyncClient(
+                    base_url=url, transport=httpx.AsyncHTTPTransport(local_address="127.0.0.2")
+                ) as other,  # one address alone does not get all
             ):
                 await listens(url)
                 worker.hold.clear()
                 held = [
-                    asyncio.create_task(http.post("/v1/completions", json=ASKED)) for _ in range(8)
+                    asyncio.create_task(each.post("/v1/completions", json=ASKED, timeout=20))
+                    for each in (http, other) * 4
                 ]
                 await eventually(lambda: worker.active == 8)
                 async with RawClient(url) as late:

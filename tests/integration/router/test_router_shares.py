@@ -15,7 +15,14 @@ import pytest
 from pagewire.shared.http.proxy_header import SIGNATURE
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
-from pagewire.tests.support.live_router import ANSWER, MODEL, SECRET, LiveRouter, live_router
+from pagewire.tests.support.live_router import (
+    ANSWER,
+    MODEL,
+    SECRET,
+    LiveRouter,
+    live_router,
+    with_worker,
+)
 from pagewire.tests.support.raw_http import RawClient, post
 
 ALICE, BOB = {"x-api-key": "key-of-alice"}, {"x-api-key": "key-of-bob-1"}
@@ -198,3 +205,27 @@ def test_where_there_are_no_keys_addresses_behind_the_gateway_are_owners(redis_u
                 assert (await client.response())[0] == 200
 
     with_two(redis_url, scenario, max_queue=8, trust_proxy_protocol=True)
+
+
+def test_a_key_with_nearly_all_connections_leaves_some_to_others(
+    redis_url: str, keys: Path
+) -> None:
+    async def scenario(router: LiveRouter, worker: FakeDecodeWorker) -> None:
+        raw = json.dumps({"model": MODEL, "prompt": "Hi", "stream": True}).encode()
+        worker.hold.clear()
+        async with AsyncExitStack() as stack:
+            for _ in range(48):
+                client = await stack.enter_async_context(RawClient(router.url))
+                await client.send(post(raw, "x-api-key: key-of-alice"))
+            await eventually(lambda: len(worker.generated) == 35)
+            chats = [asyncio.create_task(ask(router, BOB)) for _ in range(4)]
+            await eventually(lambda: owners(worker)[35:] == ["bob"] * 4)
+            refused = await ask(router, ALICE)
+            assert (refused.status_code, "Retry-After" in refused.headers) == (429, True)
+            assert (await router.http.get("/health")).status_code == 200
+            worker.hold.set()
+            assert {each.status_code for each in await asyncio.gather(*chats)} == {200}
+        await eventually(lambda: worker.active == 0)
+        assert (await ask(router, ALICE)).status_code == 200
+
+    with_worker(redis_url, scenario, api_key_file=keys, max_connections=40)

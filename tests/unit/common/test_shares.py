@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.base.shares import divided, has_room
+from pagewire.shared.base.shares import divided, has_room, leaves_some
 
 
 def take_all(bound: int, owners: int) -> list[int]:
@@ -43,3 +43,15 @@ def test_as_many_owners_as_the_bound_get_something_once_others_hold_twice_that(b
 )
 def test_a_bound_is_divided_and_nobody_gets_nothing(bound: int, parts: int, share: int) -> None:
     assert divided(bound, parts) == share
+
+
+def test_the_last_eighth_is_for_owners_with_at_most_half() -> None:
+    own = 0
+    while leaves_some(80, own + 1, own + 1):
+        own += 1
+    assert own == 70
+    others = 0
+    for others in range(10):
+        assert leaves_some(80, 1, own + others + 1)
+        assert not leaves_some(80, own + 1, own + others + 1)
+    assert leaves_some(1, 1, 1)

@@ -1,4 +1,4 @@
-"""Bounds the memory of responses that their clients have not read yet."""
+"""Counts what requests hold until their clients have the responses: connections, unread bytes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ PART_BYTES = UNCOUNTED_BYTES
 
 
 class UnreadResponses:
-    """ASGI middleware: large responses count as their owner's, like bodies of requests.
+    """ASGI middleware: what a request holds is its owner's until its client has the response.
 
-    Such a response is written part by part, so that it counts until its client has taken nearly
-    all of it. It is answered 429 in its place if its owner has too many. Streams do not say how
-    long they are, and are not counted here.
+    That is a connection, and the bytes of a large response, which count like bodies of requests. A
+    large response is written part by part, so that it counts until its client has taken nearly
+    all of it. Its place gets 429 if the owner has too many bytes. Streams do not say how long they
+    are, so their bytes are not counted.
     """
 
     def __init__(self, app: ASGIApp, service: RouterService) -> None:
@@ -51,10 +52,11 @@ class UnreadResponses:
                 message = {**message, "body": body[(len(body) - 1) // PART_BYTES * PART_BYTES :]}
             await send(message)
 
-        try:
-            await self._app(scope, receive, in_parts)
-        finally:
-            memory.give_back(owner, size)
+        with self._service.dispatcher.admission.serving(owner):
+            try:
+                await self._app(scope, receive, in_parts)
+            finally:
+                memory.give_back(owner, size)
 
 
 def _large_size(start: Message) -> int:
