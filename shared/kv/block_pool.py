@@ -8,7 +8,8 @@ A block is in exactly one of three states, and at every moment
     cached  no sequence refers to it, but its content can be found by its hash and used again
     used    at least one sequence refers to it
 
-Cached blocks are evicted least recently used first. A sequence releases its last block first, and
+Cached blocks are evicted least recently used first, and those that owners retain after all others
+(retention.py). A sequence releases its last block first, and
 in a group without a window a block is registered only after its parent. So a parent always leaves
 the cache after its children, and a cached prefix has no holes. In a group with a window, holes are
 normal: a prefix can be used again if the last blocks, which the window covers, are cached.
@@ -25,6 +26,7 @@ from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.kv.block_table import NO_BLOCK, BlockTable
 from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.kv.retention import Retention
 
 
 class CacheListener(Protocol):
@@ -61,18 +63,24 @@ class BlockPool:
         layout: its cache groups all take blocks from this pool.
         enable_caching: if false, no block is registered.
         listener: notified of each change of the cache's content.
+        max_retained: blocks that one owner may retain.
+        now_s: the time that `advance_to` was given last.
     """
 
     num_blocks: int
     layout: KvLayout
     enable_caching: bool = True
     listener: CacheListener | None = None
+    max_retained: int = 0
+    now_s: float = 0.0
     _refs: list[int] = field(init=False)
     _hash_of: list[BlockHash | None] = field(init=False)
     _group_of: list[int] = field(init=False)  # of a block that has a hash
     _by_hash: list[dict[BlockHash, int]] = field(init=False)  # of each group
     _free: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
+    _cached_retained: dict[int, None] = field(init=False, default_factory=dict)
+    _retention: Retention = field(init=False)
 
     def __post_init__(self) -> None:
         self._refs = [0] * self.num_blocks
@@ -80,15 +88,21 @@ class BlockPool:
         self._group_of = [0] * self.num_blocks
         self._by_hash = [{} for _ in self.layout.groups]
         self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._retention = Retention(self.max_retained)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could return now."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached) + len(self._cached_retained)
+
+    @property
+    def num_retained(self) -> int:
+        """Blocks that owners retain, in use or not."""
+        return len(self._retention)
 
     def counts(self) -> BlockCounts:
         """Count the blocks in each state."""
-        free, cached = len(self._free), len(self._cached)
+        free, cached = len(self._free), len(self._cached) + len(self._cached_retained)
         return BlockCounts(free, cached, self.num_blocks - free - cached, self.num_blocks)
 
     def lookup(self, hashes: Sequence[BlockHash]) -> list[BlockTable]:
@@ -131,7 +145,7 @@ class BlockPool:
         """Take a reference on blocks that `lookup` found."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._cached[block]
+                del self._cache_of(block)[block]
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -148,6 +162,8 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
+                while not self._cached and self.num_retained:
+                    self._give_up(self._retention.make_way())
                 block, _none = self._cached.popitem(last=False)
                 self._unregister(block, evicted)
             self._refs[block] = 1
@@ -195,7 +211,44 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.append(block)
                 else:
-                    self._cached[block] = None
+                    self._cache_of(block)[block] = None
+
+    def _cache_of(self, block: int) -> dict[int, None]:
+        """Return where a block is while no sequence refers to it."""
+        return self._cached_retained if block in self._retention else self._cached
+
+    def retain(self, owner: str | None, hashes: Sequence[BlockHash], seconds: int) -> None:
+        """Have an owner retain what is cached of a prompt and its answer, from now on.
+
+        Args:
+            owner: who retains it; nobody retains more than `max_retained` blocks.
+            hashes: of the full blocks, in order.
+            seconds: for how long.
+        """
+        if not self.max_retained:
+            return
+        for table in self.lookup(hashes):
+            blocks = table.held
+            self._give_up(self._retention.retain(owner, blocks, seconds, self.now_s))
+            for block in blocks:
+                if block in self._cached and block in self._retention:
+                    del self._cached[block]
+                    self._cached_retained[block] = None
+
+    def advance_to(self, now_s: float) -> None:
+        """Note the time: what was retained until now is retained no longer."""
+        self.now_s = now_s
+        self._give_up(self._retention.expire(now_s))
+
+    def _give_up(self, blocks: Iterable[int]) -> None:
+        """Let blocks be evicted as others, as if they had just been used.
+
+        So a parent still leaves the cache after those of its children that nobody retained.
+        """
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached_retained[block]
+                self._cached[block] = None
 
     def register(
         self, tables: Sequence[BlockTable], hashes: Sequence[BlockHash], start: int, end: int
@@ -255,6 +308,9 @@ class BlockPool:
     def drop_cache(self) -> None:
         """Evict all cached blocks that are not in use, e.g. before a benchmark."""
         dropped: list[BlockHash] = []
+        self._retention.clear()
+        self._cached.update(self._cached_retained)
+        self._cached_retained.clear()
         for block in self._cached:
             self._unregister(block, dropped)
         self._free.extend(self._cached)
@@ -287,7 +343,7 @@ class BlockPool:
                     f"block {block} has {self._refs[block]} references, "
                     f"{references.get(block, 0)} are accounted for"
                 )
-        idle = [*self._free, *self._cached]
+        idle = [*self._free, *self._cached, *self._cached_retained]
         if len(set(idle)) != len(idle) or any(self._refs[block] for block in idle):
             raise IntegrityError("a block is twice in the free lists, or free and used at once")
         used = sum(count > 0 for count in self._refs)
@@ -301,6 +357,10 @@ class BlockPool:
                     raise IntegrityError(
                         f"block {block} is indexed under a hash or a group that is not its own"
                     )
+        if any(
+            block not in self._cache_of(block) for block in (*self._cached, *self._cached_retained)
+        ):
+            raise IntegrityError("a block is cached as one that is retained, or the reverse")
         if any(self._hash_of[block] is not None for block in self._free):
             raise IntegrityError("a free block still has a hash")
 

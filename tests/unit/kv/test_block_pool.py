@@ -66,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.replica = Replica()
-        self.pool = BlockPool(12, PLAIN, listener=self.replica)
+        self.pool = BlockPool(12, PLAIN, listener=self.replica, max_retained=5)
         self.holders: list[Holder] = []
         self.content: dict[int, Path] = {}  # block -> what was last written there
 
@@ -106,6 +106,15 @@ class PoolMachine(RuleBasedStateMachine):
         holder = self.holder(index)
         self.holders.remove(holder)
         self.pool.release(holder.blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(index=st.integers(0, 20), owner=st.sampled_from("ab"), seconds=st.integers(1, 3))
+    def retain(self, index: int, owner: str, seconds: int) -> None:
+        self.pool.retain(owner, hashes_of(self.holder(index).path), seconds)
+
+    @rule(seconds=st.integers(0, 2))
+    def wait(self, seconds: int) -> None:
+        self.pool.advance_to(self.pool.now_s + seconds)
 
     @rule()
     def drop_cache(self) -> None:
@@ -169,6 +178,41 @@ def test_least_recently_used_prefix_is_evicted_first_and_from_its_end() -> None:
     pool.release(used_again)
     pool.allocate(3)
     assert replica.known == {hash_of(path) for path in ((1,), (1, 1), (3,))}
+
+
+def test_what_is_retained_is_evicted_last_and_in_time_as_everything_else() -> None:
+    replica = Replica()
+    pool = BlockPool(6, PLAIN, listener=replica, max_retained=4)
+    for path in ((1, 1), (2, 2), (3, 3)):
+        blocks = fill(pool, path)
+        if path == (1, 1):
+            pool.retain("key", hashes_of(path), seconds=300)
+        pool.release(blocks)
+    taken = pool.allocate(3)
+    assert replica.known == {hash_of(path) for path in ((1,), (1, 1), (3,))}
+    taken += pool.allocate(1)
+    assert (pool.num_retained, pool.num_available) == (2, 2)
+    taken += pool.allocate(1)
+    assert (pool.num_retained, replica.known) == (0, {hash_of((1,))})
+    pool.release(taken)
+    for path in ((2, 2), (3, 3)):
+        pool.release(fill(pool, path))
+    pool.retain("key", hashes_of((2, 2)), seconds=300)
+    pool.advance_to(299.0)
+    assert pool.num_retained == 2
+    pool.advance_to(300.0)
+    assert pool.num_retained == 0
+
+
+def test_nothing_that_is_retained_makes_an_allocation_fail() -> None:
+    pool = BlockPool(8, PLAIN, max_retained=8)
+    for owner, path in enumerate(((1, 1), (2, 2), (3, 3), (4, 4))):
+        blocks = fill(pool, path)
+        pool.retain(str(owner), hashes_of(path), seconds=86400)
+        pool.release(blocks)
+    assert pool.num_retained == pool.num_available == 8
+    assert len(pool.allocate(8)) == 8
+    assert pool.num_retained == 0
 
 
 def test_free_blocks_are_taken_before_cached_ones() -> None:
