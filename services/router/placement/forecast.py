@@ -43,6 +43,10 @@ class Forecast:
         """Return the seconds of computing `num_tokens` tokens after `after` cached ones."""
         return self.prices.prefill_s(num_tokens, after, self.chunk, self.decode_work(load))
 
+    def alone_s(self, num_tokens: int, after: int) -> float:
+        """Return the seconds of that if the worker did nothing else."""
+        return self.prices.prefill_s(num_tokens, after, MOST_TOKENS)
+
     def delay_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds by which that delays each answer that the worker decodes."""
         steps = -(-num_tokens // self.chunk)

@@ -6,13 +6,18 @@ uncached ones. Uncached tokens weigh a little more: if two workers would be read
 the one that computes less is better. So a burst of equal prefixes stays on one worker until its
 queue costs more than its cache saves. The cost of a decode worker is the number of blocks in use
 there with this request: active blocks and missing ones.
+
+A named session is to stay on its decode worker while load allows. So what a worker lacks of its
+prompt counts twice there: for now, and because the session would then have blocks on two workers,
+in the place of blocks of others. Among equal workers, it always has the same order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,6 +55,7 @@ class Prompt:
         hits: number of its leading blocks that a worker has cached, by worker id.
         hashes: hashes of its full blocks; None if the index was not asked.
         remote: a prefill worker is to compute it, if there is one.
+        session: names the conversation that it continues; None: it has no name.
     """
 
     num_tokens: int
@@ -57,6 +63,7 @@ class Prompt:
     hits: Mapping[str, int]
     hashes: Sequence[BlockHash] | None = None
     remote: bool = False
+    session: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -74,6 +81,26 @@ class Prompt:
     def missing_blocks(self, worker_id: str) -> int:
         """Return how many blocks a worker would have to allocate."""
         return max(0, self.num_blocks - self.hits.get(worker_id, 0))
+
+    @property
+    def stay_weight(self) -> int:
+        """How often what a decode worker lacks counts besides its own cost."""
+        return 0 if self.session is None else 1
+
+    def tie_breaker(self, rng: random.Random) -> Callable[[str], float]:
+        """Return what orders equal workers: by chance, or always in the same order of a session.
+
+        All routers have the same order, and one worker more or less changes no other's place.
+        """
+        if self.session is None:
+            return lambda _worker_id: rng.random()
+        key = self.session.to_bytes(8)
+
+        def rank(worker_id: str) -> int:
+            digest = hashlib.blake2b(worker_id.encode(), digest_size=6, key=key).digest()
+            return int.from_bytes(digest)
+
+        return rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +168,20 @@ class PrefixPolicy:
         """Order the workers by cost."""
         require_decode_worker(decodes)
         by_blocks = {
-            c.worker_id: c.load.blocks + prompt.missing_blocks(c.worker_id) for c in decodes
+            c.worker_id: c.load.blocks
+            + (1 + prompt.stay_weight) * prompt.missing_blocks(c.worker_id)
+            for c in decodes
         }
         by_tokens = {
             c.worker_id: c.load.tokens + UNCACHED_WEIGHT * prompt.uncached_tokens(c.worker_id)
             for c in prefills
         }
+        tie_breaker = prompt.tie_breaker(self._rng)
         return Placement(
-            self._cheapest_first(by_blocks),
-            self._cheapest_first(by_tokens)[:MAX_PREFILL_WORKERS],
+            _cheapest_first(by_blocks, tie_breaker),
+            _cheapest_first(by_tokens, tie_breaker)[:MAX_PREFILL_WORKERS],
             local_tokens=0 if prompt.remote else None,
         )
-
-    def _cheapest_first(self, costs: Mapping[str, float]) -> tuple[str, ...]:
-        drawn = {worker_id: (cost, self._rng.random()) for worker_id, cost in costs.items()}
-        return tuple(sorted(drawn, key=drawn.__getitem__))
 
 
 class RoundRobinPolicy:
@@ -191,6 +217,13 @@ def require_decode_worker(decodes: Sequence[Candidate]) -> None:
     """
     if not decodes:
         raise NoWorkerError("no decode worker is alive")
+
+
+def _cheapest_first(
+    costs: Mapping[str, float], tie_breaker: Callable[[str], float]
+) -> tuple[str, ...]:
+    ranks = {worker_id: (cost, tie_breaker(worker_id)) for worker_id, cost in costs.items()}
+    return tuple(sorted(ranks, key=ranks.__getitem__))
 
 
 def _rotated(candidates: Sequence[Candidate], turn: int) -> tuple[str, ...]:

@@ -9,8 +9,9 @@ worker may also decode. Each place has a cost in seconds:
     + `DELAY_WEIGHT` * delay of each answer there * their number
 
 The sum is what all clients together wait for, as far as the choice matters: the decode steps count
-as far as they take longer than on the fastest worker. Places that are not as the roles say must be
-clearly cheaper than one that is, so that places of about the same cost do not alternate.
+as far as they take longer than on the fastest worker. For a named session, the computing of what
+the decode worker lacks is one more cost, see policy.py. Places that are not as the roles say must
+be clearly cheaper than one that is, so that places of about the same cost do not alternate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class _Costs:
     Attributes:
         prefill_s: of computing the prompt, without the queue.
         first_s: until the first token, with the queue and what it costs the answers there.
-        decode_s: of the steps that decode a usual answer.
+        decode_s: of the steps that decode a usual answer, and of what a session lacks there.
         has_room: it can decode one more answer at once.
     """
 
@@ -93,9 +94,10 @@ class PredictedPolicy:
         return _placement(prompt, best, decoding, computing)
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
-        """Return what each worker's parts would cost, in random order."""
-        shuffled = self._rng.sample(candidates, len(candidates))
-        return [_costs(prompt, each, each.forecast) for each in shuffled if each.forecast]
+        """Return what each worker's parts would cost, in an order that breaks ties."""
+        tie_breaker = prompt.tie_breaker(self._rng)
+        ordered = sorted(candidates, key=lambda each: tie_breaker(each.worker_id))
+        return [_costs(prompt, each, each.forecast) for each in ordered if each.forecast]
 
 
 def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
@@ -107,7 +109,8 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
         worker_id=worker_id,
         prefill_s=prefill_s,
         first_s=load.seconds + prefill_s + DELAY_WEIGHT * delays_s,
-        decode_s=TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens),
+        decode_s=TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
+        + prompt.stay_weight * forecast.alone_s(count, after),
         has_room=candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id)),
         forecast=forecast,
     )

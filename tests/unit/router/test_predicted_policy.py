@@ -75,6 +75,25 @@ def test_a_later_turn_is_computed_where_the_earlier_ones_are():
     assert (placement.decode_workers, placement.prefill_workers) == (("d1", "d0"), ())
 
 
+def test_a_session_stays_where_it_is_while_load_allows():
+    def is_moved(rows: int, session: int | None) -> bool:
+        decodes = [worker("d0"), worker("d1", rows=rows)]
+        prompt = prompt_of(4000, hits={"d1": 240}, session=session)
+        return place(prompt, decodes, [worker("p")]).decode_workers[0] != "d1"
+
+    unnamed, named = ([is_moved(rows, each) for rows in range(0, 200, 2)] for each in (None, 5))
+    for found in (unnamed, named):
+        assert found == sorted(found)
+        assert {*found} == {False, True}
+    assert named.count(True) < unnamed.count(True) - 10
+
+
+def test_a_session_that_no_worker_knows_is_placed_as_others_are():
+    decodes, prefills = [worker("d0", rows=20), worker("d1", rows=9)], [sender("p")]
+    placements = [place(prompt_of(900, session=each), decodes, prefills) for each in (None, 3)]
+    assert placements[0] == placements[1]
+
+
 def test_a_request_may_ask_for_a_prefill_worker():
     prompt = prompt_of(3, remote=True)
     placement = place(prompt, [worker("d")], [worker("p", seconds=9.0)])

@@ -104,6 +104,31 @@ def test_ties_are_broken_at_random():
     assert {p.prefill_workers[0] for p in placements} == {"p0", "p1"}
 
 
+def test_a_session_has_its_own_order_of_equal_workers():
+    policy = PrefixPolicy(random.Random(0))
+
+    def order(session: int, **loads: int) -> tuple[str, ...]:
+        prompt = Prompt(10, BLOCK, {}, session=session)
+        return policy.place(prompt, candidates(**loads), []).decode_workers
+
+    orders = {session: order(session, d0=1, d1=1, d2=1) for session in range(300)}
+    firsts = [each[0] for each in orders.values()]
+    assert all(firsts.count(d) > 60 for d in ("d0", "d1", "d2"))
+    for session, known in orders.items():
+        assert order(session, d0=1, d1=1, d2=1) == known
+        without = tuple(each for each in known if each != "d1")
+        assert order(session, d0=1, d2=1) == without
+
+
+def test_a_session_stays_longer_where_its_blocks_are():
+    loads = candidates(d0=0, d1=15)
+    hits = {"d1": 10}
+    assert place(Prompt(160, BLOCK, hits), loads, []).decode_workers[0] == "d0"
+    named = Prompt(160, BLOCK, hits, session=1)
+    assert place(named, loads, []).decode_workers[0] == "d1"
+    assert place(named, candidates(d0=0, d1=25), []).decode_workers[0] == "d0"
+
+
 def test_a_burst_of_equal_prefixes_stays_together_until_its_queue_is_long():
     in_flight, policy = InFlightLoad(settle_s=60), PrefixPolicy(random.Random(0))
     chosen = []
