@@ -80,6 +80,7 @@ def build_engine(
     hash_secret: str | None = None,
     listener: CacheListener | None = None,
     local_prefill_tokens: int = 0,
+    retained_share: float = 0.0,
     progress: Progress = lambda _stage: None,
     other_memory: OtherMemory = lambda _layout, _total_bytes: 0,
     learns_prices: bool = False,
@@ -92,6 +93,7 @@ def build_engine(
             takes a random one, for an engine whose hashes nobody else reads.
         listener: notified of blocks that enter and leave the prefix cache.
         local_prefill_tokens: see `SchedulerLimits`.
+        retained_share: of the KV pool; how many blocks one owner may retain.
         progress: called with a line for people at each stage.
         other_memory: returns the bytes that the caller will allocate on the device itself, given
             the layout of KV blocks and the device's memory in bytes.
@@ -110,7 +112,8 @@ def build_engine(
     if device.type == "cuda":
         prepare(runner, config, settings, max_model_len, progress)
     identity = _identity(loaded)
-    pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener)
+    retained = int(retained_share * num_blocks)
+    pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener, retained)
     limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)

@@ -154,6 +154,7 @@ class EngineCore(LiveSequences):
         return has_news
 
     def _schedule(self) -> Schedule:
+        self.scheduler.pool.advance_to(self.clock())
         try:
             schedule = self.scheduler.schedule()
         except SchedulingError as exc:

@@ -45,7 +45,9 @@ from pagewire.shared.request.sampling_types import (
     Penalty,
     PromptLength,
     RepetitionPenalty,
+    RetainSeconds,
     Seed,
+    SessionNumber,
     StopString,
     Temperature,
     TokenId,
@@ -98,6 +100,8 @@ class RequestSpec(
             blocks are not divided by keys.
         use_prefill_worker: a prefill worker computes the prompt if there is one, even where that
             takes longer.
+        session: names a conversation that is to go on, for placement.
+        retain_s: seconds for which the blocks of prompt and answer are evicted after others.
     """
 
     temperature: Temperature = 1.0
@@ -125,6 +129,8 @@ class RequestSpec(
     owner: OwnerName | None = None
     tenant: OwnerName | None = None
     use_prefill_worker: bool = False
+    session: SessionNumber | None = None
+    retain_s: RetainSeconds = 0
 
     @property
     def hash_extra(self) -> bytes:

@@ -211,6 +211,13 @@ class WorkerSettings(ClusterSettings, EngineSettings):
         "predicts what is best.",
         panel=ENGINE,
     )
+    retained_share: Annotated[float, Field(ge=0, le=1)] = described(
+        0.5,
+        "Share of a worker's KV pool that the sessions of one API key, or of one client's "
+        "address where there are no keys, may keep while they pause: these blocks are evicted "
+        "after others.",
+        panel=ENGINE,
+    )
     transfer_timeout_s: Seconds = described(
         10.0,
         "Seconds for the oldest KV segment under way to be acknowledged, and for each step of "

@@ -237,6 +237,7 @@ class WorkerRuntime:
             hash_secret=self.settings.cluster_secret.get_secret_value(),
             listener=index,
             local_prefill_tokens=self.settings.local_prefill_tokens,
+            retained_share=self.settings.retained_share,
             progress=lambda stage: logger.info("%s: %s", self.worker_id, stage),
             other_memory=partial(staging_bytes, self.settings),
             learns_prices=True,

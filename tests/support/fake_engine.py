@@ -13,6 +13,7 @@ from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.request.sampling_types import RetainSeconds
 from pagewire.tests.support.fake_device import FakeDevice, next_token
 from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 
@@ -39,6 +40,7 @@ def make_sequence(
     prefill_only: bool = False,
     seed: int = 0,
     owner: str | None = None,
+    retain_s: RetainSeconds = 0,
 ) -> Sequence:
     """Return a sequence as `new_sequence` makes them."""
     return Sequence(
@@ -46,7 +48,7 @@ def make_sequence(
         token_ids=[*prompt, *(replayed or [])],
         num_prompt_tokens=len(prompt),
         num_replayed_tokens=len(replayed or []),
-        spec=RequestSpec(max_tokens=max_tokens, seed=seed, owner=owner),
+        spec=RequestSpec(max_tokens=max_tokens, seed=seed, owner=owner, retain_s=retain_s),
         stop_token_ids=stop,
         remote_prefill=remote_prefill,
         prefill_only=prefill_only,
@@ -73,6 +75,7 @@ def make_core(
     windows: tuple[int | None, ...] = (None,),
     gap_s: float = math.inf,
     step_sizes: tuple[int, ...] = (),
+    max_retained: int = 0,
 ) -> tuple[EngineCore, FakeDevice]:
     """Return an engine and its fake device; sequences are bounded by the pool's size."""
     layout = kv_layout(windows, block_size)
@@ -87,7 +90,7 @@ def make_core(
         gap_s=gap_s,
         step_sizes=step_sizes,
     )
-    pool = BlockPool(num_blocks, layout, caching, listener)
+    pool = BlockPool(num_blocks, layout, caching, listener, max_retained)
     hasher = BlockHasher("secret", model_identity(block_size=block_size))
     scheduler = Scheduler(limits, pool, hasher)
     device = make_device(limits, num_blocks, layout)

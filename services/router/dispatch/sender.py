@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import msgspec
 
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.request.sampling_types import RetainSeconds
+
+SESSION_RETAIN_S: RetainSeconds = 300  # of a session that does not say for how long
 
 
 class Sender(msgspec.Struct, frozen=True):
@@ -15,12 +20,14 @@ class Sender(msgspec.Struct, frozen=True):
         owner: takes turns with others: the name of an API key, or an address.
         tenant: see `RequestSpec.tenant`.
         slo_gap_s: of requests that have none.
+        session: name of the conversation; None or empty: it has none.
     """
 
     request_id: str
     owner: str
     tenant: str | None = None
     slo_gap_s: float | None = None
+    session: str | None = None
 
     def sign(self, spec: RequestSpec) -> RequestSpec:
         """Return the parameters of an answer with what they say of the sender."""
@@ -30,4 +37,14 @@ class Sender(msgspec.Struct, frozen=True):
             owner=self.owner,
             tenant=self.tenant,
             slo_gap_s=spec.slo_gap_s or self.slo_gap_s,
+            session=self._session_number,
+            retain_s=spec.retain_s or (SESSION_RETAIN_S if self.session else 0),
         )
+
+    @property
+    def _session_number(self) -> int | None:
+        """What stands for the session's name: workers need not know it."""
+        if not self.session:
+            return None
+        name = f"{self.owner}\0{self.session}".encode(errors="surrogatepass")
+        return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())

@@ -163,7 +163,12 @@ class WorkerSelector:
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
             found = await self._index.lookup(hashes, epochs, decodes[0].resume_blocks)
         prompt = Prompt(
-            len(token_ids), identity.block_size, found.hits, hashes, spec.use_prefill_worker
+            len(token_ids),
+            identity.block_size,
+            found.hits,
+            hashes,
+            spec.use_prefill_worker,
+            spec.session,
         )
 
         forecasts: dict[str, Forecast] = {}

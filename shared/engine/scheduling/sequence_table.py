@@ -283,6 +283,7 @@ class SequenceTable:
             self._draft.withdraw(sequence)
         try:
             self._keep_output(sequence)
+            self._retain(sequence)
         finally:
             for table in sequence.tables:
                 self._draft.drop_copies(table.held)
@@ -300,6 +301,12 @@ class SequenceTable:
             # The newest token has not run.
             self.register_blocks(sequence, 0, len(sequence.token_ids) - 1)
         sequence.has_known_token = False
+
+    def _retain(self, sequence: Sequence) -> None:
+        """Have a sequence that has ended retain its blocks, if its session is to go on."""
+        seconds, status = sequence.spec.retain_s, sequence.status
+        if seconds and status.is_finished and status is not RequestStatus.FINISHED_ERROR:
+            self.pool.retain(sequence.spec.owner, sequence.block_hashes, seconds)
 
     def holders(self) -> Iterable[Sequence]:
         """All sequences that may hold blocks."""

@@ -193,6 +193,44 @@ def test_a_burst_of_different_prompts_spreads(redis):
     with_cluster(redis, scenario)
 
 
+def test_a_session_has_its_worker_until_that_one_is_busier(redis):
+    async def scenario(cluster: Cluster) -> None:
+        contents = itertools.count(10)
+
+        async def home(**named: Any) -> str:
+            return (await cluster.ask([next(contents)] * 40, **named))[0]
+
+        homes = {f"s{each}": await home(session_id=f"s{each}") for each in range(8)}
+        assert {*homes.values()} == {"decode-0", "decode-1"}
+        for name, first in homes.items():
+            assert await home(session_id=name) == first
+            assert await home(prompt_cache_key=name) == first
+            cluster.router.http.headers["X-Session-Id"] = name
+            assert await home() == first
+            assert await home(session_id="s0") == homes["s0"]
+            del cluster.router.http.headers["X-Session-Id"]
+        busy, _ = cluster.decodes
+        busy.put_record(load=WorkerLoad(used_blocks=60, total_blocks=64))
+        directory = cluster.router.service.members.directory
+        await eventually(lambda: directory.get("decode-0").load.used_blocks == 60)
+        for name in homes:
+            assert await home(session_id=name) == "decode-1"
+
+    with_cluster(redis, scenario)
+
+
+def test_a_session_keeps_its_worker_without_redis(redis):
+    async def scenario(cluster: Cluster) -> None:
+        redis.kill()
+        directory = cluster.router.service.members.directory
+        await eventually(lambda: not directory.redis_ok)
+        for number in range(8):
+            found = [(await cluster.ask([n] * 200, session_id=f"s{number}"))[0] for n in range(3)]
+            assert len({*found}) == 1
+
+    with_cluster(redis, scenario)
+
+
 def test_load_in_the_records_counts(redis):
     async def scenario(cluster: Cluster) -> None:
         busy, idle = cluster.decodes

@@ -15,6 +15,7 @@ from pagewire.shared.costs.step_work import NOTHING
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect, Export, StepPlan, Withdraw
+from pagewire.shared.request.sampling_types import RetainSeconds
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 from pagewire.tests.support.kv_layouts import kv_layout
 
@@ -53,6 +54,7 @@ class Arrival:
     children: list[int | None]
     strikes: int
     owner: str | None
+    retain_s: RetainSeconds
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class World:
     local_prefill_tokens: int
     max_model_len: int
     caching: bool
+    max_retained: int
     overlap: bool
     iterations_a_step: int  # how long the device takes for a step
     failure: tuple[int, Failure] | None  # iteration and kind of what fails
@@ -82,6 +85,7 @@ WINDOWS: list[tuple[int | None, ...]] = [
     (None, 5, 5, 5),
     (None, None, 3, 9),
 ]
+RETAIN: list[RetainSeconds] = [0, 0, 300, 3600]
 FAILURES = st.none() | st.tuples(
     st.integers(0, 40), st.sampled_from(["launch", "result", "two results"])
 )
@@ -105,6 +109,7 @@ def worlds(draw: st.DrawFn) -> World:
         local_prefill_tokens=draw(st.sampled_from([0, 3])),
         max_model_len=draw(st.sampled_from([1024, 1024, 13])),
         caching=draw(st.booleans()),
+        max_retained=draw(st.sampled_from([0, 3, 100])),
         overlap=draw(st.booleans()),
         iterations_a_step=draw(st.integers(1, 3)),
         failure=draw(FAILURES),
@@ -128,6 +133,7 @@ def arrivals(draw: st.DrawFn, capacity: int) -> Arrival:
         children=draw(st.lists(st.sampled_from([None, None, 0, 1, 3, 6]), max_size=3)),
         strikes=draw(st.sampled_from([0, 0, 0, 1])),
         owner=draw(st.sampled_from([None, None, "a", "b"])),
+        retain_s=draw(st.sampled_from(RETAIN)),
     )
 
 
@@ -172,6 +178,7 @@ class Simulation:
             watermark_blocks=world.watermark,
             local_prefill_tokens=world.local_prefill_tokens,
             caching=world.caching,
+            max_retained=world.max_retained,
             overlap=world.overlap,
         )
         self.core.hooks.append(self)
@@ -257,6 +264,7 @@ class Simulation:
             remote_prefill=arrival.kind == "remote",
             prefill_only=arrival.kind == "prefill only",
             owner=arrival.owner,
+            retain_s=arrival.retain_s,
         )
         if plain.prefill_only or not arrival.prompt:
             return plain

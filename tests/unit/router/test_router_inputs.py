@@ -258,7 +258,7 @@ def test_usage_in_every_chunk_is_asked_for_alone_or_with_the_last():
 @pytest.mark.parametrize("call", [completion, chat])
 def test_fields_that_change_no_answer_are_known_and_change_none(call):
     fields = {
-        "user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "store": True,
+        "user": "u", "safety_identifier": "s", "session_id": "", "store": True,
         "metadata": {"a": "b"}, "priority": -3, "request_id": "r",
     }  # fmt: skip
     assert call(**fields) == call()

@@ -44,6 +44,8 @@ from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
 
+SESSION_HEADER = "x-session-id"  # of requests whose body names no session
+
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 
 
@@ -183,11 +185,12 @@ async def answer(
     trace = None if service.tracing is None else record.begin_span(service.tracing)
     tenant = service.tenant_of(record.key)
     slo_gap_s = (service.settings.slo_gap_s_of_keys or {}).get(record.key or "")
+    session = asked.session or request.headers.get(SESSION_HEADER)
     record.answers = answers = AnswerSet(
         service.dispatcher,
         service.model,
         asked,
-        Sender(record.request_id, record.owner, tenant, slo_gap_s),
+        Sender(record.request_id, record.owner, tenant, slo_gap_s, session),
         record.start,
         trace,
     )

@@ -53,6 +53,26 @@ def messages_of(body: schemas.CountBody) -> list[ChatMessage]:
     return found
 
 
+def longest_ttl(body: schemas.CountBody) -> Literal["5m", "1h"] | None:
+    """Return the longest time for which `cache_control` wants blocks kept; None: it is not there.
+
+    All of the conversation is kept for it: a later turn begins with all of it.
+    """
+    blocks = [
+        block
+        for message in body.messages
+        if not isinstance(message.content, str)
+        for block in message.content
+    ]
+    system = () if isinstance(body.system, str) else body.system or ()
+    results = [block.content for block in blocks if isinstance(block, schemas.ToolResultBlock)]
+    inner = [part for content in results if isinstance(content, list) for part in content]
+    marked = (body, *(body.tools or ()), *system, *blocks, *inner)
+    found = [getattr(each, "cache_control", None) for each in marked]
+    ttls = {control.ttl or "5m" for control in found if control is not None}
+    return "1h" if "1h" in ttls else "5m" if ttls else None
+
+
 def _system(body: schemas.CountBody) -> str:
     if isinstance(body.system, str):
         return body.system

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from pagewire.services.router.http.api.anthropic import schemas
-from pagewire.services.router.http.api.anthropic.chat import messages_of
+from pagewire.services.router.http.api.anthropic.chat import longest_ttl, messages_of
 from pagewire.services.router.http.api.anthropic.errors import THREAD_UNSUPPORTED
 from pagewire.services.router.http.api.openai.answer_form import JsonSchemaFormat, NamedSchema
 from pagewire.services.router.http.api.openai.chats import Chat, chat_body, template_options
@@ -80,6 +80,8 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         response_format=None if form is None else JsonSchemaFormat(NamedSchema(form.schema)),
         # The last message is then the beginning of the answer.
         continue_final_message=body.messages[-1].role == "assistant",
+        session_id=_session(body),
+        prompt_cache_retention=longest_ttl(body),
     )
     options = template_options(chat, [_shown_tool(tool) for tool in body.tools or ()] or None)
     return Chat(chat, options, unknown_fields, partial(_client_field, form_field=form_field))
@@ -92,6 +94,12 @@ def _client_field(field: str, form_field: str) -> str:
     if field.startswith("tools["):
         return field.replace(".function.parameters", ".input_schema").replace(".function.", ".")
     return field
+
+
+def _session(body: schemas.CountBody) -> str | None:
+    if not isinstance(body, schemas.MessagesBody):
+        return None
+    return body.session_id or (None if body.metadata is None else body.metadata.user_id)
 
 
 def _check_thinking(body: schemas.CountBody) -> None:

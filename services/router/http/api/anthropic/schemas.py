@@ -22,10 +22,18 @@ TopK = Annotated[
 _Unsupported = Annotated[None, Meta(description="null: it is not supported")]
 
 
+class CacheControl(msgspec.Struct, frozen=True):
+    """How long the cached blocks of the conversation are kept: the longest time in it counts."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """Text."""
 
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
@@ -44,6 +52,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
     id: Name
     name: Name
     input: dict[str, Any]
+    cache_control: CacheControl | None = None
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
@@ -70,6 +79,7 @@ class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_r
     tool_use_id: Name
     content: str | Annotated[list[ResultBlock], Meta(max_length=schemas.MAX_PARTS)] | None = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 Block = Annotated[
@@ -83,7 +93,8 @@ Block = Annotated[
     Meta(
         description='a block whose type is "text" (with text), "thinking" (with thinking), '
         '"tool_use" (with id, name and input) or "tool_result" (with tool_use_id and content: text '
-        "or blocks of text)"
+        "or blocks of text), and whose cache_control is left out, or of the type "
+        '"ephemeral" with a ttl of "5m" or "1h"'
     ),
 ]
 _Blocks = Annotated[
@@ -100,6 +111,7 @@ class SystemBlock(msgspec.Struct, frozen=True):
 
     type: Annotated[Literal["text"], Meta(description='"text"')]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -125,6 +137,7 @@ class MessageTool(msgspec.Struct, frozen=True):
         Literal["custom"] | None,
         Meta(description='"custom", or left out: Anthropic\'s own tools are not supported'),
     ] = None
+    cache_control: CacheControl | None = None
 
 
 class AutoChoice(msgspec.Struct, frozen=True, tag_field="type", tag="auto"):
@@ -181,7 +194,11 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 
 class MessageMetadata(msgspec.Struct, frozen=True):
-    """Changes no answer."""
+    """Changes no answer.
+
+    Attributes:
+        user_id: names the conversation, if there is no session_id.
+    """
 
     user_id: Annotated[str, of_chars(0, MAX_USER_CHARS)] | None = None
 
@@ -216,6 +233,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         messages: the conversation; if the last is the assistant's, the answer continues it.
         system: text before the conversation.
         output_format: an earlier name of `output_config.format`.
+        cache_control: as in a block.
     """
 
     model: str
@@ -237,6 +255,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     ) = None
     thread: dict[str, Any] | None = None
     compaction: _Unsupported = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True):
@@ -252,6 +271,8 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         cache_salt: cached blocks are shared only with requests of the same salt.
         slo_gap_s: largest time between two tokens that the worker tries to keep, in seconds.
         metadata: changes no answer, nor does service_tier.
+        session_id: names a conversation that goes on: it stays on its worker while load allows, and
+            its cached blocks are kept for a while.
         timings: the response says where the time went.
         use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
     """
@@ -265,6 +286,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     cache_salt: CacheSalt | None = None
     slo_gap_s: GapObjective | None = None
     metadata: MessageMetadata | None = None
+    session_id: schemas.Label | None = None
     service_tier: str | None = None
     timings: bool | None = None
     use_prefill_worker: bool | None = None

@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from pagewire.services.router.http.api.openai import chats
 from pagewire.services.router.http.api.openai.answer_form import form_of
 from pagewire.services.router.http.api.openai.prompts import check_chars, prompt_ids, split_prompts
 from pagewire.services.router.http.api.openai.schemas import (
+    CacheRetention,
     ChatBody,
     CompletionBody,
     GenerationBody,
@@ -26,6 +28,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.request.sampling import RequestSpec, SamplingParams
+from pagewire.shared.request.sampling_types import RetainSeconds
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.detokenizer import make_detokenizer
@@ -43,6 +46,14 @@ InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 MAX_PROMPTS = 64
 DEFAULT_TOKENS = 16  # of a completion
 MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
+# What `prompt_cache_retention` says, in seconds.
+RETAIN_S: Mapping[CacheRetention, RetainSeconds] = {
+    "in_memory": 300,
+    "in-memory": 300,
+    "5m": 300,
+    "1h": 3600,
+    "24h": 86400,
+}
 MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
 
 
@@ -112,6 +123,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         timings: the response says where the time went.
         other_grammars: to be used in this order if that grammar is refused; None: any answer.
         return_token_strs: the response of `/tokenize` has the tokens as the vocabulary writes them.
+        session: name of the conversation that this continues; None: it has no name.
         turn: what only a request of `/v1/responses` has.
         embedding: what only a request of `/v1/embeddings` has.
     """
@@ -134,12 +146,13 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     other_grammars: tuple[str | None, ...] = ()
     timings: bool = False
     return_token_strs: bool = False
+    session: str | None = None
     turn: ResponseTurn | None = None
     embedding: EmbeddingForm | None = None
 
     def with_grammar(self, text: str | None) -> GenerationInput:
         """Return the request with another grammar for its answers."""
-        prompts = tuple(_with_grammar(prompt, text) for prompt in self.prompts)
+        prompts = tuple(_with(prompt, grammar=text) for prompt in self.prompts)
         return msgspec.structs.replace(self, prompts=prompts)
 
     def with_grammars(self, grammars: Sequence[str | None], field: str) -> GenerationInput:
@@ -299,9 +312,12 @@ def _input(
     form = form_of(body, model.tokenizer.markers)
     if body.use_prefill_worker:
         model.check_placement()
-        prompts = [_computed_elsewhere(prompt) for prompt in prompts]
+        prompts = [_with(prompt, use_prefill_worker=True) for prompt in prompts]
     if form is not None:
-        prompts = [_with_grammar(prompt, form[0]) for prompt in prompts]
+        prompts = [_with(prompt, grammar=form[0]) for prompt in prompts]
+    if body.prompt_cache_retention is not None:
+        seconds = RETAIN_S[body.prompt_cache_retention]
+        prompts = [_with(prompt, retain_s=seconds) for prompt in prompts]
     return GenerationInput(
         model=body.model,
         prompts=tuple(prompts),
@@ -318,16 +334,12 @@ def _input(
         unknown_fields=unknown_fields,
         form_field=None if form is None else form[1],
         timings=bool(body.timings),
+        session=body.session_id or body.prompt_cache_key,
     )
 
 
-def _with_grammar(prompt: PromptInput, text: str | None) -> PromptInput:
-    spec = msgspec.structs.replace(prompt.spec, grammar=text)
-    return msgspec.structs.replace(prompt, spec=spec)
-
-
-def _computed_elsewhere(prompt: PromptInput) -> PromptInput:
-    spec = msgspec.structs.replace(prompt.spec, use_prefill_worker=True)
+def _with(prompt: PromptInput, **parameters: Any) -> PromptInput:
+    spec = msgspec.structs.replace(prompt.spec, **parameters)
     return msgspec.structs.replace(prompt, spec=spec)
 
 

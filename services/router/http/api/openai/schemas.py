@@ -56,6 +56,9 @@ Metadata = Annotated[
 ]
 Label = Annotated[str, of_chars(0, MAX_LABEL_CHARS)]
 Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="a 64-bit integer")]
+# How long cached blocks are kept: OpenAI's two values, as documents and clients write them, and
+# Anthropic's two.
+CacheRetention = Literal["in_memory", "in-memory", "5m", "1h", "24h"]
 ServiceTier = Literal["auto", "default", "flex", "priority", "scale"]
 NumChoices = Annotated[int, of_numbers(1, MAX_CHOICES)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -90,6 +93,10 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
         service_tier: changes nothing; if it is given, the response has "default".
         timings: the response says where the time went.
         use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
+        session_id: names a conversation that goes on: it stays on its worker while load allows, and
+            its cached blocks are kept for a while.
+        prompt_cache_key: likewise, if there is no session_id.
+        prompt_cache_retention: how long they are kept.
         user: changes nothing, nor do the fields after it.
     """
 
@@ -100,13 +107,15 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
     service_tier: ServiceTier | None = None
     timings: bool | None = None
     use_prefill_worker: bool | None = None
+    session_id: Label | None = None
+    prompt_cache_key: Label | None = None
+    prompt_cache_retention: CacheRetention | None = None
     user: Label | None = None
     metadata: Metadata | None = None
     request_id: Label | None = None
     store: bool | None = None
     priority: Priority | None = None
     safety_identifier: Label | None = None
-    prompt_cache_key: Label | None = None
 
 
 class GenerationBody(RequestFields, frozen=True, kw_only=True):

@@ -194,7 +194,6 @@ class ResponseBody(schemas.RequestFields, frozen=True, kw_only=True):
     chat_template_kwargs: TemplateVariables | None = None
     top_logprobs: NumTop | None = None
     truncation: _Truncation = None
-    prompt_cache_retention: str | None = None
     verbosity: schemas.Label | None = None
 
     @property

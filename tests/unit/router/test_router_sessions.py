@@ -1,0 +1,116 @@
+"""How requests name their sessions, and for how long cached blocks are to be kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagewire.services.router.dispatch.sender import Sender
+from pagewire.services.router.http.api.anthropic.chat import longest_ttl
+from pagewire.services.router.http.api.anthropic.inputs import read_message
+from pagewire.services.router.http.api.anthropic.schemas import MessagesBody
+from pagewire.services.router.http.api.openai.generation import GenerationInput
+from pagewire.services.router.http.api.responses.inputs import read_response, with_history
+from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.request.sampling import RequestSpec
+from pagewire.tests.support.request_bodies import CONTEXT, MODEL, chat, completion, encoded
+
+HOUR: dict[str, Any] = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+MINUTES: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
+CALL = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "1"}
+HELLO = {"type": "text", "text": "Hello"}
+
+
+def message(*blocks: dict[str, Any], **fields: Any) -> GenerationInput:
+    content = blocks or (HELLO,)
+    given = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": content}]}
+    return read_message(encoded(given | fields), MODEL, CONTEXT)
+
+
+def response(**fields: Any) -> GenerationInput:
+    raw = encoded({"model": "m", "input": "Hello", "store": False, **fields})
+    return read_response(with_history(raw, b""), MODEL, CONTEXT)
+
+
+def seconds_of(asked: GenerationInput) -> int:
+    return asked.prompts[0].spec.retain_s
+
+
+@pytest.mark.parametrize("call", [chat, completion, response])
+def test_a_session_is_named_by_its_id_or_else_by_the_key_of_the_cache(call: Any) -> None:
+    assert call(session_id="s", prompt_cache_key="k").session == "s"
+    assert call(session_id="", prompt_cache_key="k").session == "k"
+    assert call(prompt_cache_key="k").session == "k"
+    assert not call().session
+
+
+def test_a_session_of_anthropics_api_is_named_by_its_id_or_else_by_the_user() -> None:
+    user = {"user_id": "u"}
+    assert message(session_id="s", metadata=user).session == "s"
+    assert message(metadata=user).session == "u"
+    assert not message(metadata={}).session
+
+
+@pytest.mark.parametrize("call", [chat, completion, response])
+def test_openais_field_says_how_long_blocks_are_kept(call: Any) -> None:
+    times = {"in_memory": 300, "in-memory": 300, "5m": 300, "1h": 3600, "24h": 86400}
+    found = {text: seconds_of(call(prompt_cache_retention=text)) for text in times}
+    assert found == times
+    assert seconds_of(call()) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        (message(), 0),
+        (message(**MINUTES), 300),
+        (message(HELLO | MINUTES), 300),
+        (message(HELLO | HOUR, HELLO | MINUTES), 3600),
+        (message(system=[HELLO | HOUR]), 3600),
+        (message(HELLO | {"cache_control": None}), 0),
+    ],
+    ids=["none", "body", "block", "longest", "system", "null"],
+)
+def test_the_longest_time_in_a_message_request_counts(asked: GenerationInput, seconds: int) -> None:
+    assert seconds_of(asked) == seconds
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"name": "f", "input_schema": {"type": "object"}, **HOUR}]},
+        {"messages": [{"role": "assistant", "content": [CALL | HOUR]}]},
+        {"messages": [{"role": "user", "content": [RESULT | HOUR]}]},
+        {"messages": [{"role": "user", "content": [RESULT | {"content": [HELLO | HOUR]}]}]},
+    ],
+    ids=["tool", "call", "result", "within a result"],
+)
+def test_it_may_be_said_with_tools_calls_and_results(fields: dict[str, Any]) -> None:
+    given = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hello"}]}
+    assert longest_ttl(msgspec.convert(given, MessagesBody)) is None
+    assert longest_ttl(msgspec.convert(given | fields, MessagesBody)) == "1h"
+
+
+@pytest.mark.parametrize("wrong", [{"type": "ephemeral", "ttl": "2h"}, {"type": "forever"}, {}])
+def test_another_cache_control_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        message(HELLO | {"cache_control": wrong})
+    assert refused.value.param == "messages[0].content[0]"
+    assert "cache_control is left out" in refused.value.message
+    with pytest.raises(InvalidRequestError) as refused:
+        message(cache_control=wrong)
+    assert (refused.value.param or "").startswith("cache_control")
+
+
+def test_a_session_that_does_not_say_how_long_is_kept_for_five_minutes() -> None:
+    spec = RequestSpec()
+    assert Sender("r", "key").sign(spec).retain_s == 0
+    assert Sender("r", "key", session="").sign(spec).session is None
+    named = Sender("r", "key", session="s").sign(spec)
+    assert named.retain_s == 300
+    assert Sender("r", "key", session="s").sign(RequestSpec(retain_s=3600)).retain_s == 3600
+    assert named.session == Sender("r2", "key", session="s").sign(spec).session
+    assert named.session != Sender("r", "other", session="s").sign(spec).session
