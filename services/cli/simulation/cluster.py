@@ -156,7 +156,11 @@ class SimulatedCluster:
         request.answer.known_tokens = min(known, len(client.tokens) - 1)
         try:
             placement, prompt = router.place(
-                client.hashes, len(client.tokens), block_size, request.refused_by
+                client.hashes,
+                len(client.tokens),
+                block_size,
+                request.refused_by,
+                client.conversation.session,
             )
         except NoWorkerError:
             request.answer.outcome = "refused"

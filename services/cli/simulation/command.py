@@ -38,6 +38,7 @@ def simulate(
     arrivals: options.Arrivals = "poisson",
     concurrency: options.Concurrency = None,
     agents: options.Agents = None,
+    sessions: options.Sessions = True,
     requests: options.Requests = None,
     seed: options.LoadSeed = 0,
     prompt_tokens: options.PromptTokens = "1024",

@@ -47,6 +47,8 @@ _AGENTS = (
     "600 new tokens and an answer of 300 to 450, and pauses with medians of 2 to 24 s."
 )
 Agents = Annotated[int | None, _load(min=1, max=10_000, help=_AGENTS)]
+_SESSIONS = "Agents name their sessions."
+Sessions = Annotated[bool, _load("--sessions/--no-sessions", help=_SESSIONS)]
 _HOW_MANY = f"Requests to send.  [default: {DEFAULT_REQUESTS}, or all of a trace]"
 Requests = Annotated[int | None, _load(min=1, max=1_000_000, help=_HOW_MANY)]
 LoadSeed = Annotated[int, _load("--seed", help="Seed of times, lengths and ties.")]
@@ -97,7 +99,8 @@ def load_of(params: Mapping[str, Any]) -> list[Conversation]:
         trace = read_trace(params["trace"])
         return workload.faster(trace[:requests], params["speed"])
     if kinds == ["agents"]:
-        return workload.first_turns(workload.agents(params["agents"], seed), requests)
+        agents = workload.agents(params["agents"], seed, named=params["sessions"])
+        return workload.first_turns(agents, requests)
     contents, count = _contents(params), requests or DEFAULT_REQUESTS
     if kinds == ["concurrency"]:
         return workload.clients(params["concurrency"], count, contents, seed)

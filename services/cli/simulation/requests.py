@@ -11,6 +11,7 @@ from pagewire.services.router.placement.in_flight_load import Entry
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.request.sampling_types import RetainSeconds
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,10 @@ class Request:
 
     def sequence(self) -> Sequence:
         """Return a new sequence for an engine."""
-        spec = RequestSpec(max_tokens=self.answer_tokens, ignore_eos=True, seed=1)
+        retain_s: RetainSeconds = 0 if self.client.conversation.session is None else 300
+        spec = RequestSpec(
+            max_tokens=self.answer_tokens, ignore_eos=True, seed=1, retain_s=retain_s
+        )
         sequence = new_sequence(self.name, self.client.tokens, spec, ())
         sequence.block_hashes = list(self.client.hashes)  # so that no engine hashes them again
         return sequence

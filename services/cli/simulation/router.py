@@ -167,7 +167,12 @@ class Router:
         )
 
     def place(
-        self, hashes: Sequence[BlockHash], num_tokens: int, block_size: int, excluded: set[str]
+        self,
+        hashes: Sequence[BlockHash],
+        num_tokens: int,
+        block_size: int,
+        excluded: set[str],
+        session: int | None = None,
     ) -> tuple[Placement, Prompt]:
         """Choose the workers of a prompt, as `WorkerSelector` does.
 
@@ -181,7 +186,9 @@ class Router:
         is_looked_up = self.policy.needs_hits(len(decodes), len(prefills))
         if is_looked_up:
             hits = self.index.hits(hashes, [each.name for each in usable])
-        prompt = Prompt(num_tokens, block_size, hits, hashes if is_looked_up else None)
+        prompt = Prompt(
+            num_tokens, block_size, hits, hashes if is_looked_up else None, session=session
+        )
         placement = self.policy.place(
             prompt,
             [self._candidate(each) for each in decodes],

@@ -35,6 +35,7 @@ class WorkerLimits:
 
     Attributes:
         caching: whether blocks of equal content are used again.
+        retained_share: of the KV pool, for the sessions of one API key.
         slo_gap_s: largest time between two tokens that the workers try to keep.
     """
 
@@ -43,6 +44,7 @@ class WorkerLimits:
     max_waiting: int = 1024
     local_prefill_tokens: int = 32
     caching: bool = True
+    retained_share: float = 0.5
     slo_gap_s: float = math.inf
 
 
@@ -73,7 +75,8 @@ def make_core(
         gap_s=limits.slo_gap_s,
         step_s=math.inf if machine.step_limit_s is None else machine.step_limit_s,
     )
-    pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener)
+    retained = int(limits.retained_share * machine.kv_blocks)
+    pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener, retained)
     core = EngineCore(
         Scheduler(scheduling, pool, hasher_of(machine)), device, machine.host.launches_early
     )

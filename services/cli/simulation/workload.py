@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -48,10 +48,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns of one client, and when the first of them is sent."""
+    """Turns of one client, and when the first of them is sent.
+
+    Attributes:
+        session: what its requests name; None: they name no session.
+    """
 
     start_s: float
     turns: tuple[Turn, ...]
+    session: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +147,19 @@ PAUSE_SIGMA = 0.8
 _AGENT_CONTENTS = 1 << 12  # numbers of contents of one agent, more than it has turns
 
 
-def agents(count: int, seed: int, shape: AgentShape | None = None) -> list[Conversation]:
-    """Return agents; each depends on the seed and its number alone."""
-    return [_agent(number, seed, shape or AgentShape()) for number in range(count)]
+def agents(
+    count: int, seed: int, shape: AgentShape | None = None, named: bool = True
+) -> list[Conversation]:
+    """Return agents; each depends on the seed and its number alone.
+
+    Args:
+        count: number of agents.
+        seed: of all of them.
+        shape: what they do.
+        named: whether each names its session.
+    """
+    found = [_agent(number, seed, shape or AgentShape()) for number in range(count)]
+    return [replace(each, session=number if named else None) for number, each in enumerate(found)]
 
 
 def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:
@@ -167,7 +182,7 @@ def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:
 
 def faster(load: list[Conversation], factor: float) -> list[Conversation]:
     """Return a load whose conversations begin `factor` times as fast after each other."""
-    return [Conversation(each.start_s / factor, each.turns) for each in load]
+    return [replace(each, start_s=each.start_s / factor) for each in load]
 
 
 def first_turns(load: list[Conversation], most: int | None) -> list[Conversation]:
@@ -178,7 +193,7 @@ def first_turns(load: list[Conversation], most: int | None) -> list[Conversation
     ends = [most * number // len(load) for number in range(len(load) + 1)]
     shares = zip(load, pairwise(ends), strict=True)
     return [
-        Conversation(each.start_s, each.turns[: end - begin])
+        replace(each, turns=each.turns[: end - begin])
         for each, (begin, end) in shares
         if end > begin
     ]
