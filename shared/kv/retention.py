@@ -17,42 +17,37 @@ from pagewire.shared.kv.block_table import NO_BLOCK
 
 
 @dataclass(slots=True)
-class _Node:
-    """A retained block: the block before it, and for how many children and tips it is needed."""
-
-    parent: int
-    needed_by: int
-
-
-@dataclass(slots=True)
 class _Trees:
     """What one owner retains.
 
     Attributes:
-        nodes: by block.
+        parents: of each retained block the one before it.
+        needed_by: by block; how many children and tips need it.
         tips: by block; for how many seconds each was retained last.
         ends: by such a number of seconds: tips, and when they end, the soonest first.
     """
 
-    nodes: dict[int, _Node] = field(default_factory=dict)
+    parents: dict[int, int] = field(default_factory=dict)
+    needed_by: dict[int, int] = field(default_factory=dict)
     tips: dict[int, int] = field(default_factory=dict)
     ends: dict[int, OrderedDict[int, float]] = field(default_factory=dict)
 
-    def add(self, blocks: Sequence[int], seconds: int, now_s: float) -> list[int]:
+    def add(self, blocks: Sequence[int], seconds: int, now_s: float) -> Sequence[int]:
         """Retain blocks for some seconds; returns those that were not retained before."""
-        added = []
-        for index in range(len(blocks) - 1, -1, -1):
-            block, is_last = blocks[index], index == len(blocks) - 1
-            node = self.nodes.get(block)
-            if node is not None:
-                node.needed_by += not is_last
-                if not is_last and block in self.tips and self._end(block) <= now_s + seconds:
-                    self._remove_tip(block)  # the session has gone on
-                    node.needed_by -= 1
-                break
-            parent = blocks[index - 1] if index else NO_BLOCK
-            self.nodes[block] = _Node(parent, needed_by=0 if is_last else 1)
-            added.append(block)
+        needed_by, count = self.needed_by, len(blocks)
+        while count and blocks[count - 1] not in needed_by:
+            count -= 1
+        added = blocks[count:]
+        if added:
+            known = blocks[count - 1] if count else NO_BLOCK
+            if count:
+                needed_by[known] += 1
+                if known in self.tips and self._end(known) <= now_s + seconds:
+                    self._remove_tip(known)  # the session has gone on
+                    needed_by[known] -= 1
+            self.parents.update(zip(added, (known, *added[:-1]), strict=True))
+            needed_by.update(dict.fromkeys(added, 1))
+            needed_by[added[-1]] = 0
         self._set_tip(blocks[-1], seconds, now_s)
         return added
 
@@ -62,7 +57,7 @@ class _Trees:
                 return
             self._remove_tip(block)
         else:
-            self.nodes[block].needed_by += 1
+            self.needed_by[block] += 1
         self.tips[block] = seconds
         self.ends.setdefault(seconds, OrderedDict())[block] = now_s + seconds
 
@@ -83,15 +78,14 @@ class _Trees:
     def drop(self, tip: int) -> list[int]:
         """Give up a tip; returns the blocks that are no longer retained, children first."""
         self._remove_tip(tip)
-        dropped, block = [], tip
+        dropped, block, needed_by = [], tip, self.needed_by
         while block != NO_BLOCK:
-            node = self.nodes[block]
-            node.needed_by -= 1
-            if node.needed_by:
+            needed_by[block] -= 1
+            if needed_by[block]:
                 break
-            del self.nodes[block]
+            del needed_by[block]
             dropped.append(block)
-            block = node.parent
+            block = self.parents.pop(block)
         return dropped
 
 
@@ -119,7 +113,7 @@ class Retention:
     def num_blocks(self, owner: str | None) -> int:
         """Return how many blocks an owner retains."""
         trees = self._trees.get(owner)
-        return 0 if trees is None else len(trees.nodes)
+        return 0 if trees is None else len(trees.needed_by)
 
     def retain(
         self, owner: str | None, blocks: Sequence[int], seconds: int, now_s: float
@@ -140,7 +134,7 @@ class Retention:
         self._num_owners.update(trees.add(blocks, seconds, now_s))
         self._next_end_s = min(self._next_end_s, now_s + seconds)
         dropped: list[int] = []
-        while len(trees.nodes) > self.max_blocks:
+        while len(trees.needed_by) > self.max_blocks:
             dropped += self._drop_soonest(owner, trees)
         return dropped
 
@@ -161,7 +155,7 @@ class Retention:
         """Give up what ends soonest of the owner that retains most; nothing if there is none."""
         if not self._trees:
             return []
-        owner, trees = max(self._trees.items(), key=lambda each: len(each[1].nodes))
+        owner, trees = max(self._trees.items(), key=lambda each: len(each[1].needed_by))
         return self._drop_soonest(owner, trees)
 
     def clear(self) -> None:
@@ -177,6 +171,6 @@ class Retention:
             if not self._num_owners[block]:
                 del self._num_owners[block]
                 dropped.append(block)
-        if not trees.nodes:
+        if not trees.needed_by:
             del self._trees[owner]
         return dropped
