@@ -61,6 +61,7 @@ class EngineSnapshot:
     room: int
     prices: StepPrices
     num_preemptions: int
+    num_retained: int
 
 
 class EngineThread:
@@ -254,6 +255,7 @@ class EngineThread:
             room=scheduler.room,
             prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
+            num_retained=scheduler.pool.num_retained,
         )
 
     @property

@@ -63,6 +63,11 @@ class EngineCollector:
             ),
         ):
             yield CounterMetricFamily(f"pagewire_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "pagewire_kv_blocks_retained",
+            "KV blocks that sessions keep while they pause, or use now",
+            value=snapshot.num_retained,
+        )
         yield _builds()
         yield _prediction_errors(snapshot.prices)
         preemptions = CounterMetricFamily(

@@ -31,6 +31,12 @@ def test_the_next_turn_of_a_session_finds_its_prompt_and_its_answer() -> None:
             turns[content] = [*prompt, *answer["choices"][0]["token_ids"], 7, 8, 9]
         for content in range(300, 310):
             ask([content] * 400, 2)
+        retained = [
+            value
+            for name, value in cluster.metrics().items()
+            if name.startswith("pagewire_kv_blocks_retained")
+        ]
+        assert sorted(retained) == [12, 14]  # the prompt; and with it the answer
         cached = {
             content: ask(turn, 1)["usage"]["prompt_tokens_details"]["cached_tokens"]
             for content, turn in turns.items()
