@@ -44,6 +44,6 @@ class LoadedModel(CausalLM, Protocol):
         """The table of embeddings, `[vocab, hidden]`."""
         ...
 
-    def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter with its name in a checkpoint."""
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters, each once."""
         ...

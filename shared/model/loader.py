@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
@@ -79,8 +80,7 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, device)
     else:
-        _fill(_targets(model, checkpoint), holders, device, progress)
-        model.finish_loading()
+        _fill(model, holders, device, progress)
     return model
 
 
@@ -162,26 +162,30 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
             target.normal_(0.0, std, generator=generator)
 
 
-def _targets(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, torch.Tensor]:
-    """Return the parameters to fill, by names of tensors in the checkpoint."""
-    targets = dict(model.targets())
-    names = {name for file in checkpoint for name in file.tensors}
-    if model.config.tie_word_embeddings and HEAD in names and EMBEDDING not in names:
-        targets[HEAD] = targets.pop(EMBEDDING)  # a tied tensor, saved under its other name
-    return targets
+def _targets(model: DecoderModel, names: Container[str]) -> Iterator[NamedTarget]:
+    """Yield the parameters to fill, by which of these names the checkpoint's tensors have."""
+    tied = model.config.tie_word_embeddings
+    is_head = tied and HEAD in names and EMBEDDING not in names  # saved under its other name
+    for name, target in model.targets():
+        yield HEAD if is_head and name == EMBEDDING else name, target
 
 
 def _fill(
-    targets: Mapping[str, torch.Tensor],
+    model: DecoderModel,
     holders: Mapping[str, WeightsFile],
     device: torch.device,
     progress: Progress,
 ) -> None:
     """Copy each tensor from the file that holds it."""
-    fills = [Fill(file, file.tensors[name], targets[name]) for name, file in holders.items()]
-    total = sum(fill.entry.num_bytes for fill in fills)
+    total = sum(file.tensors[name].num_bytes for name, file in holders.items())
     with LoadProgress("loading weights", total, progress) as shown:
+        fills = [
+            Fill(holders[name], holders[name].tensors[name], target)
+            for name, target in _targets(model, holders)
+        ]
         copy_weights(fills, device, shown.add)
+        for _, each in model.parameters():
+            each.finish()
     logger.info("loaded weights: %s", shown.summary)
 
 
@@ -193,8 +197,9 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
     """
     config = model.config
     ignored = ARCHITECTURES[config.architecture].ignored_prefixes
+    names = {name for file in checkpoint for name in file.tensors}
     found = match_weights(
-        {name: tuple(target.shape) for name, target in _targets(model, checkpoint).items()},
+        {name: tuple(each.shape) for name, each in _targets(model, names)},
         checkpoint,
         surplus=(HEAD,) if config.tie_word_embeddings else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],

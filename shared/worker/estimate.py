@@ -108,7 +108,7 @@ def _pool_tokens(blocks: int, layout: KvLayout, context: int) -> int:
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a model's parameters, each counted once."""
     model = build_model(config, META, dtype, load_ops("torch", "cpu"), max_positions=1)
-    return sum(target.numel() * target.itemsize for _, target in model.targets())
+    return sum(each.nbytes for each in model.stored())
 
 
 def _table_bytes(

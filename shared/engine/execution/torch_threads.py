@@ -36,7 +36,7 @@ def settle_threads(model: LoadedModel, device: torch.device) -> None:
     """
     if device.type != "cpu":
         return
-    parameters = sum(target.numel() for _, target in model.targets())
+    parameters = sum(each.numel() for each in model.stored())
     current = torch.get_num_threads()
     useful = 1 + parameters // PARAMETERS_PER_THREAD
     if useful < current and not threads_are_chosen() and current in _defaults():

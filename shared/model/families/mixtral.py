@@ -13,7 +13,7 @@ from pagewire.shared.model.model_config import read_config, read_num_layers
 from pagewire.shared.model.windows import read_window, with_windows
 
 _DEFAULTS = dataclasses.replace(DEFAULTS, rms_norm_eps=1e-5, rope_theta=1_000_000.0)
-_EACH = ("experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight")
+_EACH = ("experts.{}.w1", "experts.{}.w3", "experts.{}.w2")
 
 
 def parse_config(fields: Fields) -> MoeConfig:

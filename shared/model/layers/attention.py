@@ -9,8 +9,9 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch
-from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.layers.parameters import NamedParameters, Plain
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.paged_attention import attend
 
@@ -95,12 +96,12 @@ class Attention:
             part.unflatten(1, (-1, self._head_dim)) for part in (q_norm(q)[0], k_norm(k)[0], v)
         )
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills projections, norms and sinks."""
-        yield from self.qkv_proj.targets(name)
-        yield from self.o_proj.targets(name)
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield projections, norms and sinks."""
+        yield name, self.qkv_proj
+        yield name, self.o_proj
         if self.norms is not None:
-            yield from self.norms[0].targets(f"{name}.q_norm")
-            yield from self.norms[1].targets(f"{name}.k_norm")
+            yield f"{name}.q_norm", self.norms[0]
+            yield f"{name}.k_norm", self.norms[1]
         if self.sinks is not None:
-            yield f"{name}.sinks", self.sinks
+            yield name, Plain("sinks", self.sinks)

@@ -6,21 +6,26 @@ layer is a plain list of fused operations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.layers.attention import Attention
 from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
 from pagewire.shared.model.layers.latent_attention import LatentAttention
-from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.layers.parameters import (
+    NamedParameters,
+    NamedTarget,
+    Plain,
+    named_targets,
+)
 from pagewire.shared.model.model_config import ModelConfig
 
 # Attention maps `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`; see `LayerKv.cache`. A
@@ -40,9 +45,9 @@ class Scaled:
         """Map hidden states as the part does."""
         return self.part.forward(hidden, *more).mul_(self.multiplier)
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the part."""
-        yield from self.part.targets(name)
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of the part."""
+        yield from self.part.parameters(name)
 
 
 @dataclass(eq=False, slots=True)
@@ -68,12 +73,12 @@ class PreNormLayer:
         hidden, residual = self.post_attention_norm(hidden, batch.kept(residual))
         return self.mlp.forward(hidden), residual
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the layer."""
-        yield from self.input_norm.targets(f"{name}.input_layernorm")
-        yield from self.attention.targets(f"{name}.self_attn")
-        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
-        yield from self.mlp.targets(f"{name}.{self.mlp_name}")
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of norms, attention and feed-forward layer."""
+        yield f"{name}.input_layernorm", self.input_norm
+        yield from self.attention.parameters(f"{name}.self_attn")
+        yield f"{name}.post_attention_layernorm", self.post_attention_norm
+        yield from self.mlp.parameters(f"{name}.{self.mlp_name}")
 
 
 @dataclass(eq=False, slots=True)
@@ -98,12 +103,12 @@ class PostNormLayer:
         )[0]  # fmt: skip
         return hidden + self.post_mlp_norm(self.mlp.forward(hidden))[0], None
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the layer."""
-        yield from self.attention.targets(f"{name}.self_attn")
-        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
-        yield from self.mlp.targets(f"{name}.mlp")
-        yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of norms, attention and feed-forward layer."""
+        yield from self.attention.parameters(f"{name}.self_attn")
+        yield f"{name}.post_attention_layernorm", self.post_attention_norm
+        yield from self.mlp.parameters(f"{name}.mlp")
+        yield f"{name}.post_feedforward_layernorm", self.post_mlp_norm
 
 
 @dataclass(eq=False, slots=True)
@@ -131,14 +136,14 @@ class SandwichLayer:
         hidden, residual = self.pre_mlp_norm(hidden, batch.kept(residual))
         return self.post_mlp_norm(self.mlp.forward(hidden))[0], residual
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the layer."""
-        yield from self.input_norm.targets(f"{name}.input_layernorm")
-        yield from self.attention.targets(f"{name}.self_attn")
-        yield from self.post_attention_norm.targets(f"{name}.post_attention_layernorm")
-        yield from self.pre_mlp_norm.targets(f"{name}.pre_feedforward_layernorm")
-        yield from self.mlp.targets(f"{name}.mlp")
-        yield from self.post_mlp_norm.targets(f"{name}.post_feedforward_layernorm")
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of norms, attention and feed-forward layer."""
+        yield f"{name}.input_layernorm", self.input_norm
+        yield from self.attention.parameters(f"{name}.self_attn")
+        yield f"{name}.post_attention_layernorm", self.post_attention_norm
+        yield f"{name}.pre_feedforward_layernorm", self.pre_mlp_norm
+        yield from self.mlp.parameters(f"{name}.mlp")
+        yield f"{name}.post_feedforward_layernorm", self.post_mlp_norm
 
 
 @dataclass(eq=False, slots=True)
@@ -161,11 +166,11 @@ class ParallelLayer:
         attended = self.attention.forward(hidden, batch, kv_cache)
         return self.mlp.forward(batch.kept(hidden)), batch.kept(residual) + attended
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the layer."""
-        yield from self.input_norm.targets(f"{name}.input_layernorm")
-        yield from self.attention.targets(f"{name}.self_attn")
-        yield from self.mlp.targets(f"{name}.mlp")
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of norms, attention and feed-forward layer."""
+        yield f"{name}.input_layernorm", self.input_norm
+        yield from self.attention.parameters(f"{name}.self_attn")
+        yield from self.mlp.parameters(f"{name}.mlp")
 
 
 # Maps hidden states `[T, hidden]` to `[N, hidden]`, see `ForwardBatch.kept_rows`, and to the
@@ -181,20 +186,17 @@ class DecoderModel:
         config: the model's shape.
         layers: the decoder layers, in order.
         embed_tokens: `[vocab, hidden]`.
-        lm_head: `[vocab, hidden]`; the same tensor as `embed_tokens` if they are tied.
+        lm_head: projects to logits; its weight is `embed_tokens` if they are tied.
         norm: the normalisation of the last layer's output.
         embedding_multiplier: factor of the embeddings.
-        after_loading: what converts parameters from the checkpoint's form.
     """
 
     config: ModelConfig
-    ops: Ops
     embed_tokens: torch.Tensor
     layers: Sequence[DecoderLayer]
     norm: Norm
-    lm_head: torch.Tensor
+    lm_head: Linear
     embedding_multiplier: float
-    after_loading: Sequence[Callable[[], object]]
 
     @torch.inference_mode()
     def forward(
@@ -241,22 +243,26 @@ class DecoderModel:
             hidden: final hidden states.
             out: [N, vocab], to which the logits are written; None allocates it.
         """
-        logits = self.ops.linear(hidden, self.lm_head, out=out)
+        logits = self.lm_head.apply(hidden, out)
         if self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
         cap = self.config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def targets(self) -> Iterator[NamedTarget]:
-        """Yield every checkpoint tensor's name and the part of a parameter that it fills."""
-        yield "model.embed_tokens.weight", self.embed_tokens
+    def parameters(self) -> Iterator[NamedParameters]:
+        """Yield those of embedding, layers, last normalisation and output head."""
+        yield "model.embed_tokens", Plain("weight", self.embed_tokens)
         for index, layer in enumerate(self.layers):
-            yield from layer.targets(f"model.layers.{index}")
-        yield from self.norm.targets("model.norm")
+            yield from layer.parameters(f"model.layers.{index}")
+        yield "model.norm", self.norm
         if not self.config.tie_word_embeddings:
-            yield "lm_head.weight", self.lm_head
+            yield "", self.lm_head
 
-    def finish_loading(self) -> None:
-        """Convert parameters from the checkpoint's form; call once, after filling `targets()`."""
-        for change in self.after_loading:
-            change()
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield every checkpoint tensor's name and what it fills; see `Parameters.targets`."""
+        return named_targets(self.parameters())
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that stay in memory, each once."""
+        for _, each in self.parameters():
+            yield from each.stored()

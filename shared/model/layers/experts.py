@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -11,8 +12,150 @@ from pagewire.kernels import Ops
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.sigmoid import sigmoid
-from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.mlp import Mlp
+from pagewire.shared.model.layers.parameters import (
+    NamedParameters,
+    NamedTarget,
+    Parameters,
+    Plain,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The experts of a mixture, whatever the format of their weights.
+
+    Attributes:
+        count: number of experts, E.
+        hidden: size of their input and output, H.
+        inner: intermediate size of one, I.
+        each: names of one expert's gate, up and down projection in the checkpoint, with {} for its
+            number; empty if it has all experts in one tensor.
+        stacked: names of all experts' gate and up projections, and of their down projections.
+        transposed: whether the last two dimensions of stacked weights are swapped.
+        biases: whether the projections have biases; only with stacked weights.
+        interleaved: whether rows of gate and up alternate.
+        activation: the activation between an expert's projections.
+    """
+
+    count: int
+    hidden: int
+    inner: int
+    each: tuple[str, str, str] | tuple[()]
+    stacked: tuple[str, str]
+    transposed: bool
+    biases: bool
+    interleaved: bool
+    activation: GatedSilu
+
+
+class ExpertsMethod(Parameters, Protocol):
+    """The parameters of a mixture's experts in some format, and how they are computed."""
+
+    def apply(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts, `[T, H]`.
+
+        Args:
+            x: `[T, H]`.
+            chosen: each token's experts, `[T, K]` int32.
+            weights: of their outputs, `[T, K]` float32.
+        """
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class UnquantizedExperts:
+    """Experts in the model's dtype.
+
+    Attributes:
+        gate_up: `[E, 2 I, H]`.
+        down: `[E, H, I]`.
+        gate_up_bias: `[E, 2 I]`, or None.
+        down_bias: `[E, H]`, or None.
+    """
+
+    shape: ExpertsShape
+    ops: Ops
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+    def apply(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts."""
+        return self.ops.experts(
+            x,
+            chosen,
+            weights,
+            self.gate_up,
+            self.down,
+            self.gate_up_bias,
+            self.down_bias,
+            self.shape.activation,
+            self.shape.interleaved,
+        )
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills the weights and biases."""
+        if self.shape.each:
+            yield from self._each_target(self.shape.each)
+            return
+        gate_up, down = self.shape.stacked
+        is_transposed = self.shape.transposed
+        yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
+        yield down, self.down.transpose(1, 2) if is_transposed else self.down
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield f"{gate_up}_bias", self.gate_up_bias
+            yield f"{down}_bias", self.down_bias
+
+    def _each_target(self, each: tuple[str, str, str]) -> Iterator[NamedTarget]:
+        """Yield what fills each expert's three projections."""
+        for expert in range(self.shape.count):
+            gate, up = self.gate_up[expert].split(self.shape.inner)
+            for part, target in zip(each, (gate, up, self.down[expert]), strict=True):
+                yield f"{part.format(expert)}.weight", target
+
+    def finish(self) -> None:
+        """Do nothing: weights are stored as a checkpoint has them."""
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield weights and biases."""
+        for each in (self.gate_up, self.down, self.gate_up_bias, self.down_bias):
+            if each is not None:
+                yield each
+
+
+class ExpertWeights:
+    """The experts of a mixture.
+
+    Attributes:
+        shape: names and sizes.
+        method: owns the parameters; chosen when the model's layers have names.
+        apply: the method's function itself; see `ExpertsMethod.apply`.
+    """
+
+    __slots__ = ("apply", "method", "shape")
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        self.shape = shape
+
+    def use(self, method: ExpertsMethod) -> None:
+        """Take the method that owns the parameters."""
+        self.method = method
+        self.apply = method.apply
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills the parameters."""
+        yield from self.method.targets()
+
+    def finish(self) -> None:
+        """Convert the parameters from the checkpoint's form."""
+        self.method.finish()
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that stay in memory."""
+        yield from self.method.stored()
 
 
 @dataclass(eq=False, slots=True)
@@ -21,75 +164,34 @@ class Experts:
 
     Attributes:
         router: projects to one logit for each expert.
-        gate_up: `[E, 2 I, H]`.
-        down: `[E, H, I]`.
-        each: names of one expert's gate, up and down projection in the checkpoint, with {} for its
-            number; empty if it has all experts in one tensor.
-        stacked: names of all experts' gate and up projections, and of their down projections.
-        transposed: whether the last two dimensions of stacked weights are swapped.
-        gate_up_bias: `[E, 2 I]`, or None.
-        down_bias: `[E, H]`, or None.
+        routing: the rule by which a token's experts are chosen.
+        weights: the experts.
         correction: `[E]` float32, a bias that affects only the choice of experts, or None.
+        wide_router: whether the router's logits are computed in float32.
     """
 
     ops: Ops
     router: Linear
     routing: Routing
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    each: tuple[str, str, str] | tuple[()]
-    stacked: tuple[str, str]
-    transposed: bool
-    gate_up_bias: torch.Tensor | None
-    down_bias: torch.Tensor | None
+    weights: ExpertWeights
     correction: torch.Tensor | None
-    activation: GatedSilu
-    interleaved: bool
     wide_router: bool
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map `[T, hidden]` to `[T, hidden]`."""
-        chosen, weights = self.choose(hidden)
-        return self.ops.experts(
-            hidden,
-            chosen,
-            weights,
-            self.gate_up,
-            self.down,
-            self.gate_up_bias,
-            self.down_bias,
-            self.activation,
-            self.interleaved,
-        )
+        return self.weights.apply(hidden, *self.choose(hidden))
 
     def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each token's experts, `[T, K]` int32, and their weights, `[T, K]` float32."""
         logits = self.router.apply(hidden.float() if self.wide_router else hidden)
         return self.ops.route(logits, self.routing, self.correction)
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills router and experts."""
-        yield from self.router.targets(name)
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield router and experts."""
+        yield name, self.router
         if self.correction is not None:
-            yield f"{name}.gate.e_score_correction_bias", self.correction
-        if self.each:
-            yield from self._each_target(name, self.each)
-            return
-        gate_up, down = (f"{name}.{part}" for part in self.stacked)
-        is_transposed = self.transposed
-        yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
-        yield down, self.down.transpose(1, 2) if is_transposed else self.down
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            yield f"{gate_up}_bias", self.gate_up_bias
-            yield f"{down}_bias", self.down_bias
-
-    def _each_target(self, name: str, each: tuple[str, str, str]) -> Iterator[NamedTarget]:
-        """Yield what fills each expert's three projections."""
-        inner = self.down.shape[2]
-        for expert in range(self.down.shape[0]):
-            gate, up = self.gate_up[expert].split(inner)
-            for part, target in zip(each, (gate, up, self.down[expert]), strict=True):
-                yield f"{name}.{part.format(expert)}", target
+            yield name, Plain("gate.e_score_correction_bias", self.correction)
+        yield name, self.weights
 
 
 @dataclass(eq=False, slots=True)
@@ -115,9 +217,9 @@ class WithSharedExpert:
             shared = sigmoid(self.gate.apply(hidden)) * shared
         return self.experts.forward(hidden) + shared
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the mixture, the shared expert and its gate."""
-        yield from self.experts.targets(name)
-        yield from self.shared.targets(f"{name}.{self.shared_name}")
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of the mixture, of the shared expert and of its gate."""
+        yield from self.experts.parameters(name)
+        yield from self.shared.parameters(f"{name}.{self.shared_name}")
         if self.gate is not None:
-            yield from self.gate.targets(name)
+            yield name, self.gate

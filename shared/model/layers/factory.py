@@ -23,16 +23,22 @@ from pagewire.shared.model.layers.decoder import (
     Scaled,
     TokenPart,
 )
-from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
-from pagewire.shared.model.layers.latent_attention import LatentAttention
-from pagewire.shared.model.layers.linear import Linear, Unquantized
+from pagewire.shared.model.layers.experts import (
+    Experts,
+    ExpertsShape,
+    ExpertWeights,
+    WithSharedExpert,
+)
+from pagewire.shared.model.layers.latent_attention import HeadMatrices, LatentAttention
+from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
+from pagewire.shared.model.layers.methods import Methods
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.rope import cos_sin_table
 from pagewire.shared.model.rope_config import RopeConfig
 
-EACH = ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
+EACH = ("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
 
 
 class LayerFactory:
@@ -47,6 +53,9 @@ class LayerFactory:
         max_positions: longest sequence.
         stacked_experts: whether the checkpoint has one tensor for all experts of a layer, as
             transformers 5 can write it, instead of one for each expert.
+
+    Attributes:
+        methods: gives projections and experts their parameters.
     """
 
     def __init__(
@@ -62,7 +71,7 @@ class LayerFactory:
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
-        self._after_loading: list[Callable[[], object]] = []
+        self.methods = Methods(device, dtype, ops)
 
     def rounded(self, value: float) -> float:
         """Return a number rounded to the activations' dtype."""
@@ -79,12 +88,7 @@ class LayerFactory:
             bias: whether each projection has a bias.
             wide: whether the projections are in float32.
         """
-        empty = partial(
-            torch.empty, device=self._device, dtype=torch.float32 if wide else self._dtype
-        )
-        rows = sum(parts.values())
-        biases = empty(rows) if bias else None
-        return Linear(Unquantized(parts, empty(rows, in_features), biases, self._ops))
+        return Linear(LinearShape(in_features, parts, bias, wide))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -96,9 +100,7 @@ class LayerFactory:
         weight = torch.empty(size, device=self._device, dtype=dtype)
         if config.norm_style == "centred":
             return LayerNorm(weight, eps)
-        if config.norm_style == "plus one":
-            self._after_loading.append(partial(weight.add_, 1.0))
-        return RmsNorm(weight, eps, self._ops)
+        return RmsNorm(weight, eps, self._ops, config.norm_style == "plus one")
 
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
         """Return the table of rotary angles, for all attention layers that use it."""
@@ -134,13 +136,13 @@ class LayerFactory:
             sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q, kv)
             q_norm, k_norm = (self.norm(config, size) for size in sizes)
             norms = (q_norm, k_norm)
-        qkv_proj = self.linear(config.hidden_size, parts, config.qkv_bias)
-        if interleaved and cos_sin is not None:
-            self._after_loading.append(partial(_halve_pairs, qkv_proj, config.head_dim))
+        # Those of queries and keys alike, so that their products do not change.
+        rotated = ("q_proj", "k_proj") if interleaved and cos_sin is not None else ()
+        pairs = dict.fromkeys(rotated, config.head_dim)
         return Attention(
             config,
             self._ops,
-            qkv_proj,
+            Linear(LinearShape(config.hidden_size, parts, config.qkv_bias, pairs=pairs)),
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
             qk_norm,
@@ -171,7 +173,7 @@ class LayerFactory:
             q_norm,
             q_up,
             self.norm(config, rank, LATENT_NORM_EPS),
-            self._empty(heads, config.nope_dim + config.value_dim, rank),
+            HeadMatrices(config),
             self.linear(heads * config.value_dim, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
         )
@@ -229,7 +231,7 @@ class LayerFactory:
             interleaved: whether rows of gate and up alternate in the stacked weights.
             transposed: whether stacked weights are [E, in, out].
         """
-        count, hidden, inner = experts.count, config.hidden_size, experts.intermediate_size
+        count, hidden = experts.count, config.hidden_size
         correction = None
         if experts.routing.corrected:
             correction = torch.empty(count, device=self._device, dtype=torch.float32)
@@ -237,16 +239,20 @@ class LayerFactory:
             self._ops,
             self.linear(hidden, {router: count}, router_bias, wide=wide_router),
             experts.routing,
-            self._empty(count, 2 * inner, hidden),
-            self._empty(count, hidden, inner),
-            () if self.stacked_experts else each,
-            stacked,
-            transposed,
-            self._empty(count, 2 * inner) if biases else None,
-            self._empty(count, hidden) if biases else None,
+            ExpertWeights(
+                ExpertsShape(
+                    count,
+                    hidden,
+                    experts.intermediate_size,
+                    () if self.stacked_experts else each,
+                    stacked,
+                    transposed,
+                    biases,
+                    interleaved,
+                    experts.activation,
+                )
+            ),
             correction,
-            experts.activation,
-            interleaved,
             wide_router,
         )
 
@@ -355,28 +361,16 @@ class LayerFactory:
             embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
         embed_tokens = self._empty(config.vocab_size, config.hidden_size)
-        lm_head = embed_tokens
-        if not config.tie_word_embeddings:
-            lm_head = self._empty(config.vocab_size, config.hidden_size)
-        return DecoderModel(
+        lm_head = self.linear(config.hidden_size, {"lm_head": config.vocab_size}, False)
+        if config.tie_word_embeddings:
+            lm_head.use(Unquantized(lm_head.shape.parts, embed_tokens, None, self._ops))
+        model = DecoderModel(
             config,
-            self._ops,
             embed_tokens,
             layers,
             self.norm(config),
             lm_head,
             embedding_multiplier or config.embedding_multiplier,
-            self._after_loading,
         )
-
-
-def _halve_pairs(qkv_proj: Linear, head_dim: int) -> None:
-    """Move the first row of each pair to the first half of its head, the second to the second half.
-
-    This is done for queries and keys, so that their products do not change. The kernels then rotate
-    halves, as for other models.
-    """
-    for name, rows in qkv_proj.method.targets():
-        if not name.startswith("v_proj"):
-            pairs = rows.unflatten(0, (-1, head_dim // 2, 2))
-            rows.copy_(pairs.transpose(1, 2).flatten(0, 2))
+        self.methods.choose(model.parameters())
+        return model

@@ -19,9 +19,34 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.latent_config import LatentConfig
-from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.linear import Linear, LinearMethod, LinearShape
 from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.layers.parameters import NamedParameters
 from pagewire.shared.model.paged_attention import attend_latent
+
+
+class HeadMatrices(Linear):
+    """The matrices of each head that make keys and values of latent vectors.
+
+    Attributes:
+        keys: `[H, nope, C]`: `W_k` of each head.
+        values: `[H, C, V]`: the transposed `W_v` of each head.
+    """
+
+    __slots__ = ("_config", "keys", "values")
+
+    def __init__(self, config: LatentConfig) -> None:
+        out = config.num_heads * (config.nope_dim + config.value_dim)
+        super().__init__(LinearShape(config.kv_rank, {"kv_b_proj": out}, is_matrix=True))
+        self._config = config
+
+    def use(self, method: LinearMethod) -> None:
+        """Take the method that owns the parameters."""
+        super().use(method)
+        config = self._config
+        by_head = method.matrix().unflatten(0, (config.num_heads, -1))
+        self.keys, values = by_head.split([config.nope_dim, config.value_dim], dim=1)
+        self.values = values.transpose(1, 2)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +59,7 @@ class LatentAttention:
         q_norm: normalisation of the queries' latent vectors, or None.
         q_up: projects the queries' latent vectors to queries, or None.
         kv_norm: normalisation of the cached latent vectors.
-        kv_up: `[H, nope + V, C]`: `W_k` of each head, then its `W_v`.
+        kv_up: makes keys and values of latent vectors.
         o_proj: projects the heads' values back.
     """
 
@@ -44,19 +69,15 @@ class LatentAttention:
     q_norm: Norm | None
     q_up: Linear | None
     kv_norm: Norm
-    kv_up: torch.Tensor
+    kv_up: HeadMatrices
     o_proj: Linear
     cos_sin: torch.Tensor  # [max_positions, R]
     _parts: list[int] = field(init=False)
-    _key_up: torch.Tensor = field(init=False)
-    _value_up: torch.Tensor = field(init=False)  # [H, C, V]
 
     def __post_init__(self) -> None:
         config = self.config
         queries = config.num_heads * (config.nope_dim + config.head_dim)
         self._parts = [config.q_rank or queries, config.kv_rank, config.head_dim]
-        self._key_up, value_up = self.kv_up.split([config.nope_dim, config.value_dim], dim=1)
-        self._value_up = value_up.transpose(1, 2)
 
     def forward(
         self, hidden: torch.Tensor, batch: ForwardBatch, kv_cache: torch.Tensor
@@ -81,18 +102,18 @@ class LatentAttention:
             self.kv_norm.eps,
             config.interleaved,
         )
-        q_latent = self.ops.head_products(q_nope, self._key_up)  # [T, H, C]
+        q_latent = self.ops.head_products(q_nope, self.kv_up.keys)  # [T, H, C]
         out = torch.empty_like(q_latent)
         attend_latent(self.ops, q_latent, q_rope, cache, batch, config.score_scale, out)
-        values = self.ops.head_products(batch.kept(out), self._value_up)  # [N, H, V]
+        values = self.ops.head_products(batch.kept(out), self.kv_up.values)  # [N, H, V]
         return self.o_proj.apply(values.flatten(1))
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills projections and norms."""
-        yield from self.down.targets(name)
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield projections and norms."""
+        yield name, self.down
         if self.q_norm is not None and self.q_up is not None:
-            yield from self.q_norm.targets(f"{name}.q_a_layernorm")
-            yield from self.q_up.targets(name)
-        yield from self.kv_norm.targets(f"{name}.kv_a_layernorm")
-        yield f"{name}.kv_b_proj.weight", self.kv_up.flatten(0, 1)
-        yield from self.o_proj.targets(name)
+            yield f"{name}.q_a_layernorm", self.q_norm
+            yield name, self.q_up
+        yield f"{name}.kv_a_layernorm", self.kv_norm
+        yield name, self.kv_up
+        yield name, self.o_proj

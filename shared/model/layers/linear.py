@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from pagewire.kernels import Ops
-
-# A checkpoint's tensor name and the part of a parameter that it fills.
-NamedTarget = tuple[str, torch.Tensor]
+from pagewire.shared.model.layers.parameters import NamedTarget, Parameters
 
 
-class LinearMethod(Protocol):
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """Projections of the same input, whatever the format of their weights.
+
+    Attributes:
+        in_features: size of the input.
+        parts: out features of each projection in the checkpoint, by its name, in order.
+        bias: whether each projection has a bias.
+        wide: whether the projections are computed in float32.
+        pairs: head size of each projection whose heads the checkpoint rotates by neighbours, by its
+            name; its rows are reordered so that kernels rotate halves, as for other models.
+        is_matrix: whether the weight is also used as a plain matrix, in the model's dtype.
+    """
+
+    in_features: int
+    parts: Mapping[str, int]
+    bias: bool = False
+    wide: bool = False
+    pairs: Mapping[str, int] = field(default_factory=dict)
+    is_matrix: bool = False
+
+    @property
+    def out_features(self) -> int:
+        """The sum of the parts."""
+        return sum(self.parts.values())
+
+
+class LinearMethod(Parameters, Protocol):
     """The parameters of one `Linear` in some format, and how they are multiplied."""
 
-    def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters, by names such as `q_proj.weight`."""
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Project `[T, in_features]` to `[T, sum of the parts]`, in `out` if given."""
         ...
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Project `[T, in_features]` to `[T, sum of the parts]`."""
+    def permute_rows(self, part: str, order: torch.Tensor) -> None:
+        """Give a part's rows another order: the new row i is the old row `order[i]`."""
+        ...
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weight `[sum of the parts, in_features]`; in float32 if it is quantised."""
         ...
 
 
@@ -30,20 +59,37 @@ class Linear:
     """Projections of the same input, computed as one.
 
     Attributes:
-        method: owns the parameters.
+        shape: names and sizes.
+        method: owns the parameters; chosen when the model's layers have names, since a checkpoint
+            says by name what is quantised.
         apply: projects `[T, in_features]` to `[T, sum of the parts]`; it is the method's function
             itself, which saves four calls per layer and step.
     """
 
-    __slots__ = ("apply", "method")
+    __slots__ = ("apply", "method", "shape")
 
-    def __init__(self, method: LinearMethod) -> None:
+    def __init__(self, shape: LinearShape) -> None:
+        self.shape = shape
+
+    def use(self, method: LinearMethod) -> None:
+        """Take the method that owns the parameters."""
         self.method = method
         self.apply = method.apply
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters; `name` is the name of the layer that has them."""
-        yield from ((f"{name}.{part}", target) for part, target in self.method.targets())
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills the parameters."""
+        yield from self.method.targets()
+
+    def finish(self) -> None:
+        """Convert the parameters from the checkpoint's form."""
+        self.method.finish()
+        for part, head_dim in self.shape.pairs.items():
+            rows = torch.arange(self.shape.parts[part]).view(-1, head_dim // 2, 2)
+            self.method.permute_rows(part, rows.transpose(1, 2).flatten())
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that stay in memory."""
+        yield from self.method.stored()
 
 
 @dataclass(eq=False, slots=True)
@@ -61,9 +107,9 @@ class Unquantized:
     bias: torch.Tensor | None
     ops: Ops
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
-        return self.ops.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias, out)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills weight and bias."""
@@ -71,3 +117,22 @@ class Unquantized:
             if parameter is not None:
                 rows = torch.split(parameter, list(self.parts.values()))
                 yield from ((f"{p}.{kind}", row) for p, row in zip(self.parts, rows, strict=True))
+
+    def finish(self) -> None:
+        """Do nothing: weights are stored as a checkpoint has them."""
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield weight and bias."""
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+    def permute_rows(self, part: str, order: torch.Tensor) -> None:
+        """Give a part's rows another order."""
+        for name, rows in self.targets():
+            if name.rpartition(".")[0] == part:
+                rows.copy_(rows[order.to(rows.device)])
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weight itself."""
+        return self.weight

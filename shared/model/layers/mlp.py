@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.kernels import GatedActivation
-from pagewire.shared.model.layers.linear import Linear, NamedTarget
+from pagewire.shared.model.layers.linear import Linear
+from pagewire.shared.model.layers.parameters import NamedParameters
 
 
 @dataclass(eq=False, slots=True)
@@ -23,7 +24,7 @@ class Mlp:
         """Map `[T, hidden]` to `[T, hidden]`."""
         return self.down_proj.apply(self.gated(self.gate_up_proj.apply(hidden)))
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
-        """Yield what fills the projections."""
-        yield from self.gate_up_proj.targets(name)
-        yield from self.down_proj.targets(name)
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield the projections."""
+        yield name, self.gate_up_proj
+        yield name, self.down_proj

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.parameters import NamedTarget
 
 
 @dataclass(eq=False, slots=True)
@@ -19,11 +19,13 @@ class RmsNorm:
     Attributes:
         weight: `[hidden]`; float32 if it multiplies in float32.
         eps: added to the mean square.
+        plus_one: whether one is added to the checkpoint's weight.
     """
 
     weight: torch.Tensor
     eps: float
     ops: Ops
+    plus_one: bool = False
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -31,9 +33,18 @@ class RmsNorm:
         """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
+    def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills the weight."""
-        yield f"{name}.weight", self.weight
+        yield "weight", self.weight
+
+    def finish(self) -> None:
+        """Add one to the weight where the checkpoint's is that much less."""
+        if self.plus_one:
+            self.weight.add_(1.0)
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the weight."""
+        yield self.weight
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +67,16 @@ class LayerNorm:
         normed = F.layer_norm(summed.float(), self.weight.shape, self.weight, None, self.eps)
         return normed.to(x.dtype), summed
 
-    def targets(self, name: str) -> Iterator[NamedTarget]:
+    def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills the weight."""
-        yield f"{name}.weight", self.weight
+        yield "weight", self.weight
+
+    def finish(self) -> None:
+        """Do nothing: the weight is stored as a checkpoint has it."""
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the weight."""
+        yield self.weight
 
 
 Norm = RmsNorm | LayerNorm

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
-from pagewire.shared.model.layers.linear import NamedTarget
+from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.transformers_model.attention import PagedAttention
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 
@@ -67,7 +67,7 @@ class TransformersModel:
         self.attention = attention
         self.decoder = causal_lm.base_model
         self.embed_tokens: torch.Tensor = causal_lm.get_input_embeddings().weight
-        self._targets: list[NamedTarget] = list(causal_lm.named_parameters())
+        self._parameters: list[NamedTarget] = list(causal_lm.named_parameters())
         setattr(causal_lm, causal_lm.base_model_prefix, _Given())
         self._head = causal_lm
 
@@ -111,4 +111,8 @@ class TransformersModel:
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield each parameter, once, by transformers' name for it."""
-        yield from self._targets
+        yield from self._parameters
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield each parameter once."""
+        yield from (each for _, each in self._parameters)

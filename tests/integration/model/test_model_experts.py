@@ -23,6 +23,7 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.layers import experts as experts_module
 from pagewire.shared.model.layers.factory import LayerFactory
+from pagewire.shared.model.layers.parameters import named_targets
 from pagewire.shared.model.loader import load_model
 from pagewire.tests.support.tiny_models import randomise, write_tiny_model
 
@@ -49,7 +50,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     model = load_model(path, load_config(path), CPU, torch.float32, OPS)
     mixtures = [_mixture(layer) for layer in model.layers]
     return {
-        f"{layer}.{part}": getattr(mixture, part)
+        f"{layer}.{part}": getattr(mixture.weights.method, part)
         for layer, mixture in enumerate(mixtures)
         if isinstance(mixture, experts_module.Experts)
         for part in ("gate_up", "down")
@@ -164,7 +165,8 @@ def test_deepseeks_router_runs_in_float32() -> None:
 
     make = LayerFactory(CPU, torch.bfloat16, replace(OPS, route=note), 16)
     ours = make.experts(config, ExpertsConfig(24, 8, Routing(top_k=4)), wide_router=True)
-    dict(ours.targets("mlp"))["mlp.gate.weight"].copy_(theirs.weight.detach())
+    make.methods.choose(ours.parameters("mlp"))
+    dict(named_targets(ours.parameters("mlp")))["mlp.gate.weight"].copy_(theirs.weight.detach())
     hidden = torch.randn(40, 64).bfloat16()
     with torch.inference_mode():
         assert ours.forward(hidden).dtype == torch.bfloat16
@@ -200,7 +202,8 @@ def test_the_mixture_of_gpt_oss() -> None:
         interleaved=True,
         transposed=True,
     )
-    targets = dict(ours.targets("mlp"))
+    make.methods.choose(ours.parameters("mlp"))
+    targets = dict(named_targets(ours.parameters("mlp")))
     state = {f"mlp.{name}": tensor for name, tensor in theirs.state_dict().items()}
     assert targets.keys() == state.keys()
     for name, tensor in state.items():

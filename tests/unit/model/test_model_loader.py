@@ -103,7 +103,7 @@ def test_every_parameter_is_filled_with_its_tensor(
     targets = dict(model.targets())
     if tied:
         saved.pop("lm_head.weight", None)
-        assert model.lm_head is model.embed_tokens
+        assert model.lm_head.method.matrix() is model.embed_tokens
     assert targets.keys() == saved.keys()
     assert all(torch.equal(targets[name], tensor) for name, tensor in saved.items())
     assert sum(t.numel() for t in targets.values()) == sum(p.numel() for p in parameters.values())
@@ -160,7 +160,7 @@ def test_names_that_a_family_has_in_another_place(
     model = _load(tmp_path)
     targets = dict(model.targets())
     assert all(torch.equal(targets[name], tensor) for name, tensor in own.items())
-    assert (model.lm_head is model.embed_tokens) == (head == "equal")
+    assert (model.lm_head.method.matrix() is model.embed_tokens) == (head == "equal")
     tensors["model.norm.weight"] = tensors[outer + "norm.weight"].clone()
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     _assert_refused(tmp_path, f"1 tensor is not in the model ({outer}norm.weight)")
