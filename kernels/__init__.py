@@ -37,6 +37,7 @@ from pagewire.kernels.attention_signatures import (
     PagedDecode,
     PagedPrefill,
 )
+from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.sampling_signatures import (
     EnterTokens,
@@ -59,8 +60,10 @@ BATCH_DEPENDENT = (
     "paged_prefill",
     "latent_attention",
     "linear",
+    "fp8_linear",
     "head_products",
     "experts",
+    "fp8_experts",
 )
 
 
@@ -117,6 +120,24 @@ class Linear(Protocol):
         x: torch.Tensor,  # [T, in]
         weight: torch.Tensor,  # [out, in]
         bias: torch.Tensor | None = None,  # [out]
+        out: torch.Tensor | None = None,  # [T, out] contiguous
+    ) -> torch.Tensor: ...  # [T, out]
+
+
+class Fp8Linear(Protocol):
+    """`x @ weight.T + bias` with weights in FP8 (e4m3), returned in x's dtype.
+
+    A weight is multiplied by the scale of its block. Inputs are quantised, too: divided by a scale,
+    limited to 448 and rounded to e4m3. Each token has a scale, or, with blocks of inputs, one for
+    each: a 448th of the largest absolute value; otherwise the scale that is given. If inputs are
+    not quantised, weights are what they stand for, in x's dtype.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, in]
+        weights: Fp8Weights,
+        quantises_inputs: bool = True,
         out: torch.Tensor | None = None,  # [T, out] contiguous
     ) -> torch.Tensor: ...  # [T, out]
 
@@ -187,6 +208,26 @@ class Experts(Protocol):
     ) -> torch.Tensor: ...  # [T, H]
 
 
+class Fp8Experts(Protocol):
+    """A mixture of experts as `Experts`, with weights and inputs in FP8 as `Fp8Linear`.
+
+    Inputs of both projections are quantised. Both projections are rounded to x's dtype.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, H]
+        chosen: torch.Tensor,  # [T, K] int32, from 0 to E - 1
+        weights: torch.Tensor,  # [T, K] float32
+        gate_up: Fp8Weights,  # of [E, 2 I, H]
+        down: Fp8Weights,  # of [E, H, I]
+        quantises_inputs: bool = True,
+        activation: GatedSilu = SILU,
+        # whether rows of gate and up alternate; else all of the gate come first
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...  # [T, H]
+
+
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
@@ -244,11 +285,13 @@ class Ops:
     latent_rotary_and_cache: LatentRotaryAndCache
     rms_norm: RmsNorm
     linear: Linear
+    fp8_linear: Fp8Linear
     head_products: HeadProducts
     silu_and_mul: GatedActivation
     gelu_and_mul: GatedActivation
     route: Route
     experts: Experts
+    fp8_experts: Fp8Experts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
     note_tokens: NoteTokens

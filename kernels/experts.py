@@ -218,7 +218,7 @@ def experts(
     parameters = [each for each in (gate_up, down, gate_up_bias, down_bias) if each is not None]
     if not all(each.is_contiguous() for each in parameters) or x.stride(1) != 1:
         raise UnsupportedShapeError("experts need weights without gaps, and rows of stride 1")
-    tokens, width = x.shape
+    tokens = len(x)
     num_experts, top_k = gate_up.shape[0], chosen.shape[1]
     if tokens == 0:
         return torch.empty_like(x)
@@ -228,7 +228,18 @@ def experts(
     rows = tile_rows or rows_of_a_tile(chosen.numel(), num_experts)
     tiles = list_tiles(chosen, num_experts, rows)
     inner = _gate_and_up(x, gate_up, gate_up_bias, tiles, top_k, activation, interleaved)
-    outputs = _project_down(inner, down, down_bias, tiles, top_k)
+    return sum_choices(_project_down(inner, down, down_bias, tiles, top_k), weights, x)
+
+
+def sum_choices(outputs: torch.Tensor, weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum of each token's outputs, `[T, H]`.
+
+    Args:
+        outputs: `[pairs, H]` contiguous, by pair.
+        weights: `[T, K]` float32.
+        x: the tokens' inputs, `[T, H]`.
+    """
+    tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     block = min(next_power_of_2(width), _MAX_BLOCK)
     _weighted_sum_kernel[(tokens, triton.cdiv(width, block))](
@@ -236,7 +247,7 @@ def experts(
         weights.contiguous(),
         out,
         width,
-        TOP_K=top_k,
+        TOP_K=weights.shape[1],
         BLOCK=block,
         num_warps=4,
         **overlap_options(x.device, tokens),

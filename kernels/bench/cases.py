@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
+from pagewire.kernels.bench import fp8_cases
 from pagewire.kernels.bench.attention_grid import attend, grid_cases, visible_pairs
 from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
@@ -322,8 +323,10 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for tokens in TOKENS
     ),
     "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
+    "fp8_linear": lambda: fp8_cases.linear_cases(PROJECTIONS),
     "route": route_cases,
     "experts": expert_cases,
+    "fp8_experts": fp8_cases.expert_cases,
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
     ),

@@ -9,6 +9,7 @@ same keys and values whether it was decoded or computed as part of a prompt:
   size, one program takes all that a row sees, and tiles that a row does not see leave its sums as
   they are (`attention.py`);
 - products have one tiling per weight, for any rows, and do not split the inputs (`products.py`);
+- so have products with weights in FP8;
 - experts have one size of tiles; their outputs are added in the order of a token's choices.
 
 The other operations always compute each row independently. `reference/invariant.py` has these in
@@ -18,10 +19,18 @@ plain torch. `load_ops` chooses.
 from __future__ import annotations
 
 from pagewire.kernels.invariant.attention import latent_attention, paged_decode, paged_prefill
-from pagewire.kernels.invariant.products import experts, head_products, linear
+from pagewire.kernels.invariant.products import (
+    experts,
+    fp8_experts,
+    fp8_linear,
+    head_products,
+    linear,
+)
 
 __all__ = [
     "experts",
+    "fp8_experts",
+    "fp8_linear",
     "head_products",
     "latent_attention",
     "linear",

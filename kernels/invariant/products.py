@@ -16,9 +16,13 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels import experts as usual_experts
+from pagewire.kernels import fp8_experts as usual_fp8_experts
+from pagewire.kernels import fp8_linear as usual_fp8_linear
 
 # An expert's weights are read once for 64 rows of a long prompt.
-experts = partial(usual_experts.experts, tile_rows=64)
+_TILE_ROWS = 64
+experts = partial(usual_experts.experts, tile_rows=_TILE_ROWS)
+fp8_experts = partial(usual_fp8_experts.fp8_experts, mixture=experts, tile_rows=_TILE_ROWS)
 
 _MANY_OUTS = 16384  # fill a GPU's SMs with large tiles
 
@@ -130,6 +134,9 @@ def linear(
         out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
     _multiply(x.unsqueeze(1), weight.unsqueeze(0), bias, out.unsqueeze(1))
     return out
+
+
+fp8_linear = partial(usual_fp8_linear.fp8_linear, product=linear, tile_rows=_TILE_ROWS)
 
 
 def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from pagewire.kernels import BATCH_DEPENDENT, OP_NAMES
 
 ATTENTION = ("paged_decode", "paged_prefill", "latent_attention")
 MIXTURES = ("route", "experts")
-OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES)
+QUANTISED = ("fp8_linear", "fp8_experts")
+OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES + QUANTISED)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES)
     [
         pytest.param(ATTENTION, {"_paged_decode_kernel", "_hopper_prefill_kernel"}, id="attention"),
         pytest.param(MIXTURES, {"_route_kernel", "_few_down_kernel", "_down_kernel"}, id="experts"),
+        pytest.param(QUANTISED, {"_quantise_kernel", "_fp8_product_kernel"}, id="quantised"),
         pytest.param(
             OTHERS, {"_linear_kernel", "_draw_kernel", "_move_blocks_kernel"}, id="others"
         ),

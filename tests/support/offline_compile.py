@@ -37,6 +37,7 @@ from pagewire.kernels.bench.inputs import (
     sampling_inputs,
     shaping_inputs,
 )
+from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.routing import Routing
@@ -124,6 +125,8 @@ def _emptied(value: Any, device: str) -> Any:
     """Return tensors without memory in place of a tensor or of tables; only in fake tensor mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, Fp8Weights):
+        return Fp8Weights(*(_emptied(each, device) for each in value))
     if isinstance(value, ShapingTables):
         return ShapingTables(*(_emptied(table, device) for table in value))
     return value
@@ -205,6 +208,26 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
     yield "unpack_blocks", ops.unpack_blocks, [staging, pool, copy_list, corrupt]
 
 
+def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield products with weights in FP8, which have a scale for each row or block."""
+
+    def weights(*shape: int, block: tuple[int, int]) -> Fp8Weights:
+        scales = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+        numbers = torch.empty(shape, dtype=torch.float8_e4m3fn)
+        return Fp8Weights(numbers, torch.empty(scales), block)
+
+    chosen = torch.zeros(300, 8, dtype=torch.int32)
+    for rows, columns in ((1, None), (128, 128)):
+        own = weights(1000, 4096, block=(rows, columns or 4096))  # too odd for cuBLAS
+        for count in (2, 300):
+            yield "fp8_linear", ops.fp8_linear, [torch.empty(count, 4096, dtype=dtype), own]
+        first = weights(16, 2048, 1024, block=(rows, columns or 1024))
+        second = weights(16, 1024, 1024, block=(rows, columns or 1024))
+        for count in (2, 300):
+            routed = [chosen[:count], chosen[:count].float(), first, second]
+            yield "fp8_experts", ops.fp8_experts, [torch.empty(count, 1024, dtype=dtype), *routed]
+
+
 def _resources(kernel: Any) -> dict[str, int]:
     """Return registers and spilled bytes per thread, and bytes of shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -232,7 +255,10 @@ def main(arguments: list[str] | None = None) -> int:
     compiled, ops = _Compiled(), load_ops("triton", "cuda", options.batch_invariant)
     dtypes = [getattr(torch, name) for name in options.dtypes]
     cases = [
-        each for dtype in dtypes for part in (_attention, _others) for each in part(ops, dtype)
+        each
+        for dtype in dtypes
+        for part in (_attention, _others, _quantised)
+        for each in part(ops, dtype)
     ]
     mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]
     with _hopper(compiled):
