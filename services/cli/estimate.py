@@ -38,6 +38,7 @@ OWN = ("length", "memory", "as_json")
 SIZES = (
     "revision",
     "dtype",
+    "quantization",
     "block_size",
     "gpu_memory_utilization",
     "max_model_len",
@@ -75,7 +76,7 @@ def estimate(
         given = {name: value for name, value in ctx.params.items() if name not in OWN}
         settings = load_settings(WorkerSettings, given)
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
-        config = load_config(path)
+        config = load_config(path, quantization=settings.quantization)
         if settings.dtype == "auto" and not has_dtype(path):
             raise ConfigError(
                 "the model's config.json names no dtype, and no weights here have one that a "

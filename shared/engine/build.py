@@ -193,7 +193,7 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
     """Choose device, dtype and kernels, and load the model."""
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
-    config = load_config(path, settings.model_impl)
+    config = load_config(path, settings.model_impl, settings.quantization)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     full_model_len = choose_max_model_len(settings.max_model_len, config)

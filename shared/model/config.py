@@ -12,6 +12,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
 from pagewire.shared.model.tokenizer_loading import end_token
 from pagewire.shared.model.transformers_model.config import (
@@ -20,7 +21,7 @@ from pagewire.shared.model.transformers_model.config import (
     why_refused,
 )
 from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
-from pagewire.shared.settings.types import ModelImpl
+from pagewire.shared.settings.types import ModelImpl, Quantization
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -33,13 +34,16 @@ _WITH_LAYER_TYPES = {
 _SAMPLE_BYTES = 4096
 
 
-def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
+def load_config(
+    path: Path, model_impl: ModelImpl = "auto", quantization: Quantization = "auto"
+) -> ModelConfig:
     """Read the configuration in a Hugging Face model directory.
 
     Args:
         path: the directory.
         model_impl: whose code computes the model. `auto` takes only Pagewire's own; transformers'
             code is slower and must be chosen by name.
+        quantization: `fp8` quantises an unquantised checkpoint while it is loaded.
 
     Raises:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
@@ -50,6 +54,13 @@ def load_config(path: Path, model_impl: ModelImpl = "auto") -> ModelConfig:
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
+    if quantization == "fp8" and config.quantization is None:
+        if model_impl == "transformers":
+            raise ModelLoadError(
+                "--quantization fp8 is only for models that Pagewire's own code computes: leave it "
+                "out, or choose another --model-impl"
+            )
+        config = dataclasses.replace(config, quantization=FP8_WHILE_LOADING)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 
 
@@ -86,6 +97,8 @@ def model_fingerprint(
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
         state.update(b"transformers")  # whose keys and values may differ from ours in a bit
+    if config.quantization is not None and config.quantization.while_loading:
+        state.update(f"quantised to {config.quantization.dialect}".encode())
     if config.rope.is_long(longest or config.max_position_embeddings):
         state.update(b"long factors")
     if load_format == "dummy":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +15,20 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
-from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.fp8 import E4M3
+from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.layers.parameters import (
+    NamedParameters,
+    NamedTarget,
+    named_targets,
+)
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.quantization.checkpoint import KV_SCALES, settle_formats
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie, without_head
 from pagewire.shared.model.weights_copy import Fill, copy_weights
-from pagewire.shared.model.weights_match import match_weights
+from pagewire.shared.model.weights_match import FLOAT_DTYPES, Expected, match_weights
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,10 @@ Progress = Callable[[str], None]
 _STACKED = ".experts.gate_up_proj"
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.002
+_DUMMY_STD_OF_FP8 = 64.0  # before scales; the format ends at 448
+_DUMMY_ROWS = 4096  # made at a time in float32
+# Dtypes in a file of what fills a parameter of this dtype; others are filled from any float dtype.
+_FILLED_BY = {E4M3: ("F8_E4M3",)}
 _DUMMY_STD_OF = {EMBEDDING: 1.0, HEAD: 0.02}
 
 
@@ -96,6 +107,8 @@ def _find_checkpoint(
         checkpoint = [rename_tensors(file, {"": "model."}) for file in checkpoint]
         config = dataclasses.replace(config, tie_word_embeddings=True)
         logger.warning("the weights have no output head: only embeddings mean something")
+    checkpoint, quantization = settle_formats(config.quantization, checkpoint)
+    config = dataclasses.replace(config, quantization=quantization)
     return checkpoint, settle_tie(config, checkpoint, dtype)
 
 
@@ -137,7 +150,7 @@ def build_model(
     stacked_experts: bool = False,
 ) -> DecoderModel:
     """Return a model of the configuration's family with parameters that are not filled."""
-    make = LayerFactory(device, dtype, ops, max_positions, stacked_experts)
+    make = LayerFactory(device, dtype, ops, max_positions, stacked_experts, config.quantization)
     return ARCHITECTURES[config.architecture].build(config, make)
 
 
@@ -154,19 +167,35 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
     similar from layer to layer, and a mixture would send all tokens to the same experts.
     """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
-    for name, target in model.targets():
-        if name.endswith("norm.weight"):
-            target.fill_(1.0)
-        else:
-            std = _DUMMY_STD_OF.get(name, _DUMMY_STD)
-            target.normal_(0.0, std, generator=generator)
+    for section in model.sections():
+        for name, target in named_targets(section):
+            _fill_one(name, target, generator)
+        if model.config.quantization is not None:
+            for _, each in section:
+                if not isinstance(each, Norm):  # which are filled with what they stand for
+                    each.finish()
 
 
-def _targets(model: DecoderModel, names: Container[str]) -> Iterator[NamedTarget]:
-    """Yield the parameters to fill, by which of these names the checkpoint's tensors have."""
-    tied = model.config.tie_word_embeddings
+def _fill_one(name: str, target: torch.Tensor, generator: torch.Generator) -> None:
+    std = _DUMMY_STD_OF.get(name, _DUMMY_STD)
+    if name.endswith("norm.weight"):
+        target.fill_(1.0)
+    elif target.dtype == E4M3:
+        for rows in target.split(_DUMMY_ROWS):
+            values = torch.empty(rows.shape, device=rows.device, dtype=torch.float32)
+            rows.copy_(values.normal_(0.0, _DUMMY_STD_OF_FP8, generator=generator))
+    elif name.endswith("_scale"):
+        target.fill_(std / _DUMMY_STD_OF_FP8)
+    else:
+        target.normal_(0.0, std, generator=generator)
+
+
+def _targets(
+    parameters: Iterable[NamedParameters], names: Container[str], tied: bool
+) -> Iterator[NamedTarget]:
+    """Yield what to fill, by which of these names the checkpoint's tensors have."""
     is_head = tied and HEAD in names and EMBEDDING not in names  # saved under its other name
-    for name, target in model.targets():
+    for name, target in named_targets(parameters):
         yield HEAD if is_head and name == EMBEDDING else name, target
 
 
@@ -176,16 +205,23 @@ def _fill(
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Copy each tensor from the file that holds it."""
+    """Copy each tensor from the file that holds it, and convert what has another form there.
+
+    Quantised models are loaded layer by layer: what a layer has in another form takes memory only
+    until the next one is loaded.
+    """
     total = sum(file.tensors[name].num_bytes for name, file in holders.items())
+    config = model.config
+    sections = [list(model.parameters())] if config.quantization is None else model.sections()
     with LoadProgress("loading weights", total, progress) as shown:
-        fills = [
-            Fill(holders[name], holders[name].tensors[name], target)
-            for name, target in _targets(model, holders)
-        ]
-        copy_weights(fills, device, shown.add)
-        for _, each in model.parameters():
-            each.finish()
+        for section in sections:
+            fills = [
+                Fill(holders[name], holders[name].tensors[name], target)
+                for name, target in _targets(section, holders, config.tie_word_embeddings)
+            ]
+            copy_weights(fills, device, shown.add)
+            for _, each in section:
+                each.finish()
     logger.info("loaded weights: %s", shown.summary)
 
 
@@ -198,13 +234,18 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
     config = model.config
     ignored = ARCHITECTURES[config.architecture].ignored_prefixes
     names = {name for file in checkpoint for name in file.tensors}
+    tied = config.tie_word_embeddings
     found = match_weights(
-        {name: tuple(each.shape) for name, each in _targets(model, names)},
+        {
+            name: Expected(tuple(each.shape), _FILLED_BY.get(each.dtype, FLOAT_DTYPES))
+            for name, each in _targets(model.parameters(), names, tied)
+        },
         checkpoint,
-        surplus=(HEAD,) if config.tie_word_embeddings else (),
+        surplus=(HEAD,) if tied else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
+        ignored_suffixes=KV_SCALES if config.quantization is not None else (),
     )
     if found.ignored:
-        counts = ", ".join(f"{count} of {prefix}*" for prefix, count in found.ignored.items())
+        counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())
         logger.info("tensors that %s does not use are not loaded: %s", config.architecture, counts)
     return found.holders

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar
 
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
+from pagewire.shared.model.quantization.config import QuantConfig
+from pagewire.shared.model.quantization.reader import read_quantization
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
@@ -49,6 +51,7 @@ class ModelConfig:
         residual_multiplier: factor of the outputs of attention and feed-forward.
         logits_divisor: divisor of logits.
         logits_cap: as `scores_cap`, for logits.
+        quantization: which weights are quantised; None: none.
     """
 
     architecture: str
@@ -79,6 +82,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     logits_cap: float | None = None
+    quantization: QuantConfig | None = None
 
     @property
     def cached_token(self) -> CachedToken:
@@ -187,6 +191,7 @@ def read_config(
         o_bias=bias,
         activation=_ACTIVATIONS[defaults.activation[1]],
         norm_style=defaults.norm_style,
+        quantization=read_quantization(fields),
         **{"score_scale": head_dim**-0.5, "qkv_bias": bias, "mlp_bias": mlp_bias, **own},
     )
 
@@ -208,17 +213,10 @@ def read_head_dim(fields: Fields, name: str, default: int) -> int:
 
 
 def _refuse_variants(fields: Fields, defaults: Defaults) -> None:
-    """Refuse activations and quantised weights that no family's layers support."""
+    """Refuse activations that no family's layers support."""
     name, activation = defaults.activation
     if fields.raw.get(name, activation) != activation:
         raise fields.error(f"{name} {fields.raw[name]!r} is not supported; only {activation!r}")
-    quantised = fields.raw.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        how = f" ({method:.40})" if isinstance(method, str) else ""
-        problem = f"quantised checkpoints{how} are not supported; pass an unquantised one"
-        page = ", which docs/models.md says how to make" if method == "mxfp4" else ""
-        raise fields.error(problem + page)
 
 
 def _num_kv_heads(fields: Fields, defaults: Defaults, num_heads: int) -> int:

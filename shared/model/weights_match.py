@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import WeightsFile
@@ -15,13 +16,22 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 MOST_NAMED = 6  # tensors named for each kind of error
 
 Shape = tuple[int, ...]
+
+
+class Expected(NamedTuple):
+    """The shape of a tensor in the model, and the dtypes that it may have in a file."""
+
+    shape: Shape
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+
+
 # What is wrong with tensors, in the order in which an error says it.
-_KINDS = _MISSING, _SHAPE, _UNKNOWN, _TWICE, _QUANTISED = (
+_KINDS = _MISSING, _SHAPE, _UNKNOWN, _TWICE, _DTYPE = (
     "missing",
     "of another shape",
     "not in the model",
     "in two files",
-    "quantised, which is not supported",
+    "of another dtype",
 )
 # Old checkpoints have the rotary frequencies, which follow from the configuration.
 _DERIVED = re.compile(r"(\w+\.)*rotary_emb\.inv_freq")
@@ -33,7 +43,7 @@ class WeightsMatch:
 
     Attributes:
         holders: the file of each tensor of the model, by the tensor's name, in the files' order.
-        ignored: number of tensors that are not loaded, by their ignored prefix.
+        ignored: number of tensors that are not loaded, by the ignored part of their names.
     """
 
     holders: dict[str, WeightsFile] = field(default_factory=dict)
@@ -49,8 +59,8 @@ class WeightsMatch:
                 named = ", ".join(names[:MOST_NAMED]) + more
                 yield f"{count} tensor{'s are' if count > 1 else ' is'} {kind} ({named})"
 
-    def take(self, name: str, file: WeightsFile, expected: Shape | None) -> None:
-        """Record a tensor of a file; `expected`: its shape in the model, None without one."""
+    def take(self, name: str, file: WeightsFile, expected: Expected | None) -> None:
+        """Record a tensor of a file; `expected` is None if the model has none of this name."""
         entry = file.tensors[name]
         if expected is None:
             self._wrong[_UNKNOWN].append(name)
@@ -59,10 +69,12 @@ class WeightsMatch:
             both = f"{self.holders[name].path.name} and {file.path.name}"
             self._wrong[_TWICE].append(f"{name} in {both}")
         self.holders[name] = file
-        if entry.dtype not in FLOAT_DTYPES:
-            self._wrong[_QUANTISED].append(f"{name} is {entry.dtype}")
-        elif entry.shape != expected:
-            self._wrong[_SHAPE].append(f"{name} has {list(entry.shape)}, not {list(expected)}")
+        if entry.dtype not in expected.dtypes:
+            dtypes = " or ".join(expected.dtypes)
+            self._wrong[_DTYPE].append(f"{name} is {entry.dtype}, not {dtypes}")
+        elif _without_ones(entry.shape) != _without_ones(expected.shape):
+            shape, right = list(entry.shape), list(expected.shape)
+            self._wrong[_SHAPE].append(f"{name} has {shape}, not {right}")
 
     def note_missing(self, names: Iterator[str]) -> None:
         """Record the tensors of the model that no file has."""
@@ -70,10 +82,11 @@ class WeightsMatch:
 
 
 def match_weights(
-    expected: Mapping[str, Shape],
+    expected: Mapping[str, Expected],
     checkpoint: Sequence[WeightsFile],
     surplus: Sequence[str] = (),
     ignored_prefixes: Sequence[str] = (),
+    ignored_suffixes: Sequence[str] = (),
 ) -> WeightsMatch:
     """Find each of a model's tensors in exactly one file.
 
@@ -82,17 +95,19 @@ def match_weights(
         checkpoint: the files, at least one.
         surplus: names of redundant tensors that a checkpoint may have.
         ignored_prefixes: prefixes of tensors that the family does not use.
+        ignored_suffixes: ends of names of tensors that no format here uses.
 
     Raises:
-        ModelLoadError: tensors are missing, of another shape, unknown, in two files or quantised;
-            one line that names up to `MOST_NAMED` of each kind.
+        ModelLoadError: tensors are missing, of another shape, unknown, in two files or of another
+            dtype; one line that names up to `MOST_NAMED` of each kind.
     """
     found = WeightsMatch()
     for file in checkpoint:
         for name in file.tensors:
-            prefix = next((each for each in ignored_prefixes if name.startswith(each)), None)
-            if name not in expected and prefix is not None:
-                found.ignored[prefix] += 1
+            ignored = [f"{each}*" for each in ignored_prefixes if name.startswith(each)]
+            ignored += [f"*{each}" for each in ignored_suffixes if name.endswith(each)]
+            if name not in expected and ignored:
+                found.ignored[ignored[0]] += 1
             elif name in expected or not (name in surplus or _DERIVED.fullmatch(name)):
                 found.take(name, file, expected.get(name))
     found.note_missing(iter(expected))
@@ -104,6 +119,11 @@ def match_weights(
             "files belong together, or download them again"
         )
     return found
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """Return what decides where numbers are: a scale may be of shape [], [1] or [1, 1]."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _folder(checkpoint: Sequence[WeightsFile]) -> Path:

@@ -57,6 +57,7 @@ from pagewire.shared.settings.types import (
     Policy,
     Port,
     Positive,
+    Quantization,
     ReasoningParserName,
     Revision,
     Seconds,
@@ -83,6 +84,12 @@ class EngineSettings(Settings):
     device: Device = described("auto", "auto takes CUDA where there is a GPU.", panel=ENGINE)
     dtype: Dtype = described(
         "auto", "Data type of weights and KV cache; auto takes the checkpoint's.", panel=ENGINE
+    )
+    quantization: Quantization = described(
+        "auto",
+        "auto: as the checkpoint has them. fp8: weights of an unquantised checkpoint are quantised "
+        "to FP8 while they are loaded. The same in all workers.",
+        panel=ENGINE,
     )
     load_format: LoadFormat = described(
         "safetensors", "dummy: random weights, for benchmarks of a shape.", panel=ENGINE

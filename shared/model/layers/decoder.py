@@ -249,14 +249,18 @@ class DecoderModel:
         cap = self.config.logits_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def parameters(self) -> Iterator[NamedParameters]:
-        """Yield those of embedding, layers, last normalisation and output head."""
-        yield "model.embed_tokens", Plain("weight", self.embed_tokens)
+    def sections(self) -> Iterator[list[NamedParameters]]:
+        """Yield the parameters of the embedding, of each layer, and of what follows."""
+        yield [("model.embed_tokens", Plain("weight", self.embed_tokens))]
         for index, layer in enumerate(self.layers):
-            yield from layer.parameters(f"model.layers.{index}")
-        yield "model.norm", self.norm
-        if not self.config.tie_word_embeddings:
-            yield "", self.lm_head
+            yield list(layer.parameters(f"model.layers.{index}"))
+        last: list[NamedParameters] = [("model.norm", self.norm)]
+        yield last if self.config.tie_word_embeddings else [*last, ("", self.lm_head)]
+
+    def parameters(self) -> Iterator[NamedParameters]:
+        """Yield all parameters with the names of their layers."""
+        for section in self.sections():
+            yield from section
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield every checkpoint tensor's name and what it fills; see `Parameters.targets`."""

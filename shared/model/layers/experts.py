@@ -15,10 +15,11 @@ from pagewire.kernels.sigmoid import sigmoid
 from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.parameters import (
+    Method,
     NamedParameters,
     NamedTarget,
-    Parameters,
     Plain,
+    WithMethod,
 )
 
 
@@ -50,7 +51,7 @@ class ExpertsShape:
     activation: GatedSilu
 
 
-class ExpertsMethod(Parameters, Protocol):
+class ExpertsMethod(Method, Protocol):
     """The parameters of a mixture's experts in some format, and how they are computed."""
 
     def apply(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -126,36 +127,17 @@ class UnquantizedExperts:
                 yield each
 
 
-class ExpertWeights:
+class ExpertWeights(WithMethod[ExpertsMethod]):
     """The experts of a mixture.
 
     Attributes:
         shape: names and sizes.
-        method: owns the parameters; chosen when the model's layers have names.
-        apply: the method's function itself; see `ExpertsMethod.apply`.
     """
 
-    __slots__ = ("apply", "method", "shape")
+    __slots__ = ("shape",)
 
     def __init__(self, shape: ExpertsShape) -> None:
         self.shape = shape
-
-    def use(self, method: ExpertsMethod) -> None:
-        """Take the method that owns the parameters."""
-        self.method = method
-        self.apply = method.apply
-
-    def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
-        yield from self.method.targets()
-
-    def finish(self) -> None:
-        """Convert the parameters from the checkpoint's form."""
-        self.method.finish()
-
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that stay in memory."""
-        yield from self.method.stored()
 
 
 @dataclass(eq=False, slots=True)

@@ -35,6 +35,7 @@ from pagewire.shared.model.layers.methods import Methods
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
 from pagewire.shared.model.rope_config import RopeConfig
 
@@ -53,6 +54,7 @@ class LayerFactory:
         max_positions: longest sequence.
         stacked_experts: whether the checkpoint has one tensor for all experts of a layer, as
             transformers 5 can write it, instead of one for each expert.
+        quantization: says which weights are quantised; None: none.
 
     Attributes:
         methods: gives projections and experts their parameters.
@@ -65,13 +67,14 @@ class LayerFactory:
         ops: Ops,
         max_positions: int,
         stacked_experts: bool = False,
+        quantization: QuantConfig | None = None,
     ) -> None:
         self.stacked_experts = stacked_experts
         self._device = device
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
-        self.methods = Methods(device, dtype, ops)
+        self.methods = Methods(device, dtype, ops, quantization)
 
     def rounded(self, value: float) -> float:
         """Return a number rounded to the activations' dtype."""

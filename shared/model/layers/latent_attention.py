@@ -21,7 +21,7 @@ from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.layers.linear import Linear, LinearMethod, LinearShape
 from pagewire.shared.model.layers.norm import Norm
-from pagewire.shared.model.layers.parameters import NamedParameters
+from pagewire.shared.model.layers.parameters import Conversion, NamedParameters
 from pagewire.shared.model.paged_attention import attend_latent
 
 
@@ -40,9 +40,9 @@ class HeadMatrices(Linear):
         super().__init__(LinearShape(config.kv_rank, {"kv_b_proj": out}, is_matrix=True))
         self._config = config
 
-    def use(self, method: LinearMethod) -> None:
+    def use(self, method: LinearMethod, conversion: Conversion | None = None) -> None:
         """Take the method that owns the parameters."""
-        super().use(method)
+        super().use(method, conversion)
         config = self._config
         by_head = method.matrix().unflatten(0, (config.num_heads, -1))
         self.keys, values = by_head.split([config.nope_dim, config.value_dim], dim=1)

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.model.layers.parameters import NamedTarget, Parameters
+from pagewire.shared.model.layers.parameters import Method, NamedTarget, WithMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class LinearShape:
         return sum(self.parts.values())
 
 
-class LinearMethod(Parameters, Protocol):
+class LinearMethod(Method, Protocol):
     """The parameters of one `Linear` in some format, and how they are multiplied."""
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,41 +55,24 @@ class LinearMethod(Parameters, Protocol):
         ...
 
 
-class Linear:
+class Linear(WithMethod[LinearMethod]):
     """Projections of the same input, computed as one.
 
     Attributes:
         shape: names and sizes.
-        method: owns the parameters; chosen when the model's layers have names, since a checkpoint
-            says by name what is quantised.
-        apply: projects `[T, in_features]` to `[T, sum of the parts]`; it is the method's function
-            itself, which saves four calls per layer and step.
     """
 
-    __slots__ = ("apply", "method", "shape")
+    __slots__ = ("shape",)
 
     def __init__(self, shape: LinearShape) -> None:
         self.shape = shape
 
-    def use(self, method: LinearMethod) -> None:
-        """Take the method that owns the parameters."""
-        self.method = method
-        self.apply = method.apply
-
-    def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
-        yield from self.method.targets()
-
     def finish(self) -> None:
         """Convert the parameters from the checkpoint's form."""
-        self.method.finish()
+        super().finish()
         for part, head_dim in self.shape.pairs.items():
             rows = torch.arange(self.shape.parts[part]).view(-1, head_dim // 2, 2)
             self.method.permute_rows(part, rows.transpose(1, 2).flatten())
-
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that stay in memory."""
-        yield from self.method.stored()
 
 
 @dataclass(eq=False, slots=True)
@@ -136,3 +119,48 @@ class Unquantized:
     def matrix(self) -> torch.Tensor:
         """Return the weight itself."""
         return self.weight
+
+    def take(self, source: LinearMethod) -> None:
+        """Take what the weights of another method, without a bias, stand for."""
+        self.weight.copy_(source.matrix())
+
+
+class Separate:
+    """Projections of the same input in different formats, computed one after the other.
+
+    Args:
+        methods: each projection's, by its name in the checkpoint, in order.
+    """
+
+    __slots__ = ("_methods",)
+
+    def __init__(self, methods: Mapping[str, LinearMethod]) -> None:
+        self._methods = methods
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Project `[T, in_features]` to `[T, sum of the parts]`."""
+        y = torch.cat([each.apply(x) for each in self._methods.values()], dim=1)
+        return y if out is None else out.copy_(y)
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills the projections."""
+        for each in self._methods.values():
+            yield from each.targets()
+
+    def finish(self) -> None:
+        """Convert the projections from the checkpoint's form."""
+        for each in self._methods.values():
+            each.finish()
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the projections' tensors."""
+        for each in self._methods.values():
+            yield from each.stored()
+
+    def permute_rows(self, part: str, order: torch.Tensor) -> None:
+        """Give a projection's rows another order."""
+        self._methods[part].permute_rows(part, order)
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weights one after the other, in float32."""
+        return torch.cat([each.matrix().float() for each in self._methods.values()])

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.experts import (
-    ExpertsMethod,
     ExpertsShape,
     ExpertWeights,
     UnquantizedExperts,
 )
-from pagewire.shared.model.layers.linear import Linear, LinearMethod, LinearShape, Unquantized
-from pagewire.shared.model.layers.parameters import NamedParameters
+from pagewire.shared.model.layers.fp8 import Fp8Linear
+from pagewire.shared.model.layers.fp8_experts import Fp8Experts
+from pagewire.shared.model.layers.linear import (
+    Linear,
+    LinearMethod,
+    LinearShape,
+    Separate,
+    Unquantized,
+)
+from pagewire.shared.model.layers.parameters import Conversion, NamedParameters, join_name
+from pagewire.shared.model.quantization.config import Fp8Format, QuantConfig
 
 
 class Methods:
@@ -25,29 +35,122 @@ class Methods:
         device: for the parameters; on "meta" they take no memory.
         dtype: of activations, and of parameters that are not quantised.
         ops: kernels that suit the device.
+        quantization: says what is quantised; None: nothing.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, ops: Ops) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: Ops,
+        quantization: QuantConfig | None = None,
+    ) -> None:
         self._device = device
         self._dtype = dtype
         self._ops = ops
+        self._quantization = quantization
 
     def choose(self, parameters: Iterable[NamedParameters]) -> None:
         """Give projections and experts their methods, whose parameters are not filled."""
-        for _, each in parameters:
+        for name, each in parameters:
             if isinstance(each, Linear):
-                each.use(self._linear(each.shape))
+                self._choose(name, each)
             elif isinstance(each, ExpertWeights):
-                each.use(self._experts(each.shape))
+                self._choose_experts(name, each)
 
-    def _linear(self, shape: LinearShape) -> LinearMethod:
-        dtype = torch.float32 if shape.wide else self._dtype
-        empty = partial(torch.empty, device=self._device, dtype=dtype)
+    def _choose(self, layer: str, linear: Linear) -> None:
+        """Give projections the method of their format, one for each if formats differ."""
+        shape = linear.shape
+        formats = [self._format_of(join_name(layer, part)) for part in shape.parts]
+        if len(set(formats)) > 1:
+            parts = zip(shape.parts.items(), formats, strict=True)
+            linear.use(
+                Separate(
+                    {
+                        name: self._linear(replace(shape, parts={name: size}), of_part)
+                        for (name, size), of_part in parts
+                    }
+                )
+            )
+        elif formats[0] is None or not (shape.is_matrix or self._is_converted):
+            linear.use(self._linear(shape, formats[0]))
+        elif shape.is_matrix:
+            self._use_dequantised(linear, formats[0])
+        else:
+            self._use_quantised(linear, formats[0])
+
+    @property
+    def _is_converted(self) -> bool:
+        return self._quantization is not None and self._quantization.while_loading
+
+    def _format_of(self, name: str) -> Fp8Format | None:
+        return None if self._quantization is None else self._quantization.format_of(name)
+
+    def _linear(self, shape: LinearShape, format: Fp8Format | None) -> LinearMethod:
+        return self._unquantised(shape) if format is None else self._fp8(shape, format)
+
+    def _use_dequantised(self, linear: Linear, format: Fp8Format) -> None:
+        """Give projections that are also used as a matrix a weight in the model's dtype."""
+        method = self._unquantised(linear.shape)
+        if self._is_converted:
+            linear.use(method)
+            return
+        source = partial(self._fp8, linear.shape, format)
+        linear.use(method, Conversion(source, method.take))
+
+    def _use_quantised(self, linear: Linear, format: Fp8Format) -> None:
+        """Give projections of an unquantised checkpoint a quantised weight."""
+        method = self._fp8(linear.shape, format)
+        source = partial(self._unquantised, linear.shape)
+        linear.use(method, Conversion(source, method.take))
+
+    def _unquantised(self, shape: LinearShape) -> Unquantized:
+        empty = partial(torch.empty, device=self._device, dtype=self._dtype_of(shape))
         weight = empty(shape.out_features, shape.in_features)
         bias = empty(shape.out_features) if shape.bias else None
         return Unquantized(shape.parts, weight, bias, self._ops)
 
-    def _experts(self, shape: ExpertsShape) -> ExpertsMethod:
+    def _fp8(self, shape: LinearShape, format: Fp8Format) -> Fp8Linear:
+        return Fp8Linear(shape, format, self._ops, self._device, self._dtype_of(shape))
+
+    def _dtype_of(self, shape: LinearShape) -> torch.dtype:
+        return torch.float32 if shape.wide else self._dtype
+
+    def _choose_experts(self, layer: str, experts: ExpertWeights) -> None:
+        """Give a mixture's experts the method of their format.
+
+        Raises:
+            ModelLoadError: they are quantised in a way that is not supported; one line.
+        """
+        shape, quantization = experts.shape, self._quantization
+        if quantization is None:
+            experts.use(self._unquantised_experts(shape))
+            return
+        names = [name.format(expert) for expert in range(shape.count) for name in shape.each]
+        names = [join_name(layer, name) for name in names or shape.stacked]
+        formats = {name: quantization.format_of(name) for name in names}
+        found = formats[names[0]]
+        for name, other in formats.items():
+            if other != found:
+                raise ModelLoadError(
+                    f"{names[0]} and {name} have different formats: all experts of a layer must "
+                    "have the same"
+                )
+        if found is None:
+            experts.use(self._unquantised_experts(shape))
+        elif quantization.while_loading:
+            source = partial(self._unquantised_experts, shape)
+            method = Fp8Experts(shape, found, self._ops, self._device, self._dtype)
+            experts.use(method, Conversion(source, method.take))
+        elif shape.each:
+            experts.use(Fp8Experts(shape, found, self._ops, self._device, self._dtype))
+        else:
+            raise ModelLoadError(
+                f"{names[0]}: experts in FP8 must have tensors of their own, such as "
+                "experts.0.up_proj.weight; those of all experts in one tensor are not supported"
+            )
+
+    def _unquantised_experts(self, shape: ExpertsShape) -> UnquantizedExperts:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype)
         count, hidden, inner = shape.count, shape.hidden, shape.inner
         return UnquantizedExperts(

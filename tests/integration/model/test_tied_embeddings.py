@@ -153,7 +153,7 @@ def test_equal_as_far_as_the_dtype_goes(tmp_path: Path) -> None:
         (torch.ones(41, 16), r"another shape \(lm_head.weight has \[41, 16\], not \[40, 16\]\)"),
         (
             torch.ones(40, 16, dtype=torch.int8),
-            r"quantised, which is not supported \(lm_head.weight is I8\)",
+            r"another dtype \(lm_head.weight is I8, not F64",
         ),
     ],
     ids=["other-shape", "quantised"],

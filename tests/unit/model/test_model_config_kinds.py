@@ -171,8 +171,9 @@ def test_gpt_oss(tmp_path: Path) -> None:
 REFUSED = {
     "gpt-oss-as-published": (
         {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}},
-        "quantised checkpoints (mxfp4) are not supported; pass an unquantised one, which "
-        "docs/models.md says how to make",
+        "this way of quantising (mxfp4) is not supported; supported are FP8 checkpoints of "
+        "quant_method fp8 or compressed-tensors, and unquantised ones, which --quantization fp8 "
+        "quantises while they are loaded; docs/models.md says how to make such a copy",
     ),
     "gpt-oss-more-experts-than-there-are": (
         {**GPT_OSS_20B, "num_experts_per_tok": 33},
@@ -222,7 +223,7 @@ REFUSED = {
             "architectures": ["Gemma3ForConditionalGeneration"],
             "quantization_config": {"bits": 4},
         },
-        "quantised checkpoints are not supported",
+        "this way of quantising is not supported; supported are FP8 checkpoints",
     ),
 }
 

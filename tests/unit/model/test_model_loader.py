@@ -65,7 +65,10 @@ def _parameters(model: DecoderModel) -> dict[int, torch.Tensor]:
         elif isinstance(item, tuple):
             waiting.extend(item)
         elif type(item).__module__.startswith("pagewire.shared.model.layers"):
-            names = getattr(item, "__slots__", None) or vars(item)
+            slots = [
+                name for kind in type(item).__mro__ for name in vars(kind).get("__slots__", ())
+            ]
+            names = slots or list(vars(item))
             waiting.extend(getattr(item, name) for name in names if name != "_cos_sin")
     return found
 
@@ -195,7 +198,7 @@ REFUSED = {
     "missing": f"1 tensor is missing ({UP}). Check that",
     "unexpected": "1 tensor is not in the model (model.layers.2.mlp.up_proj.weight). Check that",
     "wrong-shape": f"1 tensor is of another shape ({UP} has [16, 24], not [24, 16]). Check that",
-    "integers": f"1 tensor is quantised, which is not supported ({UP} is I8). Check that",
+    "integers": f"1 tensor is of another dtype ({UP} is I8, not F64 or F32 or F16 or BF16)",
 }
 
 

@@ -1,0 +1,52 @@
+"""Which tensors of a checkpoint are quantised: its files know best."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pagewire.shared.model.quantization.config import QuantConfig
+from pagewire.shared.model.safetensors_header import WeightsFile
+
+# Scales of the KV cache, which has the model's dtype here.
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
+
+_WEIGHT = ".weight"
+_FP8 = "F8_E4M3"
+# Names that some writers give to scales, and the names here. All multiply: "inv" stands for the
+# inverse of what weights were multiplied by.
+_RENAMED = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+
+
+def settle_formats(
+    quantization: QuantConfig | None, checkpoint: list[WeightsFile]
+) -> tuple[list[WeightsFile], QuantConfig | None]:
+    """Return the files with the names that scales have here, and what is quantised in them.
+
+    Args:
+        quantization: what config.json says.
+        checkpoint: the model's weights files.
+    """
+    if quantization is None or quantization.while_loading:
+        return checkpoint, quantization
+    quantised = frozenset(
+        name.removesuffix(_WEIGHT)
+        for file in checkpoint
+        for name, entry in file.tensors.items()
+        if name.endswith(_WEIGHT) and entry.dtype == _FP8
+    )
+    return (
+        [_with_names(file) for file in checkpoint],
+        dataclasses.replace(quantization, quantised=quantised),
+    )
+
+
+def _with_names(file: WeightsFile) -> WeightsFile:
+    tensors = {_renamed(name): entry for name, entry in file.tensors.items()}
+    return file if len(tensors) < len(file.tensors) else dataclasses.replace(file, tensors=tensors)
+
+
+def _renamed(name: str) -> str:
+    for theirs, ours in _RENAMED.items():
+        if name.endswith(theirs):
+            return name.removesuffix(theirs) + ours
+    return name

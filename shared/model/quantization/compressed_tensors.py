@@ -1,0 +1,117 @@
+"""Checkpoints of compressed-tensors, which llm-compressor writes: those with weights in FP8."""
+
+from __future__ import annotations
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.quantization.block import read_block
+from pagewire.shared.model.quantization.config import (
+    Activations,
+    FormatGroup,
+    Fp8Format,
+    QuantConfig,
+)
+from pagewire.shared.model.quantization.names import Names, read_names
+
+_FORMATS = ("float-quantized", "naive-quantized")
+_LINEAR = "Linear"
+
+
+def read_compressed_tensors(fields: Fields) -> QuantConfig:
+    """Read the description of a checkpoint that compressed-tensors wrote.
+
+    Args:
+        fields: of `quantization_config`.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    for name in ("sparsity_config", "transform_config"):
+        value = fields.raw.get(name)
+        if value and not (isinstance(value, dict) and value.get("format") == "dense"):
+            raise fields.error(f"{name} is not supported; only dense weights without transforms")
+    raw = fields.raw.get("config_groups")
+    if not isinstance(raw, dict) or not raw:
+        raise fields.error(f"config_groups must be an object with groups, not {raw!r:.80}")
+    groups = []
+    for name, group in raw.items():
+        if not isinstance(group, dict):
+            raise fields.error(f"config_groups.{name} must be an object, not {group!r:.80}")
+        of_group = Fields(group, f"{fields.source}.config_groups.{name}")
+        stored = group.get("format") or fields.raw.get("format") or _FORMATS[0]
+        groups.append(_read_group(of_group, stored))
+    return QuantConfig(
+        dialect="compressed-tensors",
+        groups=tuple(groups),
+        ignored=read_names(fields, "ignore"),
+    )
+
+
+def _read_group(fields: Fields, stored: object) -> FormatGroup:
+    """Return the projections and the format of one group."""
+    weights = _part(fields, "weights")
+    if weights is None:
+        raise fields.error("weights is missing: weights that are not quantised need no group")
+    kind, bits = weights.raw.get("type"), weights.raw.get("num_bits")
+    if kind != "float" or bits != 8 or stored not in _FORMATS:
+        raise fields.error(
+            f"weights of {bits!r:.20} bits of type {kind!r:.20} in format {stored!r:.40} are not "
+            f"supported; only 8 bits of type 'float' (FP8) in format {' or '.join(_FORMATS)}"
+        )
+    if weights.raw.get("symmetric", True) is not True or weights.raw.get("dynamic"):
+        raise fields.error("weights must be symmetric and not dynamic")
+    rows, columns = _granularity(weights)
+    activations = _activations(fields, columns)
+    targets = read_names(fields, "targets")
+    is_all = targets == Names() or _LINEAR in targets.modules
+    format = Fp8Format(rows, columns, activations)
+    return FormatGroup(format, None if is_all else targets)
+
+
+def _granularity(weights: Fields) -> tuple[int | None, int | None]:
+    """Return the rows and columns of a block of weights that has one scale."""
+    strategy = weights.raw.get("strategy") or "tensor"
+    if strategy == "tensor":
+        return None, None
+    if strategy == "channel":
+        return 1, None
+    if strategy == "block":
+        return read_block(weights, "block_structure", weights.raw.get("block_structure"))
+    raise weights.error(
+        f"strategy {strategy!r:.40} is not supported; supported are tensor, channel and block"
+    )
+
+
+def _activations(fields: Fields, columns: int | None) -> Activations:
+    """Return what is done to inputs: a scale for each tensor is computed for each token."""
+    if fields.raw.get("output_activations") is not None:
+        raise fields.error("output_activations is not supported: outputs are not quantised")
+    inputs = _part(fields, "input_activations")
+    if inputs is None:
+        return "none"
+    if inputs.raw.get("type") != "float" or inputs.raw.get("num_bits") != 8:
+        raise inputs.error("only 8 bits of type 'float' (FP8) are supported")
+    dynamic = inputs.raw.get("dynamic", False)
+    if not isinstance(dynamic, bool):
+        raise inputs.error(f"dynamic {dynamic!r:.40} is not supported; only true or false")
+    strategy = inputs.raw.get("strategy") or ("token" if dynamic else "tensor")
+    if not dynamic:
+        if strategy != "tensor":
+            raise inputs.error(f"strategy {strategy!r:.40} is not supported where dynamic is false")
+        return "static"
+    size = inputs.raw.get("group_size")
+    is_of_block = strategy == "group" and columns is not None and size == columns
+    if strategy not in ("token", "tensor") and not is_of_block:
+        raise inputs.error(
+            f"strategy {strategy!r:.40} of group_size {size!r:.20} is not supported; supported are "
+            "token and tensor, and group of as many inputs as the weights' blocks have"
+        )
+    return "token"
+
+
+def _part(fields: Fields, name: str) -> Fields | None:
+    value = fields.raw.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise fields.error(f"{name} must be an object or null, not {value!r:.80}")
+    return Fields(value, f"{fields.source}.{name}")

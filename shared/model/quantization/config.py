@@ -1,0 +1,92 @@
+"""Which of a model's weights are quantised, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pagewire.shared.model.quantization.names import Names
+
+# What is done to a projection's input when activations have 16 bits: each token's is divided by a
+# scale of its own, all are divided by the scale that the checkpoint has, or nothing.
+Activations = Literal["token", "static", "none"]
+# Projections that have no part in the speed of a step, or whose result is compared: they are
+# quantised only if a checkpoint has them so.
+KEPT = ("lm_head", "gate", "router", "shared_expert_gate")
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Weights in FP8 (e4m3), with a scale for each block of them.
+
+    Attributes:
+        rows: outputs of a block; None: all of a projection's.
+        columns: inputs of a block; None: all. With blocks of inputs, a token's input has a scale
+            for each, too.
+        activations: what is done to inputs.
+    """
+
+    rows: int | None
+    columns: int | None
+    activations: Activations = "token"
+
+
+@dataclass(frozen=True, slots=True)
+class FormatGroup:
+    """Projections that have one format.
+
+    Attributes:
+        format: their format.
+        targets: their names; None: all.
+    """
+
+    format: Fp8Format
+    targets: Names | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """The quantised weights of a model.
+
+    Attributes:
+        dialect: `quant_method` of config.json, or the name of what quantises a checkpoint.
+        groups: the formats, in the order in which they are looked for.
+        ignored: names of projections that are not quantised.
+        kept: names of projections, without those of layers, that are not quantised by default.
+        while_loading: whether the weights are quantised while they are loaded; otherwise the
+            checkpoint has them so.
+        quantised: the projections that are quantised in the checkpoint's files, which know best;
+            None if they were not read.
+    """
+
+    dialect: str
+    groups: tuple[FormatGroup, ...]
+    ignored: Names = field(default_factory=Names)
+    kept: tuple[str, ...] = ()
+    while_loading: bool = False
+    quantised: frozenset[str] | None = None
+
+    def format_of(self, name: str) -> Fp8Format | None:
+        """Return the format of a projection's weight; None if it is not quantised.
+
+        Args:
+            name: of the projection in the model here, such as `model.layers.0.mlp.up_proj`.
+        """
+        if self.quantised is None:
+            if name.rpartition(".")[2] in self.kept or self.ignored.have(name):
+                return None
+        elif name not in self.quantised:
+            return None
+        for group in self.groups:
+            if group.targets is None or group.targets.have(name):
+                return group.format
+        # The file has the weight quantised, by a class of layers that has another name here.
+        return None if self.quantised is None else self.groups[0].format
+
+
+FP8_WHILE_LOADING = QuantConfig(
+    dialect="fp8",
+    groups=(FormatGroup(Fp8Format(rows=1, columns=None)),),
+    kept=KEPT,
+    while_loading=True,
+)

@@ -1,0 +1,42 @@
+"""Reads `quantization_config` of a config.json."""
+
+from __future__ import annotations
+
+from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.quantization.compressed_tensors import read_compressed_tensors
+from pagewire.shared.model.quantization.config import QuantConfig
+from pagewire.shared.model.quantization.fp8 import read_fp8
+
+_READERS = {"fp8": read_fp8, "compressed-tensors": read_compressed_tensors}
+_RIGHT = (
+    "supported are FP8 checkpoints of quant_method fp8 or compressed-tensors, and unquantised "
+    "ones, which --quantization fp8 quantises while they are loaded"
+)
+# Where else a checkpoint says that it is quantised.
+_OTHER_FIELDS = ("compression_config",)
+
+
+def read_quantization(fields: Fields) -> QuantConfig | None:
+    """Return how a checkpoint's weights are quantised; None if they are not.
+
+    Args:
+        fields: of config.json.
+
+    Raises:
+        ModelLoadError: they are, in a way that is not supported; one line that says what is.
+    """
+    raw = fields.raw.get("quantization_config")
+    if raw is None:
+        for name in _OTHER_FIELDS:
+            if fields.raw.get(name) is not None:
+                raise fields.error(f"{name} is not supported; {_RIGHT}")
+        return None
+    if not isinstance(raw, dict):
+        raise fields.error(f"quantization_config must be an object, not {raw!r:.80}")
+    method = raw.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        named = f" ({method:.40})" if isinstance(method, str) else ""
+        page = "; docs/models.md says how to make such a copy" if method == "mxfp4" else ""
+        raise fields.error(f"this way of quantising{named} is not supported; {_RIGHT}{page}")
+    return reader(Fields(raw, f"{fields.source}: quantization_config"))

@@ -1,0 +1,188 @@
+"""Checkpoints in FP8 against Hugging Face's code on the plain checkpoints that they stand for."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire import LLM, SamplingParams
+from pagewire.kernels import load_ops
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.fp8_checkpoints import Layout, with_quantised_inputs, write_fp8
+from pagewire.tests.support.paged_model import PagedModel
+from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-4  # of the largest logit, in float32
+CPU = torch.device("cpu")
+CT, FP8 = "compressed-tensors", "fp8"
+# Hidden size 48, inner size 80, heads of 12: blocks end raggedly, projections end inside blocks.
+LAYOUTS = {
+    "llama-channel": ("llama", "biases", Layout(CT, (1, None))),
+    "llama-tensor-static": ("llama", "groups-of-2-odd-vocabulary", Layout(CT, (None, None), True)),
+    "llama-weights-alone": ("llama", "own-head-size", Layout(CT, (1, None), inputs=False)),
+    "llama-some-ignored": (
+        "llama",
+        "groups-of-2-odd-vocabulary",
+        Layout(CT, (32, 32), skipped=r"lm_head|.*k_proj|.*0\.mlp\.up_proj|.*1\.mlp\..*"),
+    ),
+    "qwen3-blocks": ("qwen3", "biases", Layout(FP8, (32, 32), scale_dtype=torch.bfloat16)),
+    "qwen3-head-in-fp8": ("qwen3", "head-of-12-yarn", Layout(CT, (1, None), skipped="none")),
+    "phi3-fused-static": ("phi3", "groups-of-2-odd-vocabulary", Layout(FP8, (None, None), True)),
+    "phi3-fused-blocks": ("phi3", "groups-of-2-odd-vocabulary", Layout(CT, (64, 32))),
+    "gemma3-images": ("gemma3images", "groups-of-2-odd-vocabulary", Layout(FP8, (128, 128))),
+    "cohere-channel": ("cohere", "biases", Layout(CT, (1, None))),
+    "cohere-blocks": ("cohere", "groups-of-2-odd-vocabulary", Layout(FP8, (20, 32))),
+    "granite-tensor": ("granitemoehybrid", "biases-not-rotated", Layout(FP8, (None, None))),
+}
+MIXTURES = {
+    "qwen3moe-blocks": ("qwen3moe", "groups-of-2-odd-vocabulary", Layout(FP8, (32, 32))),
+    "qwen2moe-channel": ("qwen2moe", "windows-in-lower-layers", Layout(CT, (1, None))),
+    "mixtral-static": ("mixtral", "window", Layout(FP8, (None, None), True)),
+    "deepseekv3-blocks": ("deepseekv3", "groups-of-2-odd-vocabulary", Layout(FP8, (32, 32))),
+    "deepseekv2-channel": ("deepseekv2", "query-latents-biases", Layout(CT, (1, None))),
+}
+EACH_LAYOUT = pytest.mark.parametrize("name", LAYOUTS)
+
+
+def write(path: Path, name: str) -> tuple[Any, Layout, dict[str, torch.Tensor]]:
+    """Write a checkpoint to `stored`; return the model that it stands for, and its layout."""
+    family, shape, layout = {**LAYOUTS, **MIXTURES}[name]
+    kind = type(write_tiny_model(path / "plain", family, shape))
+    scales = write_fp8(path / "plain", path / "stored", path / "meant", layout)
+    theirs = kind.from_pretrained(path / "meant", dtype=torch.float32, attn_implementation="eager")
+    set_gates(theirs.eval())
+    return theirs, layout, scales
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    return load_model(path, load_config(path), CPU, dtype, load_ops("torch", "cpu"))
+
+
+def run(model: DecoderModel, prompts: list[list[int]]) -> torch.Tensor:
+    """Return the logits of prompts of one length, in random chunks: [prompts, T, vocab]."""
+    paged = PagedModel(model, num_blocks=128, block_size=8, seed=3)
+    sequences = [paged.add(prompt) for prompt in prompts]
+    paged.run_mixed(sequences, max_chunk=23)
+    return torch.stack([torch.stack(sequence.logits) for sequence in sequences]).float()
+
+
+@torch.inference_mode()
+def logits_of(model: Any, prompts: list[list[int]]) -> torch.Tensor:
+    """Return the logits of Hugging Face's code: [prompts, T, vocab]."""
+    logits: torch.Tensor = model(torch.tensor(prompts)).logits.float()
+    return logits
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *MIXTURES])
+def test_float32_is_what_the_weights_stand_for(tmp_path: Path, name: str) -> None:
+    theirs, _, _ = write(tmp_path, name)
+    model = load(tmp_path / "stored")
+    in_fp8 = [each for each in model.stored() if each.dtype == torch.float8_e4m3fn]
+    assert in_fp8
+    prompts = random_prompts((60, 60), VOCAB)
+    expected = logits_of(theirs, prompts)
+    error = (run(model, prompts) - expected).abs().max()
+    assert error <= TOLERANCE * expected.abs().max()
+
+
+@EACH_LAYOUT
+def test_bfloat16_multiplies_quantised_inputs(tmp_path: Path, name: str) -> None:
+    """As exactly as Hugging Face's code in bfloat16 whose projections are replaced so."""
+    theirs, layout, scales = write(tmp_path, name)
+    prompts = random_prompts((60,) * 8, VOCAB)
+    ours = run(load(tmp_path / "stored", torch.bfloat16), prompts)
+    if layout.inputs:
+        theirs = with_quantised_inputs(theirs.bfloat16().float(), layout, scales)
+    exact = logits_of(theirs, prompts)
+    coarse = copy.deepcopy(theirs).bfloat16()
+    if layout.inputs:
+        for one, other in zip(coarse.modules(), theirs.modules(), strict=True):
+            if hasattr(one, "input_scale"):
+                one.weight = other.weight
+    errors, allowed = (
+        (each - exact).square().mean(-1).sqrt() for each in (ours, logits_of(coarse, prompts))
+    )
+    assert errors.median() < 1.25 * allowed.median()
+    assert errors.mean() < 1.5 * allowed.mean()
+
+
+ONLINE = {
+    "llama": ("llama", "biases"),
+    "qwen3moe": ("qwen3moe", "groups-of-2-odd-vocabulary"),
+    "deepseekv3": ("deepseekv3", "groups-of-2-odd-vocabulary"),
+    "cohere": ("cohere", "biases"),
+}
+
+
+@pytest.mark.parametrize(("family", "shape"), ONLINE.values(), ids=ONLINE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_while_loading_as_by_channels_before(
+    tmp_path: Path, family: str, shape: str, dtype: torch.dtype
+) -> None:
+    """The matrices of latent attention, which are used as such, stay as they are."""
+    write_tiny_model(tmp_path / "plain", family, shape).bfloat16().save_pretrained(
+        tmp_path / "plain"
+    )
+    layout = Layout(CT, (1, None), skipped=r"lm_head|.*kv_b_proj")
+    write_fp8(tmp_path / "plain", tmp_path / "stored", tmp_path / "meant", layout)
+    config = load_config(tmp_path / "plain", quantization="fp8")
+    ops, prompts = load_ops("torch", "cpu"), random_prompts((40, 40), VOCAB)
+    ours = load_model(tmp_path / "plain", config, CPU, dtype, ops)
+    stored = load(tmp_path / "stored", dtype)
+    assert _numbers(ours) == _numbers(stored)
+    assert torch.equal(run(ours, prompts), run(stored, prompts))
+
+
+def _numbers(model: DecoderModel) -> int:
+    return sum(each.numel() for each in model.stored() if each.dtype == torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("name", ["llama-some-ignored", "qwen3-blocks", "qwen3moe-blocks"])
+def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
+    """Cached, in chunks and preempted: what the plain checkpoint answers in float32."""
+    write(tmp_path, name)
+    prompts = random_prompts((1, 30, 50, 50), VOCAB)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def answer(path: Path, **settings: Any) -> list[list[int]]:
+        llm = LLM(str(path), device="cpu", dtype="float32", max_num_batched_tokens=32, **settings)
+        answers = [list(each.token_ids) for each in llm.generate([*prompts, prompts[2]], greedy)]
+        assert llm.block_counts().used == 0
+        return answers
+
+    assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
+
+
+def test_the_demo_model_answers_in_fp8() -> None:
+    """Chunks and batches change nothing in batch-invariant mode."""
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "quantization": "fp8"}
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    prompts = ["To be, or not", "The city of", "def main():"]
+    together = LLM(**settings, batch_invariant=True, max_num_batched_tokens=16)
+    apart = LLM(**settings, batch_invariant=True)
+    answers = [each.token_ids for each in together.generate(prompts, greedy)]
+    assert answers == [apart.generate([prompt], greedy)[0].token_ids for prompt in prompts]
+
+
+def test_dummy_weights_are_alike_in_size(tmp_path: Path) -> None:
+    """Whatever is done to them after loading, their products are neither zero nor infinite."""
+    write(tmp_path, "deepseekv3-blocks")
+    (tmp_path / "stored" / "model.safetensors").unlink()
+    config, ops = load_config(tmp_path / "stored"), load_ops("torch", "cpu")
+    for quantization in (config.quantization, FP8_WHILE_LOADING, None):
+        model = load_model(
+            None, replace(config, quantization=quantization), CPU, torch.bfloat16, ops, "dummy"
+        )
+        logits = run(model, random_prompts((20, 20), VOCAB))
+        assert 0.01 < logits.std() < 10

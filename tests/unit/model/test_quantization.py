@@ -1,0 +1,305 @@
+"""How config.json describes quantised weights: what is read, what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.config import load_config, model_fingerprint
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.quantization.config import Fp8Format, QuantConfig
+from pagewire.shared.worker.estimate import weight_bytes
+from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, write_fp8
+from pagewire.tests.support.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+WEIGHTS_IN_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+INPUTS_IN_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+GROUP = {"weights": WEIGHTS_IN_FP8, "input_activations": INPUTS_IN_FP8, "targets": ["Linear"]}
+
+
+def compressed(group: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    groups = {"group_0": {**GROUP, **(group or {})}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": groups,
+        **fields,
+    }
+
+
+def weights(**fields: Any) -> dict[str, Any]:
+    return compressed({"weights": {**WEIGHTS_IN_FP8, **fields}})
+
+
+def inputs(**fields: Any) -> dict[str, Any]:
+    return compressed({"input_activations": {**INPUTS_IN_FP8, **fields}})
+
+
+def read(path: Path, raw: Any, **fields: Any) -> QuantConfig | None:
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "quantization_config": raw,
+        **fields,
+    }
+    (path / "config.json").write_text(json.dumps(content))
+    return load_config(path).quantization
+
+
+READ = {
+    "blocks": ({**FP8, "weight_block_size": [128, 128], "fmt": "e4m3"}, Fp8Format(128, 128)),
+    "one-scale": (FP8, Fp8Format(None, None)),
+    "static": ({**FP8, "activation_scheme": "static"}, Fp8Format(None, None, "static")),
+    "channels": (compressed(), Fp8Format(1, None)),
+    "tensors": (weights(strategy="tensor"), Fp8Format(None, None)),
+    "compressed-blocks": (
+        weights(strategy="block", block_structure=[128, 64]), Fp8Format(128, 64)
+    ),
+    "blocks-as-text": (weights(strategy="block", block_structure="128x128"), Fp8Format(128, 128)),
+    "static-inputs": (inputs(strategy="tensor", dynamic=False), Fp8Format(1, None, "static")),
+    "inputs-of-tensors-that-are-dynamic": (inputs(strategy="tensor"), Fp8Format(1, None)),
+    "weights-alone": (compressed({"input_activations": None}), Fp8Format(1, None, "none")),
+    "older-name": (compressed(format="naive-quantized"), Fp8Format(1, None)),
+    "empty-sparsity": (compressed(sparsity_config={}, transform_config={}), Fp8Format(1, None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("raw", "expected"), READ.values(), ids=READ)
+def test_formats(tmp_path: Path, raw: dict[str, Any], expected: Fp8Format) -> None:
+    found = read(tmp_path, raw)
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.up_proj") == expected
+
+
+ADVICE = "supported are FP8 checkpoints of quant_method fp8 or compressed-tensors, and unquantised"
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, f"(awq) is not supported; {ADVICE}"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, f"(gptq) is not supported; {ADVICE}"),
+    "gguf": ({"quant_method": "gguf"}, f"(gguf) is not supported; {ADVICE}"),
+    "modelopt": ({"quant_method": "modelopt"}, f"(modelopt) is not supported; {ADVICE}"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "(bitsandbytes) is not supported"),
+    "no-method": ({"bits": 4}, f"this way of quantising is not supported; {ADVICE}"),
+    "no-object": ([1], "quantization_config must be an object, not [1]"),
+    "method-of-another-type": ({"quant_method": ["fp8"]}, "this way of quantising is not"),
+    "e5m2": ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not supported; only 'e4m3'"),
+    "fp4-experts": ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is not supported"),
+    "scheme": ({**FP8, "activation_scheme": "no"}, "activation_scheme 'no' is not supported"),
+    "one-number": ({**FP8, "weight_block_size": [128]}, "must be two positive integers, not [128]"),
+    "odd-columns": (
+        {**FP8, "weight_block_size": [128, 100]},
+        "weight_block_size [128, 100] is not supported: the second number must be a power of two",
+    ),
+    "names": ({**FP8, "modules_to_not_convert": "lm_head"}, "must be a list of names"),
+    "regex": (
+        {**FP8, "modules_to_not_convert": ["re:("]},
+        "modules_to_not_convert has '(', no regular expression",
+    ),
+    "int8": (
+        weights(type="int"),
+        "weights of 8 bits of type 'int' in format 'float-quantized' are not supported; only 8",
+    ),
+    "int4": (compressed(format="pack-quantized"), "in format 'pack-quantized' are not supported"),
+    "nvfp4": (
+        compressed({"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}),
+        "weights of 4 bits of type 'float' in format 'nvfp4-pack-quantized' are not supported",
+    ),
+    "groups": (weights(strategy="group", group_size=128), "strategy 'group' is not supported"),
+    "asymmetric": (weights(symmetric=False), "weights must be symmetric"),
+    "no-blocks": (weights(strategy="block"), "block_structure must be two positive integers"),
+    "outputs": (compressed({"output_activations": INPUTS_IN_FP8}), "output_activations is not"),
+    "inputs-in-int8": (inputs(type="int"), "only 8 bits of type 'float' (FP8) are supported"),
+    "inputs-in-groups": (
+        inputs(strategy="group", group_size=64),
+        "strategy 'group' of group_size 64 is not supported; supported are token and tensor",
+    ),
+    "inputs-local": (inputs(dynamic="local"), "dynamic 'local' is not supported"),
+    "sparse": (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is"),
+    "transforms": (compressed(transform_config={"config_groups": {"a": 1}}), "transform_config is"),
+    "no-groups": (compressed(config_groups={}), "config_groups must be an object with groups"),
+    "group-of-another-type": (compressed(config_groups={"a": 3}), "config_groups.a must be an"),
+    "no-weights": (compressed({"weights": None}), "config_groups.group_0: weights is missing"),
+    "targets": (compressed({"targets": [3]}), "targets must be a list of names"),
+}
+
+
+@pytest.mark.parametrize(("raw", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(tmp_path: Path, raw: Any, message: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        read(tmp_path, raw)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/config.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_older_field_of_compressed_tensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="compression_config is not supported; supported are"):
+        read(tmp_path, None, compression_config={"format": "dense"})
+
+
+NAMES = {
+    "full-name": ("model.layers.1.mlp.up_proj", True),
+    "layer": ("model.layers.2", True),
+    "not-the-next-layer": ("model.layers.21.mlp.up_proj", False),
+    "regular-expression": ("model.layers.3.self_attn.q_proj", True),
+    "regular-expression-of-another": ("model.layers.4.self_attn.q_proj", False),
+    "other": ("model.layers.1.mlp.down_proj", False),
+}
+
+
+@pytest.mark.parametrize(("name", "is_ignored"), NAMES.values(), ids=NAMES)
+@pytest.mark.parametrize("dialect", ["fp8", "compressed-tensors"])
+def test_names_that_are_not_quantised(
+    tmp_path: Path, dialect: str, name: str, is_ignored: bool
+) -> None:
+    ignored = ["model.layers.1.mlp.up_proj", "model.layers.2", "re:.*layers\\.3\\.self_attn.*"]
+    raw = {**FP8, "modules_to_not_convert": ignored}
+    found = read(tmp_path, raw if dialect == "fp8" else compressed(ignore=ignored))
+    assert found is not None
+    full = f"{name}.self_attn.o_proj" if name.endswith("2") else name
+    assert (found.format_of(full) is None) == is_ignored
+
+
+def test_names_of_hugging_face_may_be_ends_and_outer_ones(tmp_path: Path) -> None:
+    names = ["o_proj", "model.language_model.layers.5", "language_model.model.layers.6.mlp"]
+    found = read(tmp_path, {**FP8, "modules_to_not_convert": names})
+    assert found is not None
+    for name in ("0.self_attn.o_proj", "5.mlp.up_proj", "6.mlp.up_proj"):
+        assert found.format_of(f"model.layers.{name}") is None
+    assert found.format_of("model.layers.0.mlp.up_proj") is not None
+    for name in ("lm_head", "model.layers.0.mlp.gate"):  # never, unless a checkpoint has them so
+        assert found.format_of(name) is None
+
+
+def test_groups_are_taken_in_order(tmp_path: Path) -> None:
+    blocks = {**WEIGHTS_IN_FP8, "strategy": "block", "block_structure": [128, 128]}
+    raw = compressed()
+    raw["config_groups"] = {
+        "a": {**GROUP, "weights": blocks, "targets": ["re:.*self_attn.*", "model.layers.1.mlp"]},
+        "b": GROUP,
+    }
+    found = read(tmp_path, raw)
+    assert found is not None
+    assert found.format_of("model.layers.0.self_attn.q_proj") == Fp8Format(128, 128)
+    assert found.format_of("model.layers.1.mlp.up_proj") == Fp8Format(128, 128)
+    assert found.format_of("model.layers.0.mlp.up_proj") == Fp8Format(1, None)
+
+
+def test_many_names_of_many_experts_are_looked_up_quickly(tmp_path: Path) -> None:
+    names = [f"model.layers.{n}.mlp.gate" for n in range(48)] + ["lm_head"]
+    found = read(tmp_path, {**FP8, "modules_to_not_convert": names})
+    assert found is not None
+    start = time.process_time()
+    for layer in range(48):
+        for expert in range(128):
+            assert found.format_of(f"model.layers.{layer}.mlp.experts.{expert}.up_proj")
+    assert time.process_time() - start < 2
+
+
+def quantise(path: Path, layout: Layout) -> Path:
+    write_tiny_model(path / "plain", "llama", "groups-of-2-odd-vocabulary")
+    write_fp8(path / "plain", path / "stored", path / "meant", layout)
+    return path / "stored"
+
+
+def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors.pop(name, None)
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, path / WEIGHTS)
+
+
+UP = "model.layers.0.mlp.up_proj"
+WRONG = {
+    "no-scale": (f"{UP}.weight_scale", None, f"1 tensor is missing ({UP}.weight_scale)"),
+    "scale-of-another-shape": (
+        f"{UP}.weight_scale",
+        torch.ones(3, 1),
+        f"1 tensor is of another shape ({UP}.weight_scale has [3, 1], not [80, 1])",
+    ),
+    "scale-of-another-dtype": (
+        f"{UP}.weight_scale",
+        torch.ones(80, 1, dtype=torch.int32),
+        f"1 tensor is of another dtype ({UP}.weight_scale is I32, not F64 or F32 or F16 or BF16)",
+    ),
+    "embeddings-in-fp8": (
+        "model.embed_tokens.weight",
+        torch.ones(131, 48).to(torch.float8_e4m3fn),
+        "another dtype (model.embed_tokens.weight is F8_E4M3, not F64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_tensors_are_named(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    edit(path, name, tensor)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_scales_of_a_quantised_cache_are_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    for name in ("k_scale", "v_scale"):
+        edit(path, f"model.layers.0.self_attn.{name}", torch.ones(1))
+    with caplog.at_level("INFO", "pagewire"):
+        load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert "does not use are not loaded: 1 of *.k_scale, 1 of *.v_scale" in caplog.text
+
+
+def test_a_weight_that_the_file_has_unquantised_is_taken_so(tmp_path: Path) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    plain = load_file(tmp_path / "meant" / WEIGHTS)[f"{UP}.weight"]
+    edit(path, f"{UP}.weight_scale", None)
+    edit(path, f"{UP}.weight", plain)
+    model = load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert torch.equal(dict(model.targets())[f"{UP}.weight"], plain)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("compressed-tensors", (1, None)),
+        Layout("compressed-tensors", (None, None), static=True),
+        Layout("fp8", (32, 32)),
+        Layout("fp8", (128, 128), skipped=r"lm_head|.*k_proj"),
+    ],
+    ids=["channel", "static", "blocks", "large-blocks"],
+)
+def test_estimated_bytes_are_those_of_the_loaded_model(tmp_path: Path, layout: Layout) -> None:
+    path = quantise(tmp_path, layout)
+    model = load_model(path, load_config(path), CPU, torch.bfloat16, load_ops("torch", "cpu"))
+    expected = sum(each.nbytes for each in model.stored())
+    assert weight_bytes(load_config(path), torch.bfloat16) == expected
+
+
+def test_quantising_while_loading_is_another_model_with_fewer_bytes() -> None:
+    path = demo_model_path()
+    plain, quantised = load_config(path), load_config(path, quantization="fp8")
+    assert model_fingerprint(path, plain) != model_fingerprint(path, quantised)
+    assert model_fingerprint(path, plain, "dummy") != model_fingerprint(path, quantised, "dummy")
+    fewer = weight_bytes(quantised, torch.bfloat16)
+    assert fewer < 0.75 * weight_bytes(plain, torch.bfloat16)
+    model = load_model(path, quantised, CPU, torch.bfloat16, load_ops("torch", "cpu"))
+    assert sum(each.nbytes for each in model.stored()) == fewer
+
+
+def test_quantising_while_loading_is_not_for_transformers_code() -> None:
+    with pytest.raises(ModelLoadError, match="--quantization fp8 is only for models that"):
+        load_config(demo_model_path(), "transformers", "fp8")
