@@ -96,7 +96,7 @@ def test_links_are_in_worker_records_and_all_labels_on_the_pages_from_the_start(
 ) -> None:
     async def scenario() -> None:
         async with (
-            live_router(redis_server.url) as router,
+            live_router(redis_server.url, policy="prefix") as router,
             worker(redis_server, "prefill"),
             worker(redis_server, "decode"),
             httpx.AsyncClient(trust_env=False) as http,
