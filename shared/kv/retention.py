@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.kv.block_table import NO_BLOCK
 
+MAX_OWNERS = 1024  # at once: whose turn it is to give way is found among all of them
+
 
 @dataclass(slots=True)
 class _Trees:
@@ -123,12 +125,12 @@ class Retention:
         Args:
             owner: who retains them.
             blocks: in the order of their positions, of one cache group, all of them cached. The
-                first `max_blocks` count.
+                first `max_blocks` count, and none if too many other owners retain some.
             seconds: for how long.
             now_s: the time, which never goes back.
         """
         blocks = blocks[: self.max_blocks]
-        if not blocks:
+        if not blocks or (owner not in self._trees and len(self._trees) == MAX_OWNERS):
             return []
         trees = self._trees.setdefault(owner, _Trees())
         self._num_owners.update(trees.add(blocks, seconds, now_s))

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pagewire.shared.kv.retention import Retention
+from pagewire.shared.kv.retention import MAX_OWNERS, Retention
 
 Path = tuple[int, ...]
 OWNERS = ("a", "b", None)
@@ -166,3 +166,15 @@ def test_nothing_is_retained_without_a_share_or_blocks(share: int) -> None:
     assert retention.retain("a", [1] if share == 0 else [], 300, 0.0) == []
     assert len(retention) == 0
     assert retention.make_way() == []
+
+
+def test_so_many_owners_retain_at_once_and_no_more() -> None:
+    retention = Retention(2)
+    for number in range(MAX_OWNERS + 3):
+        retention.retain(f"address {number}", [2 * number], 300, float(number))
+    assert len(retention) == MAX_OWNERS
+    retention.retain("address 5", [11], 300, 1e4)
+    assert retention.num_blocks("address 5") == 2
+    retention.expire(1e4)
+    retention.retain("another", [1], 300, 1e4)
+    assert retention.num_blocks("another") == 1
