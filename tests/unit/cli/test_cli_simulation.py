@@ -24,6 +24,7 @@ from pagewire.services.cli.simulation.results import Answer, Promise
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import (
+    AgentShape,
     Contents,
     Conversation,
     Part,
@@ -173,6 +174,25 @@ def test_an_agents_turn_continues_the_one_before() -> None:
     assert (
         second.cached_tokens == 64
     )  # full blocks of prompt and answer, whose last token never ran
+
+
+def test_sessions_find_their_blocks_between_many_other_requests() -> None:
+    shape = AgentShape(256, (64, 128), (20, 40), (5, 9), (5, 5), pause_s=(15.0, 30.0))
+    contents = Contents(lambda _rng: 300, lambda _rng: 2)
+    machine = msgspec.structs.replace(MACHINE, kv_blocks=256)
+
+    def cached_share(named: bool) -> float:
+        named_agents = agents(3, 3, shape, named)
+        others = independent(bursts(1.0, 1, seed=1), 120, contents, seed=5)
+        plan = ClusterPlan(1, 1, "predicted")
+        cluster = SimulatedCluster(plan, machine, LIMITS)
+        answers = cluster.run([*named_agents, *others])
+        assert all(each.outcome == "ok" for each in answers)
+        turns = [each for each in answers if each.prompt_tokens != 300]
+        known = sum(each.known_tokens for each in turns)
+        return sum(each.cached_tokens for each in turns) / known
+
+    assert cached_share(named=True) > 0.95 > 0.75 > cached_share(named=False)
 
 
 def test_a_full_cluster_refuses() -> None:
