@@ -95,8 +95,10 @@ class PredictedPolicy:
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
         """Return what each worker's parts would cost, in an order that breaks ties."""
-        tie_breaker = prompt.tie_breaker(self._rng)
-        ordered = sorted(candidates, key=lambda each: tie_breaker(each.worker_id))
+        ordered = self._rng.sample(candidates, len(candidates))
+        if prompt.session is not None:
+            tie_breaker = prompt.tie_breaker(self._rng)
+            ordered.sort(key=lambda each: tie_breaker(each.worker_id))
         return [_costs(prompt, each, each.forecast) for each in ordered if each.forecast]
 
 
