@@ -9,9 +9,10 @@ worker may also decode. Each place has a cost in seconds:
     + `DELAY_WEIGHT` * delay of each answer there * their number
 
 The sum is what all clients together wait for, as far as the choice matters: the decode steps count
-as far as they take longer than on the fastest worker. For a named session, the computing of what
-the decode worker lacks is one more cost, see policy.py. Places that are not as the roles say must
-be clearly cheaper than one that is, so that places of about the same cost do not alternate.
+as far as they take longer than on the fastest worker. A delay weighs less than a first token: an
+answer has all of its own time to make up for it. For a named session, the computing of what the
+decode worker lacks is one more cost, see policy.py. A prefill worker must be much cheaper than
+others to decode, since prompts to come will delay the answer.
 """
 
 from __future__ import annotations
@@ -30,12 +31,9 @@ from pagewire.services.router.placement.policy import (
     require_decode_worker,
 )
 
-DELAY_WEIGHT = 0.1
+DELAY_WEIGHT = 0.05
 TYPICAL_ANSWER_TOKENS = 128
-# What a place must cost, relative to one as the roles say: to compute a prompt where it is decoded,
-# and to do both on a prefill worker.
-TOGETHER = 0.9
-ON_PREFILL_WORKER = 0.5
+ON_PREFILL_WORKER = 0.5  # what it must cost to decode there, relative to other places
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +129,7 @@ def _options(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) ->
             first_s = sender.first_s + _sending_s(prompt, decode, sender)
             yield _Option(first_s + own_s, decode, sender)
         if is_free:
-            yield _Option((decode.first_s + own_s) / TOGETHER, decode)
+            yield _Option(decode.first_s + own_s, decode)
     for worker in spare:
         yield _Option((worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER, worker)
 
