@@ -48,38 +48,37 @@ RATE_BOUND, TTFT_BOUND = 0.1, 0.25  # the largest error of completed rate and of
 
 @dataclass(frozen=True)
 class Cell:
-    """A measured load and its figures."""
+    """A measured load and its figures.
+
+    Attributes:
+        span_s: time from the first request to the last one, with a rate.
+    """
 
     label: str
     kind: str
     mix: str
     n: int
     measured: Mapping[str, float]
+    span_s: float
 
-    def load(self, seed: int, seconds: float = 0.0) -> list[Conversation]:
-        """Return such a load.
-
-        Args:
-            seed: of times and lengths.
-            seconds: requests come at random within this time, or within the one that their number
-                and rate mean, if that is longer.
-        """
+    def load(self, seed: int) -> list[Conversation]:
+        """Return such a load; the seed is that of times and lengths."""
         name, _, number = self.kind.partition(" ")
         if name == "conc":
             return clients(int(number), self.n, self._contents(), seed)
         rng = random.Random(f"{seed}/times")
-        last_s = max(seconds, self.n / float(number))
-        times = sorted(rng.uniform(0, last_s) for _ in range(self.n))
+        between = [rng.uniform(0, self.span_s) for _ in range(self.n - 2)]
+        times = [0.0, *sorted(between), self.span_s]
         return independent(iter(times), self.n, self._contents(), seed)
 
-    def loads(self, count: int, seconds: float) -> Iterator[tuple[int, list[Conversation]]]:
+    def loads(self, count: int) -> Iterator[tuple[int, list[Conversation]]]:
         """Yield seeds and their loads, which have about as many output tokens as were measured.
 
         Raises:
             BenchError: hardly any seed has that number of them.
         """
         for seed in range(MOST_SEEDS):
-            load = self.load(seed, seconds)
+            load = self.load(seed)
             tokens = sum(turn.answer_tokens for each in load for turn in each.turns)
             if abs(tokens / self.measured["chunks"] - 1) <= TOKENS_BOUND:
                 yield seed, load
@@ -97,21 +96,41 @@ class Cell:
 
 def read_cells(path: Path) -> list[Cell]:
     """Return the cells of a file that can be simulated, in its order."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("RESULT "):
-            continue
-        row: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-        if row.get("label") in PLANS:
-            found.append(Cell(row["label"], row["kind"], row["mix"], row["n"], row))
-    return found
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows: list[dict[str, Any]] = [
+        json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")
+    ]
+    return [
+        Cell(row["label"], row["kind"], row["mix"], row["n"], row, _span_s(row, rows))
+        for row in rows
+        if row["label"] in PLANS
+    ]
 
 
-def forecast(cell: Cell, machine: Machine, seeds: int, seconds: float) -> dict[str, float]:
+def _span_s(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the time in which the requests of a row came, which rows do not have.
+
+    If all answers are equally long, the last one began about when its request came, and took as
+    long as others. Of the rows with the same requests, the one that was least behind says best
+    when that was. Otherwise it is the time that number and rate mean.
+    """
+    name, _, number = row["kind"].partition(" ")
+    if name == "conc":
+        return 0.0
+    if row["mix"] == "mixed":
+        return row["n"] / float(number)
+    same = [each for each in rows if all(each[key] == row[key] for key in ("kind", "mix", "n"))]
+    answers_s = [
+        (each["ttft_p50"] + each["chunks"] / each["n"] * each["itl_p50"]) * 1e-3 for each in same
+    ]
+    return min(each["n"] / each["req_s"] - s for each, s in zip(same, answers_s, strict=True))
+
+
+def forecast(cell: Cell, machine: Machine, seeds: int) -> dict[str, float]:
     """Return a cell's figures by simulation, the medians of several seeds."""
     limits = WorkerLimits(machine.max_step_tokens)
     runs: list[Summary] = []
-    for seed, load in cell.loads(seeds, seconds):
+    for seed, load in cell.loads(seeds):
         cluster = SimulatedCluster(PLANS[cell.label], machine, limits, seed)
         cluster.run(load)
         runs.append(cluster.summary(PROMISE))
@@ -155,13 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="measured cells")
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
     parser.add_argument("--seeds", type=int, default=5, help="simulations of each cell")
-    parser.add_argument(
-        "--seconds", type=float, default=0.0, help="for which requests came at least, with a rate"
-    )
     options = parser.parse_args(arguments)
     machine, rows, worst = load_machine(options.machine), [], (0.0, 0.0)
     for cell in read_cells(options.file):
-        found = forecast(cell, machine, options.seeds, options.seconds)
+        found = forecast(cell, machine, options.seeds)
         rate, ttft = errors(cell, found)
         worst = max(worst[0], abs(rate)), max(worst[1], abs(ttft))
         rows.append(compared(cell, found) | {"rate error": rate, "TTFT p50 error": ttft})
