@@ -118,12 +118,13 @@ def _span_s(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
     if name == "conc":
         return 0.0
     if row["mix"] == "mixed":
-        return row["n"] / float(number)
-    same = [each for each in rows if all(each[key] == row[key] for key in ("kind", "mix", "n"))]
-    answers_s = [
-        (each["ttft_p50"] + each["chunks"] / each["n"] * each["itl_p50"]) * 1e-3 for each in same
-    ]
-    return min(each["n"] / each["req_s"] - s for each, s in zip(same, answers_s, strict=True))
+        return int(row["n"]) / float(number)
+    spans_s: list[float] = []
+    for each in rows:
+        if all(each[key] == row[key] for key in ("kind", "mix", "n")):
+            answer_ms = each["ttft_p50"] + each["chunks"] / each["n"] * each["itl_p50"]
+            spans_s.append(each["n"] / each["req_s"] - answer_ms * 1e-3)
+    return min(spans_s)
 
 
 def forecast(cell: Cell, machine: Machine, seeds: int) -> dict[str, float]:
