@@ -120,8 +120,9 @@ def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> di
 
 def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int, most: int) -> None:
     first = next(iter(found.values()))
+    kind = first.weight_format
     console = Console()
-    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {first.dtype})")
+    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind})")
     console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token")
     table = Table()
     sequences = f"sequences of {length}, at most {most}"

@@ -30,7 +30,8 @@ class Estimate:
     """A worker's memory on one GPU, in bytes unless it says tokens.
 
     Attributes:
-        dtype: of weights, activations and KV pool.
+        dtype: of activations and KV pool.
+        weight_format: of most weights: that dtype, or "fp8".
         weights: exactly those of the parameters.
         tables: device slots, sampling, rotary angles.
         activations: of the largest step.
@@ -44,6 +45,7 @@ class Estimate:
     """
 
     dtype: str
+    weight_format: str
     total: int
     weights: int
     tables: int
@@ -84,6 +86,7 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     context = min(model_len, longest)
     return Estimate(
         dtype=layout.dtype,
+        weight_format=layout.dtype if config.quantization is None else "fp8",
         total=total,
         weights=weights,
         tables=tables,

@@ -15,10 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
+from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
 from pagewire.tests.support.hf_greedy import greedy
 from pagewire.tests.support.local_cluster import ONE_ROUTER, LocalCluster, local_cluster
 from pagewire.tests.support.tiny_models import write_tiny_model
@@ -52,18 +54,25 @@ class Served:
 
 
 @contextmanager
-def serving(path: Path, family: str, shape: str, **changes: Any) -> Iterator[Served]:
-    """Serve a tiny model that ends its answers with a token of its own."""
+def serving(
+    path: Path, family: str, shape: str, layout: Layout | None = None, **changes: Any
+) -> Iterator[Served]:
+    """Serve a tiny model, perhaps in FP8, that ends its answers with a token of its own."""
     demo = demo_model_path()
     tokenizer = Tokenizer.from_dir(demo)
     theirs = write_tiny_model(path, family, shape, vocab_size=tokenizer.vocab_size, **changes)
+    if layout is not None:
+        write_fp8(path, path / "stored", path / "meant", layout)
+        theirs = type(theirs).from_pretrained(path / "meant", dtype=torch.float32).eval()
+        path /= "stored"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     eos = greedy(theirs, PROMPT, 10)[9]
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, eos]}))
     options = ("--prefill", "1", "--decode", "1", "--device", "cpu", "--dtype", "float32")
-    with local_cluster("--model", str(path), *ONE_ROUTER, *options) as cluster:
+    names = ("--served-model-name", "tiny")
+    with local_cluster("--model", str(path), *names, *ONE_ROUTER, *options) as cluster:
         yield Served(cluster, theirs, tokenizer, load_config(path).eos_token_ids)
 
 
@@ -77,7 +86,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("family", "shape", "changes"),
     [
-        ("qwen3moe", "groups-of-2-odd-vocabulary", {}),
+        ("qwen3moe", "groups-of-2-odd-vocabulary", {"layout": Layout("fp8", (32, 32))}),
         ("deepseekv3", "biases-halves-rotated", {}),
         ("phi3", "longrope", {"original_max_position_embeddings": 32}),
     ],

@@ -31,6 +31,7 @@ class Layout:
         scale_dtype: of the weights' scales.
         inputs: whether inputs are quantised.
         config: other fields of `quantization_config`.
+        names: what the writer calls scales of weights and of inputs.
     """
 
     dialect: str
@@ -40,6 +41,7 @@ class Layout:
     scale_dtype: torch.dtype = torch.float32
     inputs: bool = True
     config: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, str] = ("weight_scale", "input_scale")
 
     def quantises(self, name: str) -> bool:
         """Whether a projection is quantised."""
@@ -110,7 +112,7 @@ def write_fp8(plain: Path, stored: Path, meant: Path, layout: Layout) -> dict[st
     tensors, values = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     input_scales: dict[str, torch.Tensor] = {}
     left: list[str] = []
-    suffix = "weight_scale"
+    suffix, of_inputs = layout.names
     if layout.dialect == "fp8" and layout.block[1] is not None:
         suffix = "weight_scale_inv"
     for name, tensor in load_file(plain / WEIGHTS).items():
@@ -131,7 +133,7 @@ def write_fp8(plain: Path, stored: Path, meant: Path, layout: Layout) -> dict[st
         if layout.static:
             # Larger for some projections of the same input, so that none may take another's.
             scale = torch.tensor(0.02 if "k_proj" in module else 0.015)
-            tensors[f"{module}.input_scale"] = input_scales[module] = scale
+            tensors[f"{module}.{of_inputs}"] = input_scales[module] = scale
     config = json.loads((plain / "config.json").read_text())
     for path, content, fields in (
         (stored, tensors, {"quantization_config": layout.described(left)}),

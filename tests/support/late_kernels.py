@@ -52,6 +52,10 @@ def _published(name: str) -> dict[str, Any]:
     return shape
 
 
+def _in_fp8(**fields: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": "fp8", **fields}}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in shapes.SHAPES.items() if name != "qwen2-7b"},
     "gemma2-9b": _published("gemma-2-9b-it"),
@@ -62,6 +66,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mixtral": _published("mixtral-8x7b-instruct-v0.1"),
     "granite-moe": _published("granite-3.1-3b-a800m-instruct"),
     "olmo2": _published("olmo-2-1124-7b-instruct"),
+    "qwen3-30b-a3b-fp8": _published("qwen3-30b-a3b") | _in_fp8(weight_block_size=[128, 128]),
+    "phi3-mini-fp8": _published("phi-3-mini-4k-instruct") | _in_fp8(activation_scheme="static"),
 }
 
 

@@ -52,7 +52,7 @@ class QuantConfig:
         dialect: `quant_method` of config.json, or the name of what quantises a checkpoint.
         groups: the formats, in the order in which they are looked for.
         ignored: names of projections that are not quantised.
-        kept: names of projections, without those of layers, that are not quantised by default.
+        kept: last names of projections, or of what has them, that are not quantised by default.
         while_loading: whether the weights are quantised while they are loaded; otherwise the
             checkpoint has them so.
         quantised: the projections that are quantised in the checkpoint's files, which know best;
@@ -73,7 +73,8 @@ class QuantConfig:
             name: of the projection in the model here, such as `model.layers.0.mlp.up_proj`.
         """
         if self.quantised is None:
-            if name.rpartition(".")[2] in self.kept or self.ignored.have(name):
+            is_kept = any(part in self.kept for part in name.split(".")[-2:])
+            if is_kept or self.ignored.have(name):
                 return None
         elif name not in self.quantised:
             return None

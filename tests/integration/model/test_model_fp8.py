@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
@@ -17,7 +18,7 @@ from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
 from pagewire.tests.support.float32_reference import random_prompts
-from pagewire.tests.support.fp8_checkpoints import Layout, with_quantised_inputs, write_fp8
+from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, with_quantised_inputs, write_fp8
 from pagewire.tests.support.paged_model import PagedModel
 from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
 
@@ -35,6 +36,11 @@ LAYOUTS = {
         "llama",
         "groups-of-2-odd-vocabulary",
         Layout(CT, (32, 32), skipped=r"lm_head|.*k_proj|.*0\.mlp\.up_proj|.*1\.mlp\..*"),
+    ),
+    "ministral-other-names": (
+        "ministral",
+        "windows-by-layer",
+        Layout(FP8, (None, None), True, names=("weight_scale_inv", "activation_scale")),
     ),
     "qwen3-blocks": ("qwen3", "biases", Layout(FP8, (32, 32), scale_dtype=torch.bfloat16)),
     "qwen3-head-in-fp8": ("qwen3", "head-of-12-yarn", Layout(CT, (1, None), skipped="none")),
@@ -123,6 +129,8 @@ ONLINE = {
     "deepseekv3": ("deepseekv3", "groups-of-2-odd-vocabulary"),
     "cohere": ("cohere", "biases"),
 }
+# Families whose experts are in one tensor, with the dimension of inputs.
+STACKED = {"granitemoe": ("multipliers-of-1", 2), "gptoss": ("groups-of-2-odd-vocabulary", 1)}
 
 
 @pytest.mark.parametrize(("family", "shape"), ONLINE.values(), ids=ONLINE)
@@ -142,6 +150,29 @@ def test_quantised_while_loading_as_by_channels_before(
     stored = load(tmp_path / "stored", dtype)
     assert _numbers(ours) == _numbers(stored)
     assert torch.equal(run(ours, prompts), run(stored, prompts))
+
+
+@pytest.mark.parametrize(("family", "shape", "of_inputs"), [(k, *v) for k, v in STACKED.items()])
+def test_experts_in_one_tensor_are_quantised_while_loading(
+    tmp_path: Path, family: str, shape: str, of_inputs: int
+) -> None:
+    kind = type(write_tiny_model(tmp_path, family, shape))
+    layout = Layout(CT, (1, None), skipped=r"lm_head|.*router.*")
+    config = load_config(tmp_path, quantization="fp8")
+    ours = load_model(tmp_path, config, CPU, torch.float32, load_ops("torch", "cpu"))
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 3 or layout.quantises(name.removesuffix(".weight")):
+            scale = tensor.abs().amax(of_inputs if tensor.dim() == 3 else 1, keepdim=True) / 448
+            tensors[name] = (tensor / scale).clamp(-448, 448).to(
+                torch.float8_e4m3fn
+            ).float() * scale
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    theirs = kind.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    set_gates(theirs.eval())
+    prompts = random_prompts((40, 40), VOCAB)
+    expected = logits_of(theirs, prompts)
+    assert (run(ours, prompts) - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
 def _numbers(model: DecoderModel) -> int:

@@ -42,6 +42,11 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
+            [*FEW, "--shapes", "qwen3-30b-a3b-fp8", "phi3-mini-fp8"],
+            id="weights-in-fp8",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             [*MANY, "--no-cuda-graphs", "--shapes", "llama-8b", "granite-moe"],
             id="others-without-graphs",
             marks=pytest.mark.exhaustive,

@@ -106,6 +106,25 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert halves["gpus"]["80 GiB"]["weights"] == 2 * gpu["weights"]
 
 
+def test_weights_in_fp8_leave_more_for_the_pool(tmp_path: Path) -> None:
+    """By the checkpoint's own description, and while loading."""
+    name = _write(tmp_path)
+    (plain,) = json.loads(_run(name, "--json", "--memory", "80").stdout)["gpus"].values()
+    quantised = "--quantization", "fp8"
+    (online,) = json.loads(_run(name, "--json", "--memory", "80", *quantised).stdout)[
+        "gpus"
+    ].values()
+    described = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    name = _write(tmp_path, quantization_config=described)
+    (stored,) = json.loads(_run(name, "--json", "--memory", "80").stdout)["gpus"].values()
+    projections = 32 * (4096 * (6144 + 4096) + 3 * 4096 * 14336)
+    rows = 32 * (6144 + 4096 + 2 * 14336 + 4096)
+    assert plain["weights"] - online["weights"] == projections - 4 * rows
+    assert plain["weights"] - stored["weights"] == projections - 4 * projections // 128**2
+    assert online["kv_pool"] - plain["kv_pool"] > 0.99 * (plain["weights"] - online["weights"])
+    assert "bytes, fp8)" in _run(name).stdout
+
+
 def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
     name = _write(tmp_path, dtype=None)
     done = _run(name)
