@@ -34,7 +34,7 @@ def fused_block(format: Fp8Format, parts: Iterable[int], columns: int) -> tuple[
     """
     starts = list(accumulate(parts))[:-1]
     rows = 1 if format.rows is None else math.gcd(format.rows, *starts)
-    return rows, format.columns or columns
+    return rows, min(format.columns or columns, columns)
 
 
 def quantises_inputs(format: Fp8Format, dtype: torch.dtype) -> bool:

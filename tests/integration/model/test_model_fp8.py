@@ -49,6 +49,7 @@ LAYOUTS = {
     "gemma3-images": ("gemma3images", "groups-of-2-odd-vocabulary", Layout(FP8, (128, 128))),
     "cohere-channel": ("cohere", "biases", Layout(CT, (1, None))),
     "cohere-blocks": ("cohere", "groups-of-2-odd-vocabulary", Layout(FP8, (20, 32))),
+    "cohere-some-ignored": ("cohere", "biases", Layout(FP8, (32, 32), skipped="lm_head|.*k_proj")),
     "granite-tensor": ("granitemoehybrid", "biases-not-rotated", Layout(FP8, (None, None))),
 }
 MIXTURES = {
