@@ -41,7 +41,7 @@ _DUMMY_STD = 0.002
 _DUMMY_STD_OF_FP8 = 64.0  # before scales; the format ends at 448
 _DUMMY_ROWS = 4096  # made at a time in float32
 # Dtypes in a file of what fills a parameter of this dtype; others are filled from any float dtype.
-_FILLED_BY = {E4M3: ("F8_E4M3",)}
+_FILLED_BY = {E4M3: ("F8_E4M3",), torch.int32: ("I32",), torch.int64: ("I64", "I32")}
 _DUMMY_STD_OF = {EMBEDDING: 1.0, HEAD: 0.02}
 
 

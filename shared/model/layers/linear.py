@@ -39,7 +39,15 @@ class LinearShape:
         return sum(self.parts.values())
 
 
-class LinearMethod(Method, Protocol):
+class HasMatrix(Protocol):
+    """Weights that stand for a matrix."""
+
+    def matrix(self) -> torch.Tensor:
+        """Return the weight `[sum of the parts, in_features]`; in float32 if it is quantised."""
+        ...
+
+
+class LinearMethod(Method, HasMatrix, Protocol):
     """The parameters of one `Linear` in some format, and how they are multiplied."""
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,10 +56,6 @@ class LinearMethod(Method, Protocol):
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a part's rows another order: the new row i is the old row `order[i]`."""
-        ...
-
-    def matrix(self) -> torch.Tensor:
-        """Return the weight `[sum of the parts, in_features]`; in float32 if it is quantised."""
         ...
 
 
@@ -120,7 +124,7 @@ class Unquantized:
         """Return the weight itself."""
         return self.weight
 
-    def take(self, source: LinearMethod) -> None:
+    def take(self, source: HasMatrix) -> None:
         """Take what the weights of another method, without a bias, stand for."""
         self.weight.copy_(source.matrix())
 
@@ -129,38 +133,38 @@ class Separate:
     """Projections of the same input in different formats, computed one after the other.
 
     Args:
-        methods: each projection's, by its name in the checkpoint, in order.
+        linears: each projection, by its name in the checkpoint, in order.
     """
 
-    __slots__ = ("_methods",)
+    __slots__ = ("_linears",)
 
-    def __init__(self, methods: Mapping[str, LinearMethod]) -> None:
-        self._methods = methods
+    def __init__(self, linears: Mapping[str, Linear]) -> None:
+        self._linears = linears
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
-        y = torch.cat([each.apply(x) for each in self._methods.values()], dim=1)
+        y = torch.cat([each.apply(x) for each in self._linears.values()], dim=1)
         return y if out is None else out.copy_(y)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills the projections."""
-        for each in self._methods.values():
+        for each in self._linears.values():
             yield from each.targets()
 
     def finish(self) -> None:
         """Convert the projections from the checkpoint's form."""
-        for each in self._methods.values():
+        for each in self._linears.values():
             each.finish()
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the projections' tensors."""
-        for each in self._methods.values():
+        for each in self._linears.values():
             yield from each.stored()
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a projection's rows another order."""
-        self._methods[part].permute_rows(part, order)
+        self._linears[part].method.permute_rows(part, order)
 
     def matrix(self) -> torch.Tensor:
         """Return the weights one after the other, in float32."""
-        return torch.cat([each.matrix().float() for each in self._methods.values()])
+        return torch.cat([each.method.matrix().float() for each in self._linears.values()])

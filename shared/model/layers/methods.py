@@ -17,15 +17,20 @@ from pagewire.shared.model.layers.experts import (
 )
 from pagewire.shared.model.layers.fp8 import Fp8Linear
 from pagewire.shared.model.layers.fp8_experts import Fp8Experts
+from pagewire.shared.model.layers.int4 import Int4File, Int4Linear
 from pagewire.shared.model.layers.linear import (
     Linear,
-    LinearMethod,
     LinearShape,
     Separate,
     Unquantized,
 )
 from pagewire.shared.model.layers.parameters import Conversion, NamedParameters, join_name
-from pagewire.shared.model.quantization.config import Fp8Format, QuantConfig
+from pagewire.shared.model.quantization.config import (
+    Fp8Format,
+    Int4Format,
+    QuantConfig,
+    WeightFormat,
+)
 
 
 class Methods:
@@ -59,50 +64,49 @@ class Methods:
                 self._choose_experts(name, each)
 
     def _choose(self, layer: str, linear: Linear) -> None:
-        """Give projections the method of their format, one for each if formats differ."""
+        """Give projections the method of their format, or each its own."""
         shape = linear.shape
         formats = [self._format_of(join_name(layer, part)) for part in shape.parts]
-        if len(set(formats)) > 1:
-            parts = zip(shape.parts.items(), formats, strict=True)
-            linear.use(
-                Separate(
-                    {
-                        name: self._linear(replace(shape, parts={name: size}), of_part)
-                        for (name, size), of_part in parts
-                    }
-                )
-            )
-        elif formats[0] is None or not (shape.is_matrix or self._is_converted):
-            linear.use(self._linear(shape, formats[0]))
-        elif shape.is_matrix:
-            self._use_dequantised(linear, formats[0])
+        is_ordered = isinstance(formats[0], Int4Format) and formats[0].ordered
+        if len(set(formats)) == 1 and not (is_ordered and len(formats) > 1):
+            self._give(linear, formats[0])
+            return
+        # Formats differ, or each projection has its own order of inputs.
+        parts: dict[str, Linear] = {}
+        for (name, size), format in zip(shape.parts.items(), formats, strict=True):
+            parts[name] = Linear(replace(shape, parts={name: size}, pairs={}))
+            self._give(parts[name], format)
+        linear.use(Separate(parts))
+
+    def _give(self, linear: Linear, format: WeightFormat | None) -> None:
+        """Give projections of one format their method."""
+        shape = linear.shape
+        if format is None or (shape.is_matrix and self._is_converted):
+            linear.use(self._unquantised(shape))
+        elif shape.is_matrix:  # kept in the model's dtype
+            method = self._unquantised(shape)
+            linear.use(method, Conversion(partial(self._stored, shape, format), method.take))
+        elif isinstance(format, Int4Format):
+            packed = Int4Linear(shape, format, self._ops, self._device, self._dtype_of(shape))
+            linear.use(packed, Conversion(partial(self._stored, shape, format), packed.take))
+        elif self._is_converted:
+            quantised = self._fp8(shape, format)
+            linear.use(quantised, Conversion(partial(self._unquantised, shape), quantised.take))
         else:
-            self._use_quantised(linear, formats[0])
+            linear.use(self._fp8(shape, format))
 
     @property
     def _is_converted(self) -> bool:
         return self._quantization is not None and self._quantization.while_loading
 
-    def _format_of(self, name: str) -> Fp8Format | None:
+    def _format_of(self, name: str) -> WeightFormat | None:
         return None if self._quantization is None else self._quantization.format_of(name)
 
-    def _linear(self, shape: LinearShape, format: Fp8Format | None) -> LinearMethod:
-        return self._unquantised(shape) if format is None else self._fp8(shape, format)
-
-    def _use_dequantised(self, linear: Linear, format: Fp8Format) -> None:
-        """Give projections that are also used as a matrix a weight in the model's dtype."""
-        method = self._unquantised(linear.shape)
-        if self._is_converted:
-            linear.use(method)
-            return
-        source = partial(self._fp8, linear.shape, format)
-        linear.use(method, Conversion(source, method.take))
-
-    def _use_quantised(self, linear: Linear, format: Fp8Format) -> None:
-        """Give projections of an unquantised checkpoint a quantised weight."""
-        method = self._fp8(linear.shape, format)
-        source = partial(self._unquantised, linear.shape)
-        linear.use(method, Conversion(source, method.take))
+    def _stored(self, shape: LinearShape, format: WeightFormat) -> Fp8Linear | Int4File:
+        """Return what the checkpoint's tensors of quantised projections fill."""
+        if isinstance(format, Fp8Format):
+            return self._fp8(shape, format)
+        return Int4File(shape, format, self._device, self._dtype_of(shape))
 
     def _unquantised(self, shape: LinearShape) -> Unquantized:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype_of(shape))
@@ -136,6 +140,10 @@ class Methods:
                     f"{names[0]} and {name} have different formats: all experts of a layer must "
                     "have the same"
                 )
+        if isinstance(found, Int4Format):
+            raise ModelLoadError(
+                f"{names[0]}: experts in INT4 are not supported; only in FP8, or unquantised ones"
+            )
         if found is None:
             experts.use(self._unquantised_experts(shape))
         elif quantization.while_loading:

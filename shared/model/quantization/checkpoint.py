@@ -11,6 +11,7 @@ from pagewire.shared.model.safetensors_header import WeightsFile
 KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 
 _WEIGHT = ".weight"
+_PACKED = (".qweight", ".weight_packed")
 _FP8 = "F8_E4M3"
 # Names that some writers give to scales, and the names here. All multiply: "inv" stands for the
 # inverse of what weights were multiplied by.
@@ -29,10 +30,10 @@ def settle_formats(
     if quantization is None or quantization.while_loading:
         return checkpoint, quantization
     quantised = frozenset(
-        name.removesuffix(_WEIGHT)
+        name.rpartition(".")[0]
         for file in checkpoint
         for name, entry in file.tensors.items()
-        if name.endswith(_WEIGHT) and entry.dtype == _FP8
+        if name.endswith(_PACKED) or (name.endswith(_WEIGHT) and entry.dtype == _FP8)
     )
     return (
         [_with_names(file) for file in checkpoint],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.quantization.block import read_block
 from pagewire.shared.model.quantization.config import (
     Activations,
     FormatGroup,
     Fp8Format,
+    Int4Format,
     QuantConfig,
 )
 from pagewire.shared.model.quantization.names import Names, read_names
 
 _FORMATS = ("float-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
 _LINEAR = "Linear"
 
 
@@ -52,6 +54,10 @@ def _read_group(fields: Fields, stored: object) -> FormatGroup:
     if weights is None:
         raise fields.error("weights is missing: weights that are not quantised need no group")
     kind, bits = weights.raw.get("type"), weights.raw.get("num_bits")
+    targets = read_names(fields, "targets")
+    named = None if targets == Names() or _LINEAR in targets.modules else targets
+    if (kind, bits, stored) == ("int", 4, _PACKED):
+        return FormatGroup(_read_packed(fields, weights), named)
     if kind != "float" or bits != 8 or stored not in _FORMATS:
         raise fields.error(
             f"weights of {bits!r:.20} bits of type {kind!r:.20} in format {stored!r:.40} are not "
@@ -61,10 +67,23 @@ def _read_group(fields: Fields, stored: object) -> FormatGroup:
         raise fields.error("weights must be symmetric and not dynamic")
     rows, columns = _granularity(weights)
     activations = _activations(fields, columns)
-    targets = read_names(fields, "targets")
-    is_all = targets == Names() or _LINEAR in targets.modules
-    format = Fp8Format(rows, columns, activations)
-    return FormatGroup(format, None if is_all else targets)
+    return FormatGroup(Fp8Format(rows, columns, activations), named)
+
+
+def _read_packed(fields: Fields, weights: Fields) -> Int4Format:
+    """Return the format of weights of 4 bits, eight in a word."""
+    for name in ("input_activations", "output_activations"):
+        if fields.raw.get(name) is not None:
+            raise fields.error(f"{name} is not supported where weights have 4 bits")
+    strategy = weights.raw.get("strategy") or "group"
+    if strategy not in ("group", "channel"):
+        raise weights.error(f"strategy {strategy!r:.40} is not supported; only group and channel")
+    order = weights.raw.get("actorder")
+    if order not in (None, False, "weight", "static", "group", "dynamic", True):
+        raise weights.error(f"actorder {order!r:.40} is not supported; only weight, group and null")
+    size = weights.positive_int("group_size", None, MAX_WIDTH) if strategy == "group" else None
+    symmetric = weights.flag("symmetric", True)
+    return Int4Format("packed", size, symmetric, ordered=order in ("group", "dynamic", True))
 
 
 def _granularity(weights: Fields) -> tuple[int | None, int | None]:

@@ -31,6 +31,30 @@ class Fp8Format:
     activations: Activations = "token"
 
 
+# Of AWQ; of GPTQ, whose first version stores zeros less one; of compressed-tensors.
+Int4Layout = Literal["awq", "gptq", "gptq_v2", "packed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Format:
+    """Weights in INT4, with a scale and a zero for each group of inputs.
+
+    Attributes:
+        layout: of the checkpoint's tensors.
+        group: inputs of a group; None: all.
+        symmetric: whether all zeros are 8 and not in the checkpoint.
+        ordered: whether the checkpoint says which inputs are in a group.
+    """
+
+    layout: Int4Layout
+    group: int | None
+    symmetric: bool = False
+    ordered: bool = False
+
+
+WeightFormat = Fp8Format | Int4Format
+
+
 @dataclass(frozen=True, slots=True)
 class FormatGroup:
     """Projections that have one format.
@@ -40,7 +64,7 @@ class FormatGroup:
         targets: their names; None: all.
     """
 
-    format: Fp8Format
+    format: WeightFormat
     targets: Names | None = None
 
 
@@ -66,7 +90,7 @@ class QuantConfig:
     while_loading: bool = False
     quantised: frozenset[str] | None = None
 
-    def format_of(self, name: str) -> Fp8Format | None:
+    def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection's weight; None if it is not quantised.
 
         Args:

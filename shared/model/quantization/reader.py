@@ -6,11 +6,18 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.quantization.compressed_tensors import read_compressed_tensors
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.quantization.fp8 import read_fp8
+from pagewire.shared.model.quantization.int4 import read_awq, read_gptq
 
-_READERS = {"fp8": read_fp8, "compressed-tensors": read_compressed_tensors}
+_READERS = {
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "awq": read_awq,
+    "gptq": read_gptq,
+}
 _RIGHT = (
-    "supported are FP8 checkpoints of quant_method fp8 or compressed-tensors, and unquantised "
-    "ones, which --quantization fp8 quantises while they are loaded"
+    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors) or INT4 (awq, gptq, "
+    "compressed-tensors), and unquantised ones, which --quantization fp8 quantises while they are "
+    "loaded"
 )
 # Where else a checkpoint says that it is quantised.
 _OTHER_FIELDS = ("compression_config",)

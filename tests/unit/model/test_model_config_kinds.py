@@ -171,9 +171,10 @@ def test_gpt_oss(tmp_path: Path) -> None:
 REFUSED = {
     "gpt-oss-as-published": (
         {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}},
-        "this way of quantising (mxfp4) is not supported; supported are FP8 checkpoints of "
-        "quant_method fp8 or compressed-tensors, and unquantised ones, which --quantization fp8 "
-        "quantises while they are loaded; docs/models.md says how to make such a copy",
+        "this way of quantising (mxfp4) is not supported; supported are checkpoints in FP8 "
+        "(quant_method fp8, compressed-tensors) or INT4 (awq, gptq, compressed-tensors), and "
+        "unquantised ones, which --quantization fp8 quantises while they are loaded; "
+        "docs/models.md says how to make such a copy",
     ),
     "gpt-oss-more-experts-than-there-are": (
         {**GPT_OSS_20B, "num_experts_per_tok": 33},
@@ -223,7 +224,7 @@ REFUSED = {
             "architectures": ["Gemma3ForConditionalGeneration"],
             "quantization_config": {"bits": 4},
         },
-        "this way of quantising is not supported; supported are FP8 checkpoints",
+        "this way of quantising is not supported; supported are checkpoints in FP8",
     ),
 }
 

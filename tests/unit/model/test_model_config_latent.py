@@ -174,7 +174,7 @@ REFUSED = {
         "scoring_func 'softmax' is not supported",
     ),
     "v3-greedy": (V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
-    "quantised": (V3 | {"quantization_config": {"quant_method": "awq"}}, "quantising (awq)"),
+    "quantised": (V3 | {"quantization_config": {"quant_method": "gguf"}}, "quantising (gguf)"),
 }
 
 

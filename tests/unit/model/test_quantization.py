@@ -16,7 +16,12 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.loader import load_model
-from pagewire.shared.model.quantization.config import Fp8Format, QuantConfig
+from pagewire.shared.model.quantization.config import (
+    Fp8Format,
+    Int4Format,
+    QuantConfig,
+    WeightFormat,
+)
 from pagewire.shared.worker.estimate import weight_bytes
 from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, write_fp8
 from pagewire.tests.support.tiny_models import write_tiny_model
@@ -25,6 +30,8 @@ CPU = torch.device("cpu")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 WEIGHTS_IN_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
 INPUTS_IN_FP8 = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 GROUP = {"weights": WEIGHTS_IN_FP8, "input_activations": INPUTS_IN_FP8, "targets": ["Linear"]}
 
 
@@ -44,6 +51,12 @@ def weights(**fields: Any) -> dict[str, Any]:
 
 def inputs(**fields: Any) -> dict[str, Any]:
     return compressed({"input_activations": {**INPUTS_IN_FP8, **fields}})
+
+
+def packed(group: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    own = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **fields}
+    group = {"weights": own, "input_activations": None, **(group or {})}
+    return compressed(group, format="pack-quantized")
 
 
 def read(path: Path, raw: Any, **fields: Any) -> QuantConfig | None:
@@ -71,22 +84,46 @@ READ = {
     "static-inputs": (inputs(strategy="tensor", dynamic=False), Fp8Format(1, None, "static")),
     "inputs-of-tensors-that-are-dynamic": (inputs(strategy="tensor"), Fp8Format(1, None)),
     "weights-alone": (compressed({"input_activations": None}), Fp8Format(1, None, "none")),
+    "awq": (AWQ, Int4Format("awq", 64)),
+    "gptq": (GPTQ, Int4Format("gptq", 128)),
+    "gptq-of-rows": ({**GPTQ, "group_size": -1}, Int4Format("gptq", None)),
+    "gptq-v2": (
+        {**GPTQ, "checkpoint_format": "gptq_v2", "desc_act": True},
+        Int4Format("gptq_v2", 128, ordered=True),
+    ),
+    "packed": (packed(), Int4Format("packed", 128, symmetric=True)),
+    "packed-of-rows": (
+        packed(strategy="channel", symmetric=False, group_size=None), Int4Format("packed", None)
+    ),
+    "packed-in-any-order": (
+        packed(actorder="group"), Int4Format("packed", 128, symmetric=True, ordered=True)
+    ),
     "older-name": (compressed(format="naive-quantized"), Fp8Format(1, None)),
     "empty-sparsity": (compressed(sparsity_config={}, transform_config={}), Fp8Format(1, None)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("raw", "expected"), READ.values(), ids=READ)
-def test_formats(tmp_path: Path, raw: dict[str, Any], expected: Fp8Format) -> None:
+def test_formats(tmp_path: Path, raw: dict[str, Any], expected: WeightFormat) -> None:
     found = read(tmp_path, raw)
     assert found is not None
     assert found.format_of("model.layers.0.mlp.up_proj") == expected
 
 
-ADVICE = "supported are FP8 checkpoints of quant_method fp8 or compressed-tensors, and unquantised"
+ADVICE = (
+    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors) or INT4 (awq, gptq"
+)
 REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, f"(awq) is not supported; {ADVICE}"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, f"(gptq) is not supported; {ADVICE}"),
+    "awq-gemv": ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; only 'gemm'"),
+    "awq-of-8-bits": ({**AWQ, "bits": 8}, "weights of 8 bits are not supported; only 4 bits"),
+    "awq-without-zeros": ({**AWQ, "zero_point": False}, "zero_point must be true"),
+    "awq-groups": ({**AWQ, "group_size": "x"}, "group_size must be a positive integer, not 'x'"),
+    "gptq-of-3-bits": ({**GPTQ, "bits": 3}, "weights of 3 bits are not supported"),
+    "gptq-marlin": (
+        {**GPTQ, "checkpoint_format": "marlin"},
+        "checkpoint_format 'marlin' is not supported; only gptq, gptq_v2",
+    ),
+    "gptq-dynamic": ({**GPTQ, "dynamic": {"-:lm_head": {}}}, "dynamic is not supported"),
     "gguf": ({"quant_method": "gguf"}, f"(gguf) is not supported; {ADVICE}"),
     "modelopt": ({"quant_method": "modelopt"}, f"(modelopt) is not supported; {ADVICE}"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "(bitsandbytes) is not supported"),
@@ -110,7 +147,15 @@ REFUSED = {
         weights(type="int"),
         "weights of 8 bits of type 'int' in format 'float-quantized' are not supported; only 8",
     ),
-    "int4": (compressed(format="pack-quantized"), "in format 'pack-quantized' are not supported"),
+    "packed-float": (compressed(format="pack-quantized"), "in format 'pack-quantized' are not"),
+    "packed-with-inputs": (
+        packed({"input_activations": INPUTS_IN_FP8}),
+        "input_activations is not supported where weights have 4 bits",
+    ),
+    "packed-of-tensors": (packed(strategy="tensor"), "strategy 'tensor' is not supported"),
+    "packed-of-8-bits": (packed(num_bits=8), "weights of 8 bits of type 'int' in format 'pack-q"),
+    "packed-without-size": (packed(group_size=None), "group_size is missing"),
+    "packed-in-some-order": (packed(actorder="x"), "actorder 'x' is not supported"),
     "nvfp4": (
         compressed({"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}),
         "weights of 4 bits of type 'float' in format 'nvfp4-pack-quantized' are not supported",

@@ -1,0 +1,258 @@
+"""Projections with weights in INT4, of which inputs share scales in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.layers.linear import LinearShape
+from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.quantization.config import Int4Format
+
+_OF_WORD = 8  # numbers of 4 bits in 32
+# Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Numbers:
+    """What weights are in any layout: `(numbers - zeros) * scale`.
+
+    Attributes:
+        numbers: `[out, in]` uint8 from 0 to 15, inputs in the order of their groups.
+        scale: `[out, groups]` float32.
+        zeros: `[out, groups]` uint8.
+        order: `[in]` int64, which input each is; None: they are in order.
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor
+    zeros: torch.Tensor
+    order: torch.Tensor | None = None
+
+
+class Int4File:
+    """The tensors of projections as a checkpoint has them; they are converted when filled."""
+
+    def __init__(
+        self, shape: LinearShape, format: Int4Format, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._format, self._ins = format, shape.in_features
+        self.shape = shape
+        self.bias = None
+        if shape.bias:
+            self.bias = torch.empty(shape.out_features, device=device, dtype=dtype)
+        make = _packed_tensors if format.layout == "packed" else _word_tensors
+        self._tensors = {
+            part: {
+                name: torch.empty(size, dtype=kind, device=device)
+                for name, (size, kind) in make(format, outs, shape.in_features).items()
+            }
+            for part, outs in shape.parts.items()
+        }
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills packed numbers, zeros, scales and biases."""
+        for part, tensors in self._tensors.items():
+            yield from ((f"{part}.{name}", tensor) for name, tensor in tensors.items())
+        if self.bias is not None:
+            rows = self.bias.split(list(self.shape.parts.values()))
+            names = (f"{part}.bias" for part in self.shape.parts)
+            yield from zip(names, rows, strict=True)
+
+    def finish(self) -> None:
+        """Do nothing: the method that keeps the numbers converts them."""
+
+    def numbers(self) -> Int4Numbers:
+        """Return the numbers of all projections.
+
+        Raises:
+            ModelLoadError: inputs are not in the groups that config.json says; one line.
+        """
+        parts = [self._part(name, tensors) for name, tensors in self._tensors.items()]
+        if len(parts) == 1:
+            return parts[0]
+        return Int4Numbers(
+            torch.cat([each.numbers for each in parts]),
+            torch.cat([each.scale for each in parts]),
+            torch.cat([each.zeros for each in parts]),
+        )
+
+    def matrix(self) -> torch.Tensor:
+        """Return what the weights stand for, in float32."""
+        found = self.numbers()
+        weight = _dequantised(found, self._group)
+        return weight if found.order is None else torch.empty_like(weight).index_copy_(
+            1, found.order, weight
+        )  # fmt: skip
+
+    @property
+    def _group(self) -> int:
+        return self._format.group or self._ins
+
+    def _part(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Int4Numbers:
+        layout = self._format.layout
+        if layout == "packed":
+            numbers = _unpacked(tensors["weight_packed"])[:, : self._ins]
+            zeros = torch.full(tensors["weight_scale"].shape, 8, dtype=torch.uint8)
+            zeros = zeros.to(numbers.device)
+            if "weight_zero_point" in tensors:
+                zeros = _unpacked(tensors["weight_zero_point"].t()).t()[: len(numbers)]
+            found = Int4Numbers(numbers, tensors["weight_scale"], zeros)
+            return self._ordered(name, found, tensors.get("weight_g_idx"))
+        scale = tensors["scales"].t()
+        zeros = _unpacked(tensors["qzeros"])  # [groups, at least out]
+        if layout == "awq":
+            numbers = _unpacked(tensors["qweight"]).unflatten(1, (-1, _OF_WORD))[..., _AWQ_PLACES]
+            zeros = zeros.unflatten(1, (-1, _OF_WORD))[..., _AWQ_PLACES].flatten(1)
+            return Int4Numbers(numbers.flatten(1).t()[: len(scale)], scale, zeros.t()[: len(scale)])
+        numbers = _unpacked(tensors["qweight"].t())[:, : self._ins]
+        if layout == "gptq":  # which stores one less
+            zeros = zeros + 1
+        return self._ordered(
+            name, Int4Numbers(numbers, scale, zeros.t()[: len(scale)]), tensors["g_idx"]
+        )
+
+    def _ordered(self, name: str, found: Int4Numbers, groups: torch.Tensor | None) -> Int4Numbers:
+        """Return numbers in the order of their groups."""
+        usual = torch.arange(self._ins, device=found.numbers.device) // self._group
+        if groups is None or torch.equal(groups, usual.to(groups.dtype)):
+            return found
+        order = groups.long().argsort(stable=True)
+        if not self._format.ordered or not torch.equal(groups.long()[order], usual):
+            raise ModelLoadError(
+                f"{name}: its g_idx does not put {self._group} inputs into each group in "
+                f"{'any' if self._format.ordered else 'ascending'} order, as config.json says"
+            )
+        return Int4Numbers(found.numbers[:, order], found.scale, found.zeros, order)
+
+
+class Int4Linear:
+    """`x @ weight.T + bias`, with weights that are dequantised for each product.
+
+    Attributes:
+        bias: `[sum of the parts]` in the model's dtype, or None.
+    """
+
+    def __init__(
+        self,
+        shape: LinearShape,
+        format: Int4Format,
+        ops: Ops,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        outs, ins = shape.out_features, shape.in_features
+        self._shape, self._ops, self._group = shape, ops, format.group or ins
+        groups = -(-ins // self._group)
+        self._pairs = torch.empty((outs, -(-ins // 2)), dtype=torch.uint8, device=device)
+        self._scale = torch.empty((outs, groups), dtype=torch.float32, device=device)
+        self._zeros = torch.empty((outs, groups), dtype=torch.uint8, device=device)
+        self._order: torch.Tensor | None = None
+        if format.ordered:
+            self._order = torch.empty(ins, dtype=torch.int64, device=device)
+        self.bias = torch.empty(outs, dtype=dtype, device=device) if shape.bias else None
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Project `[T, in_features]` to `[T, sum of the parts]`."""
+        x = x if self._order is None else x[:, self._order]
+        return self._ops.linear(x, self._dequantised().to(x.dtype), self.bias, out)
+
+    def _dequantised(self) -> torch.Tensor:
+        numbers = torch.stack([self._pairs & 15, self._pairs >> 4], dim=2).flatten(1)
+        numbers = numbers[:, : self._shape.in_features]
+        return _dequantised(Int4Numbers(numbers, self._scale, self._zeros), self._group)
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield nothing: the checkpoint's tensors are those of `Int4File`."""
+        yield from ()
+
+    def finish(self) -> None:
+        """Do nothing: `take` fills the parameters."""
+
+    def take(self, source: Int4File) -> None:
+        """Keep what a checkpoint's tensors hold, in pairs."""
+        found = source.numbers()
+        numbers = torch.nn.functional.pad(found.numbers, (0, found.numbers.shape[1] % 2))
+        torch.bitwise_or(numbers[:, 0::2], numbers[:, 1::2] << 4, out=self._pairs)
+        self._scale.copy_(found.scale)
+        self._zeros.copy_(found.zeros)
+        if self._order is not None:
+            ins = self._shape.in_features
+            usual = torch.arange(ins, device=self._order.device)
+            self._order.copy_(usual if found.order is None else found.order)
+        if self.bias is not None and source.bias is not None:
+            self.bias.copy_(source.bias)
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield numbers, scales, zeros and what else there is."""
+        yield from (self._pairs, self._scale, self._zeros)
+        yield from (each for each in (self._order, self.bias) if each is not None)
+
+    def permute_rows(self, part: str, order: torch.Tensor) -> None:
+        """Give a part's rows another order."""
+        start = 0
+        for name, count in self._shape.parts.items():
+            if name == part:
+                for each in (self._pairs, self._scale, self._zeros, self.bias):
+                    if each is not None:
+                        rows = each[start : start + count]
+                        rows.copy_(rows[order.to(rows.device)])
+            start += count
+
+    def matrix(self) -> torch.Tensor:
+        """Return what the weights stand for, in float32."""
+        weight = self._dequantised()
+        if self._order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self._order, weight)
+
+
+def _dequantised(found: Int4Numbers, group: int) -> torch.Tensor:
+    """Return `[out, in]` float32, inputs in the order of their groups."""
+    ins = found.numbers.shape[1]
+    zeros, scale = (
+        each.float().repeat_interleave(group, 1)[:, :ins] for each in (found.zeros, found.scale)
+    )
+    return (found.numbers.float() - zeros) * scale
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of rows of words, the lowest bits first: `[rows, 8 * words]` uint8."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(1)
+
+
+_Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _word_tensors(format: Int4Format, outs: int, ins: int) -> _Tensors:
+    """Return the shapes and dtypes of a projection's tensors in AWQ's and GPTQ's layouts."""
+    groups = -(-ins // (format.group or ins))
+    is_awq = format.layout == "awq"
+    words = (ins, -(-outs // _OF_WORD)) if is_awq else (-(-ins // _OF_WORD), outs)
+    found: _Tensors = {
+        "qweight": (words, torch.int32),
+        "qzeros": ((groups, -(-outs // _OF_WORD)), torch.int32),
+        "scales": ((groups, outs), torch.float32),
+    }
+    return found if is_awq else found | {"g_idx": ((ins,), torch.int32)}
+
+
+def _packed_tensors(format: Int4Format, outs: int, ins: int) -> _Tensors:
+    """Return the shapes and dtypes of a projection's tensors that compressed-tensors packed."""
+    groups = -(-ins // (format.group or ins))
+    found: _Tensors = {
+        "weight_packed": ((outs, -(-ins // _OF_WORD)), torch.int32),
+        "weight_scale": ((outs, groups), torch.float32),
+        "weight_shape": ((2,), torch.int64),
+    }
+    if not format.symmetric:
+        found["weight_zero_point"] = ((-(-outs // _OF_WORD), groups), torch.int32)
+    if format.ordered:
+        found["weight_g_idx"] = ((ins,), torch.int32)
+    return found

@@ -1,0 +1,77 @@
+"""Checkpoints with weights in INT4 that AutoAWQ, AutoGPTQ and GPTQModel wrote."""
+
+from __future__ import annotations
+
+from pagewire.shared.model.fields import MAX_WIDTH, Fields
+from pagewire.shared.model.quantization.config import (
+    KEPT,
+    FormatGroup,
+    Int4Format,
+    Int4Layout,
+    QuantConfig,
+)
+from pagewire.shared.model.quantization.names import read_names
+
+_GPTQ: dict[object, Int4Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
+
+
+def read_awq(fields: Fields) -> QuantConfig:
+    """Read the description of a checkpoint of AWQ.
+
+    Args:
+        fields: of `quantization_config`.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    _check_bits(fields)
+    version = fields.raw.get("version") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise fields.error(f"version {version!r:.40} is not supported; only 'gemm'")
+    if not fields.flag("zero_point", True):
+        raise fields.error("zero_point must be true: weights without zero points are not supported")
+    return QuantConfig(
+        dialect="awq",
+        groups=(FormatGroup(Int4Format("awq", _group_size(fields))),),
+        ignored=read_names(fields, "modules_to_not_convert", may_end=True),
+        kept=KEPT,
+    )
+
+
+def read_gptq(fields: Fields) -> QuantConfig:
+    """Read the description of a checkpoint of GPTQ, of either version.
+
+    Args:
+        fields: of `quantization_config`.
+
+    Raises:
+        ModelLoadError: a field is wrong, or a variant is not supported; one line.
+    """
+    _check_bits(fields)
+    stored = fields.raw.get("checkpoint_format") or "gptq"
+    if not isinstance(stored, str) or stored not in _GPTQ:
+        raise fields.error(f"checkpoint_format {stored!r:.40} is not supported; only gptq, gptq_v2")
+    if fields.raw.get("dynamic"):
+        raise fields.error("dynamic is not supported: all projections must have the same format")
+    ordered = fields.flag("desc_act", False)
+    format = Int4Format(_GPTQ[stored], _group_size(fields), ordered=ordered)
+    return QuantConfig(
+        dialect="gptq",
+        groups=(FormatGroup(format),),
+        ignored=read_names(fields, "modules_to_not_convert", may_end=True),
+        kept=KEPT,
+    )
+
+
+def _check_bits(fields: Fields) -> None:
+    bits = fields.raw.get("bits", fields.raw.get("w_bit", 4))
+    if bits != 4:
+        raise fields.error(f"weights of {bits!r:.20} bits are not supported; only 4 bits")
+
+
+def _group_size(fields: Fields) -> int | None:
+    """Return the inputs that share a scale; None: all."""
+    name = "group_size" if "group_size" in fields.raw else "q_group_size"
+    if fields.raw.get(name) == -1:
+        return None
+    return fields.positive_int(name, 128, MAX_WIDTH)

@@ -1,0 +1,139 @@
+"""Checkpoints in INT4 against Hugging Face's code on the plain checkpoints that they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire import LLM, SamplingParams
+from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.config import load_config
+from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.loader import load_model
+from pagewire.shared.worker.estimate import weight_bytes
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.fp8_checkpoints import WEIGHTS
+from pagewire.tests.support.int4_checkpoints import Int4Layout, write_int4
+from pagewire.tests.support.paged_model import PagedModel
+from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOLERANCE = 1e-4  # of the largest logit, in float32
+CPU = torch.device("cpu")
+LAYOUTS = {
+    "llama-awq": ("llama", "biases", Int4Layout("awq", 16)),
+    "qwen3-awq-some-ignored": (
+        "qwen3",
+        "biases",
+        Int4Layout("awq", 8, skipped=r"lm_head|.*k_proj|.*0\.mlp.*"),
+    ),
+    "llama-gptq": ("llama", "biases", Int4Layout("gptq", 16, symmetric=True)),
+    "llama-gptq-ordered": (
+        "llama", "groups-of-4-tied-odd-vocabulary", Int4Layout("gptq", 16, ordered=True)
+    ),
+    "qwen3-gptq-v2-ordered": ("qwen3", "biases", Int4Layout("gptq_v2", 16, ordered=True)),
+    "phi3-gptq-of-rows": ("phi3", "groups-of-2-odd-vocabulary", Int4Layout("gptq", None)),
+    "cohere-packed": ("cohere", "biases", Int4Layout("packed", 16, symmetric=True)),
+    "gemma3-packed-asymmetric": ("gemma3", "biases-and-cap", Int4Layout("packed", 16)),
+    "llama-packed-ordered": ("llama", "biases", Int4Layout("packed", 8, ordered=True)),
+    "llama-packed-of-rows": ("llama", "own-head-size", Int4Layout("packed", None, symmetric=True)),
+    "deepseekv3-dense-packed": (
+        "deepseekv3",
+        "groups-of-2-odd-vocabulary",
+        Int4Layout("packed", 8, symmetric=True, skipped=r"lm_head|.*experts.*"),
+    ),
+}  # fmt: skip
+EACH_LAYOUT = pytest.mark.parametrize("name", LAYOUTS)
+
+
+def write(path: Path, name: str) -> Any:
+    """Write a checkpoint to `stored`; return Hugging Face's model that it stands for."""
+    family, shape, layout = LAYOUTS[name]
+    kind = type(write_tiny_model(path / "plain", family, shape))
+    write_int4(path / "plain", path / "stored", path / "meant", layout)
+    return kind.from_pretrained(
+        path / "meant", dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
+    return load_model(path, load_config(path), CPU, dtype, load_ops("torch", "cpu"))
+
+
+def run(model: DecoderModel, prompts: list[list[int]]) -> torch.Tensor:
+    """Return the logits of prompts of one length, in random chunks: [prompts, T, vocab]."""
+    paged = PagedModel(model, num_blocks=128, block_size=8, seed=3)
+    sequences = [paged.add(prompt) for prompt in prompts]
+    paged.run_mixed(sequences, max_chunk=23)
+    return torch.stack([torch.stack(sequence.logits) for sequence in sequences]).float()
+
+
+@EACH_LAYOUT
+def test_float32_is_what_the_weights_stand_for(tmp_path: Path, name: str) -> None:
+    theirs = write(tmp_path, name)
+    model = load(tmp_path / "stored")
+    assert any(each.dtype == torch.uint8 for each in model.stored())
+    prompts = random_prompts((60, 60), VOCAB)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor(prompts)).logits
+    error = (run(model, prompts) - expected).abs().max()
+    assert error <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama-awq", "llama-gptq-ordered", "cohere-packed"])
+def test_bfloat16_rounds_what_the_weights_stand_for(tmp_path: Path, name: str) -> None:
+    """Bit for bit as the plain checkpoint; where inputs have another order, up to rounding."""
+    write(tmp_path, name)
+    prompts = random_prompts((60, 60), VOCAB)
+    ours, plain = (run(load(tmp_path / n, torch.bfloat16), prompts) for n in ("stored", "meant"))
+    if "ordered" in name:
+        assert (ours - plain).abs().max() <= 0.05 * plain.abs().max()
+    else:
+        assert torch.equal(ours, plain)
+
+
+@EACH_LAYOUT
+def test_estimated_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: str) -> None:
+    write(tmp_path, name)
+    config = load_config(tmp_path / "stored")
+    model = load(tmp_path / "stored", torch.bfloat16)
+    assert weight_bytes(config, torch.bfloat16) == sum(each.nbytes for each in model.stored())
+
+
+@pytest.mark.parametrize("name", ["qwen3-awq-some-ignored", "qwen3-gptq-v2-ordered"])
+def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
+    """Cached, in chunks and preempted: what the plain checkpoint answers in float32."""
+    write(tmp_path, name)
+    prompts = random_prompts((1, 30, 50, 50), VOCAB)
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+    def answer(path: Path, **settings: Any) -> list[list[int]]:
+        llm = LLM(str(path), device="cpu", dtype="float32", max_num_batched_tokens=32, **settings)
+        answers = [list(each.token_ids) for each in llm.generate([*prompts, prompts[2]], greedy)]
+        assert llm.block_counts().used == 0
+        return answers
+
+    assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
+
+
+def test_groups_that_are_not_those_of_the_configuration_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "llama-gptq")
+    file = tmp_path / "stored" / WEIGHTS
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.g_idx"
+    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, file)
+    with pytest.raises(ModelLoadError, match="up_proj: its g_idx does not put 16 inputs into each"):
+        load(tmp_path / "stored")
+
+
+def test_experts_in_int4_are_refused_by_name(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "plain", "qwen3moe", "groups-of-2-odd-vocabulary")
+    write_int4(tmp_path / "plain", tmp_path / "s", tmp_path / "m", Int4Layout("awq", 16))
+    with pytest.raises(ModelLoadError, match=r"mlp\.experts\.0\.gate_proj: experts in INT4 are"):
+        load(tmp_path / "s")
