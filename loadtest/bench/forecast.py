@@ -111,7 +111,7 @@ def _span_s(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the time in which the requests of a row came, which rows do not have.
 
     If all answers are equally long, the last one began about when its request came, and took as
-    long as others. Of the rows with the same requests, the one that was least behind says best
+    long as others. Of the rows with the same requests, the one that lagged least says best
     when that was. Otherwise it is the time that number and rate mean.
     """
     name, _, number = row["kind"].partition(" ")

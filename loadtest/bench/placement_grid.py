@@ -44,7 +44,7 @@ PROMISES = {
     "steady": Promise(ttft_s=2.0, tpot_s=0.02),
 }
 LONG = Contents(lambda _rng: 6144, lambda _rng: 256)
-# Of each GPU: requests a second, or agents; a trace is so many times as fast.
+# Of each GPU: requests a second, or agents; what the pace of a trace is multiplied by.
 RATES: Mapping[str, Sequence[float]] = {
     "long": (1.0, 2.0, 2.75, 3.25, 3.75, 4.25),
     "mixed": (6.0, 10.0, 14.0, 17.0, 20.0, 25.0),

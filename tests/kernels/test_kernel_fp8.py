@@ -76,7 +76,9 @@ def test_products_of_quantised_inputs(device, dtype, shape, batch_invariant, ass
     kernels = load_ops("triton", "cuda", batch_invariant)
     actual = kernels.fp8_linear(x.to(device), moved(own, device))
     assert actual.dtype == dtype
-    assert_close(actual.cpu(), expected)
+    # A GPU adds products of FP8 numbers less exactly than float32 could keep them.
+    kept = torch.float16 if device == "cuda" and dtype == torch.float32 else dtype
+    assert_close(actual.cpu().to(kept), expected.to(kept))
     out = torch.empty_like(actual)
     assert kernels.fp8_linear(x.to(device), moved(own, device), out=out) is out
     assert torch.equal(out, actual)
