@@ -74,7 +74,7 @@ def test_ready_box_names_url_workers_and_kv_transport(start: StartCluster) -> No
     assert f"http://127.0.0.1:{cluster.port}/v1" in cluster.stdout
     assert "prefill-0 -> decode-0: zmq, 1.50 GB/s" in cluster.stdout
     assert f"\ncurl 127.0.0.1:{cluster.port}/v1/chat/completions -d" in cluster.stdout
-    assert f"\npagewire chat --url http://127.0.0.1:{cluster.port} --use" in cluster.stdout
+    assert f"\npagewire chat --url http://127.0.0.1:{cluster.port} 'How" in cluster.stdout
 
 
 def test_killed_supervisor_takes_its_children_along(start: StartCluster) -> None:
