@@ -8,12 +8,16 @@ import pytest
 
 from pagewire.loadtest.bench.placement_grid import (
     LEAST_SHARE,
+    PROMISES,
     WRONG,
     Cell,
     Load,
     compare,
     trials,
 )
+from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
+from pagewire.services.cli.simulation.machine import load_machine
+from pagewire.services.cli.simulation.worker import WorkerLimits
 
 MACHINE = "h200-llama-3.1-8b"
 # Of each mix: two loads of two GPUs, the second one nearly as much as they carry.
@@ -50,3 +54,15 @@ def test_prediction_is_at_least_as_good_as_the_best_static_cluster() -> None:
 def test_prices_that_are_wrong_by_a_third_do_not_make_it_lose(load: Load) -> None:
     found = cells([load], WRONG)
     assert min(*(each.completed for each in found), *kept(found)) >= LEAST_SHARE
+
+
+def test_several_routers_do_not_send_all_requests_to_the_same_worker_in_turn() -> None:
+    load = LOADS[3].conversations(0)
+
+    def kept_per_s(routers: int) -> float:
+        plan = ClusterPlan(1, 1, "predicted", routers)
+        cluster = SimulatedCluster(plan, load_machine(MACHINE), WorkerLimits(2048, slo_gap_s=0.027))
+        cluster.run(load)
+        return cluster.summary(PROMISES["even"]).kept_per_s
+
+    assert kept_per_s(routers=4) >= LEAST_SHARE * kept_per_s(routers=1)
