@@ -96,10 +96,10 @@ class Agents:
     async def run(self, load: Sequence[Conversation]) -> None:
         """Let all agents work, each from its time on."""
         async with asyncio.TaskGroup() as tasks:
-            for agent in load:
-                tasks.create_task(self._work(agent))
+            for number, agent in enumerate(load):
+                tasks.create_task(self._work(agent, f"agent-{number}"))
 
-    async def _work(self, agent: Conversation) -> None:
+    async def _work(self, agent: Conversation, name: str) -> None:
         await asyncio.sleep(agent.start_s)
         history: list[int] = []
         for turn in agent.turns:
@@ -108,7 +108,8 @@ class Agents:
             history += [token for part in turn.new for token in tokens_of(part)]
             body = {"model": self._model, "prompt": history, "temperature": 0}
             body["max_tokens"] = turn.answer_tokens
-            reply = await self._client.stream(COMPLETIONS, body, {"ignore_eos": True})
+            more = {"ignore_eos": True, "session_id": name}
+            reply = await self._client.stream(COMPLETIONS, body, more)
             history += reply.token_ids
             self.found.add(reply, known)
 

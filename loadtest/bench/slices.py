@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 
 from pagewire.loadtest.bench.client import Client
 from pagewire.loadtest.bench.clusters import Topology, run_bench, running_cluster
+from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row, isolation_row, streams
 from pagewire.loadtest.bench.shapes import SHAPES
 from pagewire.loadtest.bench.tables import emit, markdown
@@ -53,7 +53,7 @@ def results(args: argparse.Namespace) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
-        (model / "config.json").write_text(json.dumps(SHAPES[args.model]), encoding="utf-8")
+        write_model(model, SHAPES[args.model])
         for number, size in enumerate(args.sizes):
             objectives = [] if number else [{"slo_gap_s": ms / 1e3} for ms in args.objectives]
             options = ("--num-blocks", str(args.num_blocks)) if args.num_blocks else ()
