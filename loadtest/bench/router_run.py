@@ -191,10 +191,7 @@ class Bench:
         full = {}
         for tokens in self._options.tokens_per_event:
             self._pace(tokens, None)
-            full[tokens] = self._measure(target, seconds)
-            if not full[tokens].count:
-                self._check([])  # raises if a token was lost
-                raise BenchError(f"no event came in {seconds:g} s")
+            full[tokens] = self._measure_events(target, seconds)
         if rates is None:
             spans = full.items()
             rates = {k: 0.5 * len(target.pids) * span.count / span.cpu_s for k, span in spans}
@@ -202,7 +199,7 @@ class Bench:
         for tokens in self._options.tokens_per_event:
             period = streams / rates[tokens]
             self._pace(tokens, period)
-            half[tokens] = self._measure(target, max(seconds, LEAST_STEPS * period))
+            half[tokens] = self._measure_events(target, max(seconds, LEAST_STEPS * period))
         arrivals = iter(self._check([*full.values(), *half.values()]))
         found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
         return {tokens: Case(found[0][tokens], found[1][tokens], rates[tokens]) for tokens in full}
@@ -226,6 +223,18 @@ class Bench:
         """Change the tokens per step and the time between a worker's steps; None: full speed."""
         for index, stub in enumerate(self._stubs):
             stub.ask("pace", tokens, period, (period or 0.0) * index / len(self._stubs))
+
+    def _measure_events(self, target: Target, seconds: float) -> Span:
+        """Measure a span of time in which events came, and the target used the processor.
+
+        Raises:
+            BenchError: a token was lost, or nothing was measured in this time.
+        """
+        span = self._measure(target, seconds)
+        if not (span.count and span.cpu_s):
+            self._check([])  # raises if a token was lost
+            raise BenchError(f"no event came in {seconds:g} s")
+        return span
 
     def _measure(self, target: Target, seconds: float) -> Span:
         """Wait until the last change has settled, and measure."""

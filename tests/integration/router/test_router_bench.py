@@ -44,7 +44,7 @@ def test_a_line_for_each_case_has_its_figures() -> None:
 
 
 def test_a_router_and_a_worker_may_have_no_stream() -> None:
-    done = run("--seconds", "0.2", "--tokens-per-event", "1", "--routers", "2", "--streams", "1")
+    done = run("--seconds", "0.5", "--tokens-per-event", "1", "--routers", "2", "--streams", "1")
     assert (done.returncode, done.stderr) == (0, "")
     assert [line[:7] for line in done.stdout.splitlines()] == ["RESULT "] * 2
 
