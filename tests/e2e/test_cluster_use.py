@@ -54,7 +54,7 @@ def test_the_printed_commands_show_an_answer_of_two_workers(cluster: LocalCluste
     words = shlex.split(cluster.wait_for_line("pagewire chat "))
     chat = [sys.executable, "-P", "-m", "pagewire.services.cli.main", *words[1:]]
     done = subprocess.run(chat, capture_output=True, text=True, timeout=60, check=True)
-    assert "wrap the execution of a block" in done.stdout
+    assert "with open(" in done.stdout
     [*_, anatomy] = done.stderr.splitlines()
     crossed = r"prefill-\d computed the prompt in [\d.]+ ms · ([\d.]+) kB of KV crossed by zmq"
     found = re.fullmatch(rf"{crossed} · decode-0 wrote the answer, [\d.]+ ms a token", anatomy)
@@ -66,7 +66,7 @@ def test_the_printed_commands_show_an_answer_of_two_workers(cluster: LocalCluste
     answer = json.loads(done.stdout)
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "stop"
-    assert "wrap the execution of a block" in choice["message"]["content"]
+    assert "with open(" in choice["message"]["content"]
     assert answer["timings"]["choices"][0]["decode"]["worker"] == "decode-0"
 
 
