@@ -1,0 +1,118 @@
+"""Checkpoints with quantised weights: what their files have, and what is quantised in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.config import load_config, model_fingerprint
+from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.loader import load_model
+from pagewire.shared.worker.estimate import weight_bytes
+from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, write_fp8
+from pagewire.tests.support.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def quantise(path: Path, layout: Layout) -> Path:
+    write_tiny_model(path / "plain", "llama", "groups-of-2-odd-vocabulary")
+    write_fp8(path / "plain", path / "stored", path / "meant", layout)
+    return path / "stored"
+
+
+def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    tensors = load_file(path / WEIGHTS)
+    tensors.pop(name, None)
+    save_file(tensors if tensor is None else {**tensors, name: tensor}, path / WEIGHTS)
+
+
+UP = "model.layers.0.mlp.up_proj"
+WRONG = {
+    "no-scale": (f"{UP}.weight_scale", None, f"1 tensor is missing ({UP}.weight_scale)"),
+    "scale-of-another-shape": (
+        f"{UP}.weight_scale",
+        torch.ones(3, 1),
+        f"1 tensor is of another shape ({UP}.weight_scale has [3, 1], not [80, 1])",
+    ),
+    "scale-of-another-dtype": (
+        f"{UP}.weight_scale",
+        torch.ones(80, 1, dtype=torch.int32),
+        f"1 tensor is of another dtype ({UP}.weight_scale is I32, not F64 or F32 or F16 or BF16)",
+    ),
+    "embeddings-in-fp8": (
+        "model.embed_tokens.weight",
+        torch.ones(131, 48).to(torch.float8_e4m3fn),
+        "another dtype (model.embed_tokens.weight is F8_E4M3, not F64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "tensor", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_tensors_are_named(
+    tmp_path: Path, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    edit(path, name, tensor)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_scales_of_a_quantised_cache_are_left_out_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    for name in ("k_scale", "v_scale"):
+        edit(path, f"model.layers.0.self_attn.{name}", torch.ones(1))
+    with caplog.at_level("INFO", "pagewire"):
+        load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert "does not use are not loaded: 1 of *.k_scale, 1 of *.v_scale" in caplog.text
+
+
+def test_a_weight_that_the_file_has_unquantised_is_taken_so(tmp_path: Path) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
+    plain = load_file(tmp_path / "meant" / WEIGHTS)[f"{UP}.weight"]
+    edit(path, f"{UP}.weight_scale", None)
+    edit(path, f"{UP}.weight", plain)
+    model = load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
+    assert torch.equal(dict(model.targets())[f"{UP}.weight"], plain)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("compressed-tensors", (1, None)),
+        Layout("compressed-tensors", (None, None), static=True),
+        Layout("fp8", (32, 32)),
+        Layout("fp8", (128, 128), skipped=r"lm_head|.*k_proj"),
+    ],
+    ids=["channel", "static", "blocks", "large-blocks"],
+)
+def test_estimated_bytes_are_those_of_the_loaded_model(tmp_path: Path, layout: Layout) -> None:
+    path = quantise(tmp_path, layout)
+    model = load_model(path, load_config(path), CPU, torch.bfloat16, load_ops("torch", "cpu"))
+    expected = sum(each.nbytes for each in model.stored())
+    assert weight_bytes(load_config(path), torch.bfloat16) == expected
+
+
+def test_quantising_while_loading_is_another_model_with_fewer_bytes() -> None:
+    path = demo_model_path()
+    plain, quantised = load_config(path), load_config(path, quantization="fp8")
+    assert model_fingerprint(path, plain) != model_fingerprint(path, quantised)
+    assert model_fingerprint(path, plain, "dummy") != model_fingerprint(path, quantised, "dummy")
+    fewer = weight_bytes(quantised, torch.bfloat16)
+    assert fewer < 0.75 * weight_bytes(plain, torch.bfloat16)
+    model = load_model(path, quantised, CPU, torch.bfloat16, load_ops("torch", "cpu"))
+    assert sum(each.nbytes for each in model.stored()) == fewer
+
+
+def test_quantising_while_loading_is_not_for_transformers_code() -> None:
+    with pytest.raises(ModelLoadError, match="--quantization fp8 is only for models that"):
+        load_config(demo_model_path(), "transformers", "fp8")
