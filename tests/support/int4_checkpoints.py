@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from pagewire.tests.support.fp8_checkpoints import QUANTISED, WEIGHTS
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, from the lowest bits on
+_ONES = 0x11111111  # which the first version of GPTQ subtracts from a word, and so with borrows
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Int4Layout:
             zeros = torch.full(scale.shape, 8)
         else:
             scale = (high - low) / 15
-            zeros = (-low / scale).round().clamp(1, 15).long()
+            zeros = (-low / scale).round().clamp(0, 15).long()
+            zeros[1::5] = 0  # as of weights none of which is negative
         scale = scale.half()
         full = scale.float()[:, groups], zeros[:, groups]
         numbers = (weight / full[0]).round().long().add(full[1]).clamp(0, 15)
@@ -105,10 +107,10 @@ class Int4Layout:
                 "qzeros": packed(zeros.t()[:, columns]),
                 "scales": scale.t(),
             }
-        stored = zeros - 1 if self.kind == "gptq" else zeros
+        words = packed(zeros.t())
         return {
             "qweight": packed(numbers).t(),
-            "qzeros": packed(stored.t()),
+            "qzeros": words - _ONES if self.kind == "gptq" else words,
             "scales": scale.t(),
             "g_idx": groups.int(),
         }

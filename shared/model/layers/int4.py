@@ -16,6 +16,9 @@ from pagewire.shared.model.quantization.config import Int4Format
 _OF_WORD = 8  # numbers of 4 bits in 32
 # Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+# What GPTQ's first version subtracts from a word of zeros, so that a zero of 0 borrows from the
+# next one.
+_GPTQ_ONES = 0x11111111
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +108,13 @@ class Int4File:
             found = Int4Numbers(numbers, tensors["weight_scale"], zeros)
             return self._ordered(name, found, tensors.get("weight_g_idx"))
         scale = tensors["scales"].t()
-        zeros = _unpacked(tensors["qzeros"])  # [groups, at least out]
+        words = tensors["qzeros"] + (_GPTQ_ONES if layout == "gptq" else 0)
+        zeros = _unpacked(words)  # [groups, at least out]
         if layout == "awq":
             numbers = _unpacked(tensors["qweight"]).unflatten(1, (-1, _OF_WORD))[..., _AWQ_PLACES]
             zeros = zeros.unflatten(1, (-1, _OF_WORD))[..., _AWQ_PLACES].flatten(1)
             return Int4Numbers(numbers.flatten(1).t()[: len(scale)], scale, zeros.t()[: len(scale)])
         numbers = _unpacked(tensors["qweight"].t())[:, : self._ins]
-        if layout == "gptq":  # which stores one less
-            zeros = zeros + 1
         return self._ordered(
             name, Int4Numbers(numbers, scale, zeros.t()[: len(scale)]), tensors["g_idx"]
         )
