@@ -24,7 +24,11 @@ from pagewire.shared.model.layers.parameters import (
 )
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.quantization.checkpoint import KV_SCALES, settle_formats
+from pagewire.shared.model.quantization.checkpoint import (
+    KV_SCALES,
+    added_biases,
+    settle_formats,
+)
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie, without_head
 from pagewire.shared.model.weights_copy import Fill, copy_weights
@@ -244,6 +248,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
         surplus=(HEAD,) if tied else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
         ignored_suffixes=KV_SCALES if config.quantization is not None else (),
+        zeros=added_biases(config.quantization),
     )
     if found.ignored:
         counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())

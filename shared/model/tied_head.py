@@ -18,6 +18,7 @@ from pagewire.shared.model.safetensors_header import WeightsFile
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_OF_HEAD = "lm_head."
 _BARE_EMBEDDING = EMBEDDING.removeprefix("model.")
 
 _ROWS = 4096  # compared at a time: the tables of a large vocabulary take gigabytes
@@ -50,7 +51,9 @@ def _is_one_tensor(checkpoint: list[WeightsFile], dtype: torch.dtype) -> bool:
         next((file for file in checkpoint if name in file.tensors), None)
         for name in (EMBEDDING, HEAD)
     )
-    if embedding is None or head is None:
+    if head is None:  # perhaps a quantised one is there
+        return not any(name.startswith(_OF_HEAD) for file in checkpoint for name in file.tensors)
+    if embedding is None:
         return True
     shape = head.tensors[HEAD].shape
     if embedding.tensors[EMBEDDING].shape != shape or len(shape) != 2:

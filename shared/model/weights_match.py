@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +87,7 @@ def match_weights(
     surplus: Sequence[str] = (),
     ignored_prefixes: Sequence[str] = (),
     ignored_suffixes: Sequence[str] = (),
+    zeros: Container[str] = (),
 ) -> WeightsMatch:
     """Find each of a model's tensors in exactly one file.
 
@@ -96,6 +97,7 @@ def match_weights(
         surplus: names of redundant tensors that a checkpoint may have.
         ignored_prefixes: prefixes of tensors that the family does not use.
         ignored_suffixes: ends of names of tensors that no format here uses.
+        zeros: names of tensors that a checkpoint may have if they have only zeros.
 
     Raises:
         ModelLoadError: tensors are missing, of another shape, unknown, in two files or of another
@@ -106,6 +108,8 @@ def match_weights(
         for name in file.tensors:
             ignored = [f"{each}*" for each in ignored_prefixes if name.startswith(each)]
             ignored += [f"*{each}" for each in ignored_suffixes if name.endswith(each)]
+            if name in zeros and name not in expected and _is_zero(file, name):
+                ignored.append(f"*.{name.rpartition('.')[2]}")
             if name not in expected and ignored:
                 found.ignored[ignored[0]] += 1
             elif name in expected or not (name in surplus or _DERIVED.fullmatch(name)):
@@ -119,6 +123,21 @@ def match_weights(
             "files belong together, or download them again"
         )
     return found
+
+
+def _is_zero(file: WeightsFile, name: str) -> bool:
+    """Whether a tensor has only zeros.
+
+    Raises:
+        ModelLoadError: the file cannot be read; one line.
+    """
+    entry = file.tensors[name]
+    try:
+        with file.path.open("rb") as stream:
+            stream.seek(entry.start)
+            return not any(stream.read(entry.num_bytes))
+    except OSError as exc:
+        raise ModelLoadError(f"weights file {file.path} cannot be read: {exc}") from exc
 
 
 def _without_ones(shape: Shape) -> Shape:

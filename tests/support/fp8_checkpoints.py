@@ -15,7 +15,7 @@ WEIGHTS = "model.safetensors"
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 # Names of the projections that writers quantise.
-QUANTISED = r"(.*\.)?(\w+_proj(_with_mqa)?|\w+_linear|w[123])"
+QUANTISED = r"(.*\.)?(\w+_proj(_with_mqa)?|\w+_linear|w[123]|lm_head)"
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Int4Layout:
         if self.kind != "packed":
             return {
                 "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": self.ordered,
-                "sym": self.symmetric, "checkpoint_format": self.kind, "lm_head": False,
-                "damp_percent": 0.1, "true_sequential": True,
+                "sym": self.symmetric, "checkpoint_format": self.kind, "damp_percent": 0.1,
+                "true_sequential": True, "lm_head": self.skipped == "none",
             }  # fmt: skip
         weights = {
             "actorder": "group" if self.ordered else None, "block_structure": None,

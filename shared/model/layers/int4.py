@@ -124,6 +124,8 @@ class Int4File:
         usual = torch.arange(self._ins, device=found.numbers.device) // self._group
         if groups is None or torch.equal(groups, usual.to(groups.dtype)):
             return found
+        if not (self._format.ordered or groups.any()):  # as some writers say that all is usual
+            return found
         order = groups.long().argsort(stable=True)
         if not self._format.ordered or not torch.equal(groups.long()[order], usual):
             raise ModelLoadError(
@@ -183,10 +185,10 @@ class Int4Linear:
         torch.bitwise_or(numbers[:, 0::2], numbers[:, 1::2] << 4, out=self._pairs)
         self._scale.copy_(found.scale)
         self._zeros.copy_(found.zeros)
-        if self._order is not None:
-            ins = self._shape.in_features
-            usual = torch.arange(ins, device=self._order.device)
-            self._order.copy_(usual if found.order is None else found.order)
+        if found.order is None:
+            self._order = None
+        elif self._order is not None:
+            self._order.copy_(found.order)
         if self.bias is not None and source.bias is not None:
             self.bias.copy_(source.bias)
 

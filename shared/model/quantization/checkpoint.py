@@ -41,6 +41,13 @@ def settle_formats(
     )
 
 
+def added_biases(quantization: QuantConfig | None) -> frozenset[str]:
+    """Return the names of biases, all zero, that writers add to projections that have none."""
+    if quantization is None or quantization.dialect != "gptq":
+        return frozenset()
+    return frozenset(f"{name}.bias" for name in quantization.quantised or ())
+
+
 def _with_names(file: WeightsFile) -> WeightsFile:
     tensors = {_renamed(name): entry for name, entry in file.tensors.items()}
     return file if len(tensors) < len(file.tensors) else dataclasses.replace(file, tensors=tensors)

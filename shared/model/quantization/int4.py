@@ -12,6 +12,7 @@ from pagewire.shared.model.quantization.config import (
 )
 from pagewire.shared.model.quantization.names import read_names
 
+_HEAD = "lm_head"  # also the name of the field that says whether it is quantised
 _GPTQ: dict[object, Int4Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
 
 
@@ -59,7 +60,7 @@ def read_gptq(fields: Fields) -> QuantConfig:
         dialect="gptq",
         groups=(FormatGroup(format),),
         ignored=read_names(fields, "modules_to_not_convert", may_end=True),
-        kept=KEPT,
+        kept=tuple(name for name in KEPT if name != _HEAD or not fields.flag(_HEAD, False)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ LAYOUTS = {
     "cohere-packed": ("cohere", "biases", Int4Layout("packed", 32, symmetric=True)),
     "gemma3-packed-asymmetric": ("gemma3", "biases-and-cap", Int4Layout("packed", 16)),
     "llama-packed-ordered": ("llama", "biases", Int4Layout("packed", 8, ordered=True)),
+    "llama-gptq-head": ("llama", "own-head-size", Int4Layout("gptq", 16, skipped="none")),
     "llama-packed-of-rows": ("llama", "own-head-size", Int4Layout("packed", None, symmetric=True)),
     "deepseekv3-dense-packed": (
         "deepseekv3",
@@ -123,12 +125,66 @@ def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
     assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
 
 
+def edit(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace or add tensors of the checkpoint in `stored`."""
+    file = path / "stored" / WEIGHTS
+    save_file({**load_file(file), **tensors}, file)
+
+
+def same_weights(one: DecoderModel, other: DecoderModel) -> bool:
+    pairs = zip(one.stored(), other.stored(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_biases_of_zeros_that_a_writer_adds_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AutoGPTQ gives each projection a bias; one that is not zero belongs to another model."""
+    write(tmp_path, "llama-gptq-head")
+    before = load(tmp_path / "stored")
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    edit(tmp_path, {f"{name}.bias": torch.zeros(8, dtype=torch.float16) for name in names})
+    with caplog.at_level("INFO", "pagewire"):
+        assert same_weights(load(tmp_path / "stored"), before)
+    assert f"{len(names)} of *.bias" in caplog.text
+    edit(tmp_path, {f"{names[0]}.bias": torch.tensor([0.0, 1.0])})
+    with pytest.raises(ModelLoadError, match=rf"1 tensor is not in the model \({names[0]}\.bias"):
+        load(tmp_path / "stored")
+
+
+def test_a_quantised_head_is_not_the_embedding(tmp_path: Path) -> None:
+    """Whatever config.json says, which may be that of the plain model."""
+    write(tmp_path, "llama-gptq-head")
+    before = load(tmp_path / "stored")
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    assert same_weights(load(tmp_path / "stored"), before)
+
+
+def test_groups_of_zeros_say_nothing_where_inputs_are_in_order(tmp_path: Path) -> None:
+    write(tmp_path, "llama-gptq")
+    before = load(tmp_path / "stored")
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    zeros = {n: torch.zeros_like(each) for n, each in tensors.items() if n.endswith(".g_idx")}
+    edit(tmp_path, zeros)
+    assert same_weights(load(tmp_path / "stored"), before)
+
+
+def test_inputs_that_are_in_order_are_not_gathered(tmp_path: Path) -> None:
+    """Though config.json says that they may have any order."""
+    write(tmp_path, "llama-gptq")
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(file.read_text().replace('"desc_act": false', '"desc_act": true'))
+    assert load_config(tmp_path / "stored").quantization.groups[0].format.ordered
+    assert all(each.dtype != torch.int64 for each in load(tmp_path / "stored").stored())
+
+
 def test_groups_that_are_not_those_of_the_configuration_are_refused(tmp_path: Path) -> None:
     write(tmp_path, "llama-gptq")
-    file = tmp_path / "stored" / WEIGHTS
-    tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.g_idx"
-    save_file({**tensors, name: tensors[name].flip(0).contiguous()}, file)
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    edit(tmp_path, {name: tensors[name].flip(0).contiguous()})
     with pytest.raises(ModelLoadError, match="up_proj: its g_idx does not put 16 inputs into each"):
         load(tmp_path / "stored")
 
