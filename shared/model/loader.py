@@ -16,6 +16,7 @@ from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.layers.fp8 import E4M3
+from pagewire.shared.model.layers.int4 import GROUP_INDEX
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
@@ -42,11 +43,11 @@ Progress = Callable[[str], None]
 _STACKED = ".experts.gate_up_proj"
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.002
-_DUMMY_STD_OF_FP8 = 64.0  # before scales; the format ends at 448
+_DUMMY_STD_OF_NUMBERS = 6.0  # before scales: of random numbers of 4 bits less zeros; in FP8, too
 _DUMMY_ROWS = 4096  # made at a time in float32
 # Dtypes in a file of what fills a parameter of this dtype; others are filled from any float dtype.
 _FILLED_BY = {E4M3: ("F8_E4M3",), torch.int32: ("I32",), torch.int64: ("I64", "I32")}
-_DUMMY_STD_OF = {EMBEDDING: 1.0, HEAD: 0.02}
+_DUMMY_STD_OF = {EMBEDDING.removesuffix(".weight"): 1.0, HEAD.removesuffix(".weight"): 0.02}
 
 
 def load_model(
@@ -181,15 +182,20 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
 
 
 def _fill_one(name: str, target: torch.Tensor, generator: torch.Generator) -> None:
-    std = _DUMMY_STD_OF.get(name, _DUMMY_STD)
+    std = _DUMMY_STD_OF.get(name.rpartition(".")[0], _DUMMY_STD)
     if name.endswith("norm.weight"):
         target.fill_(1.0)
     elif target.dtype == E4M3:
         for rows in target.split(_DUMMY_ROWS):
             values = torch.empty(rows.shape, device=rows.device, dtype=torch.float32)
-            rows.copy_(values.normal_(0.0, _DUMMY_STD_OF_FP8, generator=generator))
-    elif name.endswith("_scale"):
-        target.fill_(std / _DUMMY_STD_OF_FP8)
+            rows.copy_(values.normal_(0.0, _DUMMY_STD_OF_NUMBERS, generator=generator))
+    elif target.dtype == torch.int32:  # numbers of 4 bits
+        if not name.endswith(GROUP_INDEX):
+            target.random_(-(2**31), 2**31, generator=generator)
+    elif target.dtype == torch.int64:  # a shape, which is not used
+        target.zero_()
+    elif name.endswith(("_scale", ".scales")):
+        target.fill_(std / _DUMMY_STD_OF_NUMBERS)
     else:
         target.normal_(0.0, std, generator=generator)
 

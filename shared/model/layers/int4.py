@@ -13,6 +13,7 @@ from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Int4Format
 
+GROUP_INDEX = "g_idx"  # the end of the name of a tensor that has each input's group
 _OF_WORD = 8  # numbers of 4 bits in 32
 # Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -57,6 +58,15 @@ class Int4File:
             }
             for part, outs in shape.parts.items()
         }
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        """Give each input its usual group, in case that nothing fills these tensors."""
+        groups = torch.arange(self._ins) // self._group
+        for tensors in self._tensors.values():
+            for name, tensor in tensors.items():
+                if name.endswith(GROUP_INDEX):
+                    tensor.copy_(groups)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills packed numbers, zeros, scales and biases."""

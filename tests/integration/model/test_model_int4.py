@@ -125,6 +125,18 @@ def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
     assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3-awq-some-ignored", "llama-gptq-ordered", "gemma3-packed-asymmetric", "llama-gptq-head"],
+)
+def test_dummy_weights_are_of_a_usual_size(tmp_path: Path, name: str) -> None:
+    write(tmp_path, name)
+    config, ops = load_config(tmp_path / "stored"), load_ops("torch", "cpu")
+    model = load_model(None, config, CPU, torch.bfloat16, ops, "dummy")
+    assert any(each.dtype == torch.uint8 for each in model.stored())
+    assert 0.01 < run(model, random_prompts((20, 20), VOCAB)).std() < 10
+
+
 def edit(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Replace or add tensors of the checkpoint in `stored`."""
     file = path / "stored" / WEIGHTS
