@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import itemgetter
+
 from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.quantization.block import read_block
 from pagewire.shared.model.quantization.config import (
@@ -10,6 +13,7 @@ from pagewire.shared.model.quantization.config import (
     Fp8Format,
     Int4Format,
     QuantConfig,
+    WeightFormat,
 )
 from pagewire.shared.model.quantization.names import Names, read_names
 
@@ -34,30 +38,39 @@ def read_compressed_tensors(fields: Fields) -> QuantConfig:
     raw = fields.raw.get("config_groups")
     if not isinstance(raw, dict) or not raw:
         raise fields.error(f"config_groups must be an object with groups, not {raw!r:.80}")
-    groups = []
+    groups: list[tuple[int, FormatGroup]] = []
     for name, group in raw.items():
         if not isinstance(group, dict):
             raise fields.error(f"config_groups.{name} must be an object, not {group!r:.80}")
         of_group = Fields(group, f"{fields.source}.config_groups.{name}")
         stored = group.get("format") or fields.raw.get("format") or _FORMATS[0]
-        groups.append(_read_group(of_group, stored))
+        groups += _by_kind(_read_format(of_group, stored), read_names(of_group, "targets"))
+    groups.sort(key=itemgetter(0))
     return QuantConfig(
         dialect="compressed-tensors",
-        groups=tuple(groups),
+        groups=tuple(group for _, group in groups),
         ignored=read_names(fields, "ignore"),
     )
 
 
-def _read_group(fields: Fields, stored: object) -> FormatGroup:
-    """Return the projections and the format of one group."""
+def _by_kind(format: WeightFormat, targets: Names) -> Iterator[tuple[int, FormatGroup]]:
+    """Yield what a group says by names, by regular expressions and of all, and which wins."""
+    if targets.modules:
+        yield 0, FormatGroup(format, Names(modules=targets.modules))
+    if targets.patterns:
+        yield 1, FormatGroup(format, Names(patterns=targets.patterns))
+    if targets == Names() or _LINEAR in targets.modules:
+        yield 2, FormatGroup(format)
+
+
+def _read_format(fields: Fields, stored: object) -> WeightFormat:
+    """Return the format of one group."""
     weights = _part(fields, "weights")
     if weights is None:
         raise fields.error("weights is missing: weights that are not quantised need no group")
     kind, bits = weights.raw.get("type"), weights.raw.get("num_bits")
-    targets = read_names(fields, "targets")
-    named = None if targets == Names() or _LINEAR in targets.modules else targets
     if (kind, bits, stored) == ("int", 4, _PACKED):
-        return FormatGroup(_read_packed(fields, weights), named)
+        return _read_packed(fields, weights)
     if kind != "float" or bits != 8 or stored not in _FORMATS:
         raise fields.error(
             f"weights of {bits!r:.20} bits of type {kind!r:.20} in format {stored!r:.40} are not "
@@ -67,7 +80,7 @@ def _read_group(fields: Fields, stored: object) -> FormatGroup:
         raise fields.error("weights must be symmetric and not dynamic")
     rows, columns = _granularity(weights)
     activations = _activations(fields, columns)
-    return FormatGroup(Fp8Format(rows, columns, activations), named)
+    return Fp8Format(rows, columns, activations)
 
 
 def _read_packed(fields: Fields, weights: Fields) -> Int4Format:

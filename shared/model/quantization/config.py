@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.quantization.names import Names
 
 # What is done to a projection's input when activations have 16 bits: each token's is divided by a
@@ -95,6 +96,10 @@ class QuantConfig:
 
         Args:
             name: of the projection in the model here, such as `model.layers.0.mlp.up_proj`.
+
+        Raises:
+            ModelLoadError: the files have the weight quantised, and config.json does not say in
+                which of several formats; one line.
         """
         if self.quantised is None:
             is_kept = any(part in self.kept for part in name.split(".")[-2:])
@@ -105,8 +110,15 @@ class QuantConfig:
         for group in self.groups:
             if group.targets is None or group.targets.have(name):
                 return group.format
+        if self.quantised is None:
+            return None
         # The file has the weight quantised, by a class of layers that has another name here.
-        return None if self.quantised is None else self.groups[0].format
+        if len({group.format for group in self.groups}) > 1:
+            raise ModelLoadError(
+                f"{name} is quantised, but none of the config_groups in config.json names it: add "
+                "it to the targets of the group that has its format"
+            )
+        return self.groups[0].format
 
 
 FP8_WHILE_LOADING = QuantConfig(

@@ -75,10 +75,11 @@ def read_names(fields: Fields, name: str, *, may_end: bool = False) -> Names:
 
 def possible_names(name: str) -> list[str]:
     """Return the names that a checkpoint may have for a projection."""
+    inner = f"{name}."  # as a prefix may be all of a projection's name
     outer = [
-        before + name.removeprefix(after)
+        f"{before}{inner.removeprefix(after)}"[:-1]
         for before, after in RENAMED_PREFIXES.items()
-        if name.startswith(after)
+        if inner.startswith(after)
     ]
     return [name, *outer]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,50 @@ def test_groups_are_taken_in_order(tmp_path: Path) -> None:
     assert found.format_of("model.layers.0.self_attn.q_proj") == Fp8Format(128, 128)
     assert found.format_of("model.layers.1.mlp.up_proj") == Fp8Format(128, 128)
     assert found.format_of("model.layers.0.mlp.up_proj") == Fp8Format(1, None)
+
+
+def test_groups_of_names_come_before_those_of_classes(tmp_path: Path) -> None:
+    """As compressed-tensors has it: names, then regular expressions, then classes."""
+    blocks = {**WEIGHTS_IN_FP8, "strategy": "block", "block_structure": [128, 128]}
+    tensors = {**WEIGHTS_IN_FP8, "strategy": "tensor"}
+    raw = compressed()
+    raw["config_groups"] = {
+        "a": GROUP,
+        "b": {**GROUP, "weights": blocks, "targets": ["re:.*mlp.*"]},
+        "c": {**GROUP, "weights": tensors, "targets": ["model.layers.0.mlp.up_proj"]},
+    }
+    found = read(tmp_path, raw)
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.up_proj") == Fp8Format(None, None)
+    assert found.format_of("model.layers.1.mlp.up_proj") == Fp8Format(128, 128)
+    assert found.format_of("model.layers.0.self_attn.q_proj") == Fp8Format(1, None)
+
+
+def test_a_weight_of_which_groups_say_nothing(tmp_path: Path) -> None:
+    """Its format is that of all groups, if they have the same."""
+    blocks = {**WEIGHTS_IN_FP8, "strategy": "block", "block_structure": [128, 128]}
+    name = "model.layers.0.mlp.up_proj"
+    for first, second in ((WEIGHTS_IN_FP8, WEIGHTS_IN_FP8), (WEIGHTS_IN_FP8, blocks)):
+        raw = compressed()
+        raw["config_groups"] = {
+            "a": {**GROUP, "weights": first, "targets": ["SomeLinear"]},
+            "b": {**GROUP, "weights": second, "targets": ["re:.*self_attn.*"]},
+        }
+        found = read(tmp_path, raw)
+        assert found is not None and found.format_of(name) is None
+        found = replace(found, quantised=frozenset({name}))
+        if first == second:
+            assert found.format_of(name) == Fp8Format(1, None)
+        else:
+            with pytest.raises(ModelLoadError, match=f"^{name} is quantised, but none of the "):
+                found.format_of(name)
+
+
+def test_the_head_of_a_model_that_takes_images_has_a_name_of_its_own(tmp_path: Path) -> None:
+    found = read(tmp_path, compressed(ignore=["language_model.lm_head"]))
+    assert found is not None
+    assert found.format_of("lm_head") is None
+    assert found.format_of("lm_heads") is not None
 
 
 def test_many_names_of_many_experts_are_looked_up_quickly(tmp_path: Path) -> None:
