@@ -54,7 +54,13 @@ def load_config(
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
-    if quantization == "fp8" and config.quantization is None:
+    own = config.quantization
+    if quantization == "fp8" and own is not None and own.kinds != "fp8":
+        raise fields.error(
+            f"--quantization fp8 is not for a checkpoint with weights in {own.kinds.upper()} "
+            f"({own.dialect}): leave it out"
+        )
+    if quantization == "fp8" and own is None:
         if model_impl == "transformers":
             raise ModelLoadError(
                 "--quantization fp8 is only for models that Pagewire's own code computes: leave it "
@@ -98,7 +104,7 @@ def model_fingerprint(
     if isinstance(config, TransformersConfig):
         state.update(b"transformers")  # whose keys and values may differ from ours in a bit
     if config.quantization is not None and config.quantization.while_loading:
-        state.update(f"quantised to {config.quantization.dialect}".encode())
+        state.update(f"quantised to {config.quantization}".encode())
     if config.rope.is_long(longest or config.max_position_embeddings):
         state.update(b"long factors")
     if load_format == "dummy":

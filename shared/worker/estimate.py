@@ -31,7 +31,7 @@ class Estimate:
 
     Attributes:
         dtype: of activations and KV pool.
-        weight_format: of most weights: that dtype, or "fp8".
+        weight_format: of most weights: that dtype, "fp8" or "int4".
         weights: exactly those of the parameters.
         tables: device slots, sampling, rotary angles.
         activations: of the largest step.
@@ -86,7 +86,7 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     context = min(model_len, longest)
     return Estimate(
         dtype=layout.dtype,
-        weight_format=layout.dtype if config.quantization is None else "fp8",
+        weight_format=layout.dtype if config.quantization is None else config.quantization.kinds,
         total=total,
         weights=weights,
         tables=tables,

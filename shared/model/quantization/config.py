@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.quantization.names import Names
@@ -27,6 +27,7 @@ class Fp8Format:
         activations: what is done to inputs.
     """
 
+    name: ClassVar[str] = "fp8"
     rows: int | None
     columns: int | None
     activations: Activations = "token"
@@ -47,6 +48,7 @@ class Int4Format:
         ordered: whether the checkpoint says which inputs are in a group.
     """
 
+    name: ClassVar[str] = "int4"
     layout: Int4Layout
     group: int | None
     symmetric: bool = False
@@ -90,6 +92,11 @@ class QuantConfig:
     kept: tuple[str, ...] = ()
     while_loading: bool = False
     quantised: frozenset[str] | None = None
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of formats, such as "fp8", with commas between several."""
+        return ", ".join(sorted({group.format.name for group in self.groups}))
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection's weight; None if it is not quantised.

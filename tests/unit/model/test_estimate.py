@@ -125,6 +125,12 @@ def test_weights_in_fp8_leave_more_for_the_pool(tmp_path: Path) -> None:
     assert "bytes, fp8)" in _run(name).stdout
 
 
+def test_formats_of_weights_are_named(tmp_path: Path) -> None:
+    described = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    config = load_config(Path(_write(tmp_path, quantization_config=described)))
+    assert estimate(config, WorkerSettings(), 80 * GIB).weight_format == "int4"
+
+
 def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
     name = _write(tmp_path, dtype=None)
     done = _run(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,9 @@ def test_quantising_while_loading_is_another_model_with_fewer_bytes() -> None:
     plain, quantised = load_config(path), load_config(path, quantization="fp8")
     assert model_fingerprint(path, plain) != model_fingerprint(path, quantised)
     assert model_fingerprint(path, plain, "dummy") != model_fingerprint(path, quantised, "dummy")
+    assert quantised.quantization is not None
+    other = replace(quantised, quantization=replace(quantised.quantization, kept=()))
+    assert model_fingerprint(path, other) != model_fingerprint(path, quantised)
     fewer = weight_bytes(quantised, torch.bfloat16)
     assert fewer < 0.75 * weight_bytes(plain, torch.bfloat16)
     model = load_model(path, quantised, CPU, torch.bfloat16, load_ops("torch", "cpu"))

@@ -277,6 +277,14 @@ def test_the_head_of_a_model_that_takes_images_has_a_name_of_its_own(tmp_path: P
     assert found.format_of("lm_heads") is not None
 
 
+def test_fp8_while_loading_is_not_for_checkpoints_in_int4(tmp_path: Path) -> None:
+    read(tmp_path, AWQ)
+    with pytest.raises(ModelLoadError, match=r"--quantization fp8 .* INT4 \(awq\)"):
+        load_config(tmp_path, quantization="fp8")
+    read(tmp_path, FP8)
+    assert load_config(tmp_path, quantization="fp8") == load_config(tmp_path)
+
+
 def test_many_names_of_many_experts_are_looked_up_quickly(tmp_path: Path) -> None:
     names = [f"model.layers.{n}.mlp.gate" for n in range(48)] + ["lm_head"]
     found = read(tmp_path, {**FP8, "modules_to_not_convert": names})
