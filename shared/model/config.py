@@ -24,6 +24,7 @@ from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 from pagewire.shared.settings.types import ModelImpl, Quantization
 
 CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_FILE = "generation_config.json"
 
 _WITH_LAYER_TYPES = {
@@ -55,6 +56,8 @@ def load_config(
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
     own = config.quantization
+    if own is None:
+        _check_modelopt(path)
     if quantization == "fp8" and own is not None and own.kinds != "fp8":
         raise fields.error(
             f"--quantization fp8 is not for a checkpoint with weights in {own.kinds.upper()} "
@@ -68,6 +71,22 @@ def load_config(
             )
         config = dataclasses.replace(config, quantization=FP8_WHILE_LOADING)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
+
+
+def _check_modelopt(path: Path) -> None:
+    """Check that no weights are quantised by a description of their own.
+
+    Raises:
+        ModelLoadError: they are; one line.
+    """
+    file = path / MODELOPT_FILE
+    described = read_json(file).get("quantization") if file.exists() else None
+    kind = described.get("quant_algo") if isinstance(described, dict) else None
+    if kind is not None:
+        raise ModelLoadError(
+            f"{file}: weights that are quantised so ({kind!s:.40}) by ModelOpt are not supported; "
+            "pass an unquantised checkpoint, or one in FP8 or INT4 that docs/models.md lists"
+        )
 
 
 def has_dtype(path: Path) -> bool:

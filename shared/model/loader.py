@@ -253,7 +253,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
         checkpoint,
         surplus=(HEAD,) if tied else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
-        ignored_suffixes=KV_SCALES if config.quantization is not None else (),
+        ignored_suffixes=KV_SCALES,
         zeros=added_biases(config.quantization),
     )
     if found.ignored:

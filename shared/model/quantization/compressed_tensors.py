@@ -22,8 +22,11 @@ _PACKED = "pack-quantized"
 _LINEAR = "Linear"
 
 
-def read_compressed_tensors(fields: Fields) -> QuantConfig:
+def read_compressed_tensors(fields: Fields) -> QuantConfig | None:
     """Read the description of a checkpoint that compressed-tensors wrote.
+
+    Returns:
+        None where only the KV cache is quantised, which has the model's dtype here.
 
     Args:
         fields: of `quantization_config`.
@@ -36,6 +39,8 @@ def read_compressed_tensors(fields: Fields) -> QuantConfig:
         if value and not (isinstance(value, dict) and value.get("format") == "dense"):
             raise fields.error(f"{name} is not supported; only dense weights without transforms")
     raw = fields.raw.get("config_groups")
+    if not raw and fields.raw.get("kv_cache_scheme"):
+        return None
     if not isinstance(raw, dict) or not raw:
         raise fields.error(f"config_groups must be an object with groups, not {raw!r:.80}")
     groups: list[tuple[int, FormatGroup]] = []

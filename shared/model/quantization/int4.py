@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pagewire.shared.model.fields import MAX_WIDTH, Fields
 from pagewire.shared.model.quantization.config import (
     KEPT,
@@ -10,9 +12,10 @@ from pagewire.shared.model.quantization.config import (
     Int4Layout,
     QuantConfig,
 )
-from pagewire.shared.model.quantization.names import read_names
+from pagewire.shared.model.quantization.names import Names, read_names
 
 _HEAD = "lm_head"  # also the name of the field that says whether it is quantised
+_EXCLUDES = "-:"  # before the regular expression of projections that are not quantised
 _GPTQ: dict[object, Int4Layout] = {"gptq": "gptq", "gptq_v2": "gptq_v2"}
 
 
@@ -52,16 +55,31 @@ def read_gptq(fields: Fields) -> QuantConfig:
     stored = fields.raw.get("checkpoint_format") or "gptq"
     if not isinstance(stored, str) or stored not in _GPTQ:
         raise fields.error(f"checkpoint_format {stored!r:.40} is not supported; only gptq, gptq_v2")
-    if fields.raw.get("dynamic"):
-        raise fields.error("dynamic is not supported: all projections must have the same format")
     ordered = fields.flag("desc_act", False)
     format = Int4Format(_GPTQ[stored], _group_size(fields), ordered=ordered)
     return QuantConfig(
         dialect="gptq",
         groups=(FormatGroup(format),),
-        ignored=read_names(fields, "modules_to_not_convert", may_end=True),
+        ignored=_read_ignored(fields),
         kept=tuple(name for name in KEPT if name != _HEAD or not fields.flag(_HEAD, False)),
     )
+
+
+def _read_ignored(fields: Fields) -> Names:
+    """Return the projections that are not quantised, as a list and as `dynamic` name them."""
+    listed = read_names(fields, "modules_to_not_convert", may_end=True)
+    dynamic = fields.raw.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise fields.error(f"dynamic must be an object, not {dynamic!r:.80}")
+    for name in dynamic:
+        if not name.startswith(_EXCLUDES):
+            raise fields.error(
+                f"dynamic has {name!r:.80}, which is not supported; only names that begin with "
+                f"{_EXCLUDES!r}: all quantised projections must have the same format"
+            )
+    names = [f"re:{name.removeprefix(_EXCLUDES)}" for name in dynamic]
+    excluded = read_names(Fields({"dynamic": names}, fields.source), "dynamic")
+    return replace(listed, patterns=listed.patterns + excluded.patterns)
 
 
 def _check_bits(fields: Fields) -> None:

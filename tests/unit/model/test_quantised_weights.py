@@ -77,6 +77,12 @@ def test_scales_of_a_quantised_cache_are_left_out_and_logged(
     assert "does not use are not loaded: 1 of *.k_scale, 1 of *.v_scale" in caplog.text
 
 
+def test_scales_of_a_quantised_cache_alone_are_left_out(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, "model.layers.0.self_attn.k_scale", torch.ones(1))
+    load_model(tmp_path, load_config(tmp_path), CPU, torch.float32, load_ops("torch", "cpu"))
+
+
 def test_a_weight_that_the_file_has_unquantised_is_taken_so(tmp_path: Path) -> None:
     path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
     plain = load_file(tmp_path / "meant" / WEIGHTS)[f"{UP}.weight"]

@@ -83,6 +83,7 @@ READ = {
         {**GPTQ, "checkpoint_format": "gptq_v2", "desc_act": True},
         Int4Format("gptq_v2", 128, ordered=True),
     ),
+    "gptq-of-some": ({**GPTQ, "dynamic": {"-:.*down_proj": {}}}, Int4Format("gptq", 128)),
     "packed": (packed(), Int4Format("packed", 128, symmetric=True)),
     "packed-of-rows": (
         packed(strategy="channel", symmetric=False, group_size=None), Int4Format("packed", None)
@@ -115,7 +116,10 @@ REFUSED = {
         {**GPTQ, "checkpoint_format": "marlin"},
         "checkpoint_format 'marlin' is not supported; only gptq, gptq_v2",
     ),
-    "gptq-dynamic": ({**GPTQ, "dynamic": {"-:lm_head": {}}}, "dynamic is not supported"),
+    "gptq-dynamic": (
+        {**GPTQ, "dynamic": {"-:lm_head": {}, "+:.*down_proj": {"bits": 8}}},
+        "dynamic has '+:.*down_proj', which is not supported; only names that begin with '-:'",
+    ),
     "gguf": ({"quant_method": "gguf"}, f"(gguf) is not supported; {ADVICE}"),
     "modelopt": ({"quant_method": "modelopt"}, f"(modelopt) is not supported; {ADVICE}"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "(bitsandbytes) is not supported"),
@@ -270,11 +274,25 @@ def test_a_weight_of_which_groups_say_nothing(tmp_path: Path) -> None:
                 found.format_of(name)
 
 
+def test_names_that_dynamic_excludes_are_not_quantised(tmp_path: Path) -> None:
+    names = {"-:.*down_proj": {}, "-:model\\.layers\\.0\\.": {}}
+    found = read(tmp_path, {**GPTQ, "dynamic": names, "modules_to_not_convert": ["o_proj"]})
+    assert found is not None
+    kept = ("1.mlp.down_proj", "0.mlp.up_proj", "1.self_attn.o_proj")
+    assert all(found.format_of(f"model.layers.{name}") is None for name in kept)
+    assert found.format_of("model.layers.1.mlp.up_proj") == Int4Format("gptq", 128)
+
+
 def test_the_head_of_a_model_that_takes_images_has_a_name_of_its_own(tmp_path: Path) -> None:
     found = read(tmp_path, compressed(ignore=["language_model.lm_head"]))
     assert found is not None
     assert found.format_of("lm_head") is None
     assert found.format_of("lm_heads") is not None
+
+
+def test_a_quantised_cache_alone_is_no_quantised_weight(tmp_path: Path) -> None:
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    assert read(tmp_path, compressed(config_groups={}, kv_cache_scheme=cache)) is None
 
 
 def test_fp8_while_loading_is_not_for_checkpoints_in_int4(tmp_path: Path) -> None:
@@ -283,6 +301,16 @@ def test_fp8_while_loading_is_not_for_checkpoints_in_int4(tmp_path: Path) -> Non
         load_config(tmp_path, quantization="fp8")
     read(tmp_path, FP8)
     assert load_config(tmp_path, quantization="fp8") == load_config(tmp_path)
+
+
+def test_what_only_modelopt_describes_is_refused(tmp_path: Path) -> None:
+    read(tmp_path, None)
+    described = tmp_path / "hf_quant_config.json"
+    described.write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert load_config(tmp_path).quantization is None
+    described.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json: .*\(FP8\).* ModelOpt"):
+        load_config(tmp_path)
 
 
 def test_many_names_of_many_experts_are_looked_up_quickly(tmp_path: Path) -> None:
