@@ -225,11 +225,12 @@ def _fill(
     sections = [list(model.parameters())] if config.quantization is None else model.sections()
     with LoadProgress("loading weights", total, progress) as shown:
         for section in sections:
-            fills = [
-                Fill(holders[name], holders[name].tensors[name], target)
-                for name, target in _targets(section, holders, config.tie_word_embeddings)
-            ]
-            copy_weights(fills, device, shown.add)
+            targets = _targets(section, holders, config.tie_word_embeddings)
+            copy_weights(
+                [Fill(holders[name], holders[name].tensors[name], to) for name, to in targets],
+                device,
+                shown.add,
+            )
             for _, each in section:
                 each.finish()
     logger.info("loaded weights: %s", shown.summary)
