@@ -15,6 +15,7 @@ from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.execution.scoring import TILE_ROWS
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.model.layers.int4 import dequantised_bytes
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.settings.config import WorkerSettings
@@ -68,9 +69,11 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     dtype = choose_dtype(settings.dtype, config)
     model_len = choose_max_model_len(settings.max_model_len, config)
     layout = config.kv_layout(settings.block_size, str(dtype).removeprefix("torch."))
-    weights = weight_bytes(config, dtype)
+    stored = _stored(config, dtype)
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
+    activations += _dequantised_bytes(stored, dtype)
+    weights = sum(each.nbytes for each in stored)
     trial = trial_blocks(settings.max_num_batched_tokens, layout) * layout.block_bytes
     staging = staging_bytes(settings, layout, total)
     left = pool_bytes(
@@ -110,8 +113,19 @@ def _pool_tokens(blocks: int, layout: KvLayout, context: int) -> int:
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a model's parameters, each counted once."""
+    return sum(each.nbytes for each in _stored(config, dtype))
+
+
+def _stored(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return a model's parameters, which have no memory here."""
     model = build_model(config, META, dtype, load_ops("torch", "cpu"), max_positions=1)
-    return sum(each.nbytes for each in model.stored())
+    return list(model.stored())
+
+
+def _dequantised_bytes(stored: list[torch.Tensor], dtype: torch.dtype) -> int:
+    """Return what a product needs whose weights are in INT4, of which bytes have two."""
+    numbers = [2 * each.numel() for each in stored if each.dtype == torch.uint8]
+    return dequantised_bytes(max(numbers, default=0), dtype)
 
 
 def _table_bytes(

@@ -14,6 +14,8 @@ from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Int4Format
 
 GROUP_INDEX = "g_idx"  # the end of the name of a tensor that has each input's group
+DEQUANTISED_AT_A_TIME = 1 << 24  # numbers, in float32
+_BYTES_OF_NUMBER = 6  # while it is dequantised: of float32, and two copies in 8 bits
 _OF_WORD = 8  # numbers of 4 bits in 32
 # Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -174,12 +176,20 @@ class Int4Linear:
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
         x = x if self._order is None else x[:, self._order]
-        return self._ops.linear(x, self._dequantised().to(x.dtype), self.bias, out)
+        return self._ops.linear(x, self._dequantised(x.dtype), self.bias, out)
 
-    def _dequantised(self) -> torch.Tensor:
-        numbers = torch.stack([self._pairs & 15, self._pairs >> 4], dim=2).flatten(1)
-        numbers = numbers[:, : self._shape.in_features]
-        return _dequantised(Int4Numbers(numbers, self._scale, self._zeros), self._group)
+    def _dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return `[out, in]`, inputs in the order of their groups: some rows at a time."""
+        outs, ins = self._shape.out_features, self._shape.in_features
+        weight = torch.empty((outs, ins), dtype=dtype, device=self._pairs.device)
+        step = max(1, DEQUANTISED_AT_A_TIME // ins)
+        for first in range(0, outs, step):
+            rows = slice(first, first + step)
+            pairs = self._pairs[rows]
+            numbers = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :ins]
+            found = Int4Numbers(numbers, self._scale[rows], self._zeros[rows])
+            weight[rows] = _dequantised(found, self._group)
+        return weight
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield nothing: the checkpoint's tensors are those of `Int4File`."""
@@ -220,19 +230,24 @@ class Int4Linear:
 
     def matrix(self) -> torch.Tensor:
         """Return what the weights stand for, in float32."""
-        weight = self._dequantised()
+        weight = self._dequantised(torch.float32)
         if self._order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self._order, weight)
 
 
+def dequantised_bytes(count: int, dtype: torch.dtype) -> int:
+    """Return the memory that a product with `count` weights needs for them, in addition."""
+    return count * dtype.itemsize + min(count, DEQUANTISED_AT_A_TIME) * _BYTES_OF_NUMBER
+
+
 def _dequantised(found: Int4Numbers, group: int) -> torch.Tensor:
     """Return `[out, in]` float32, inputs in the order of their groups."""
     ins = found.numbers.shape[1]
-    zeros, scale = (
-        each.float().repeat_interleave(group, 1)[:, :ins] for each in (found.zeros, found.scale)
-    )
-    return (found.numbers.float() - zeros) * scale
+    numbers = torch.nn.functional.pad(found.numbers, (0, -ins % group)).float()
+    groups = numbers.unflatten(1, (-1, group))
+    groups.sub_(found.zeros[..., None]).mul_(found.scale[..., None])
+    return numbers[:, :ins]
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

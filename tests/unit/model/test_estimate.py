@@ -125,10 +125,16 @@ def test_weights_in_fp8_leave_more_for_the_pool(tmp_path: Path) -> None:
     assert "bytes, fp8)" in _run(name).stdout
 
 
-def test_formats_of_weights_are_named(tmp_path: Path) -> None:
+def test_weights_in_int4_are_dequantised_for_each_product(tmp_path: Path) -> None:
     described = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    config = load_config(Path(_write(tmp_path, quantization_config=described)))
-    assert estimate(config, WorkerSettings(), 80 * GIB).weight_format == "int4"
+    plain, quantised = (
+        estimate(load_config(Path(_write(tmp_path, **fields))), WorkerSettings(), 80 * GIB)
+        for fields in ({}, {"quantization_config": described})
+    )
+    assert quantised.weight_format == "int4"
+    # The largest product dequantises gate and up, some rows of it as numbers at a time.
+    fewest = 2 * 2 * 4096 * 14336
+    assert fewest < quantised.activations - plain.activations < 2 * fewest
 
 
 def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
