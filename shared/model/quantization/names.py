@@ -19,6 +19,8 @@ _PLAIN = re.compile(r"[\w.-]+")
 class Names:
     """Names of projections.
 
+    Names that are not quantised matter only where the files are not read, as for an estimate.
+
     Attributes:
         modules: of projections, or of layers that have some.
         ends: of projections' names.
