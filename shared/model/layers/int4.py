@@ -41,7 +41,7 @@ class Int4Numbers:
     order: torch.Tensor | None = None
 
 
-class Int4File:
+class Int4Tensors:
     """The tensors of projections as a checkpoint has them; they are converted when filled."""
 
     def __init__(
@@ -192,13 +192,13 @@ class Int4Linear:
         return weight
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield nothing: the checkpoint's tensors are those of `Int4File`."""
+        """Yield nothing: the checkpoint's tensors are those of `Int4Tensors`."""
         yield from ()
 
     def finish(self) -> None:
         """Do nothing: `take` fills the parameters."""
 
-    def take(self, source: Int4File) -> None:
+    def take(self, source: Int4Tensors) -> None:
         """Keep what a checkpoint's tensors hold, in pairs."""
         found = source.numbers()
         numbers = torch.nn.functional.pad(found.numbers, (0, found.numbers.shape[1] % 2))

@@ -17,7 +17,7 @@ from pagewire.shared.model.layers.experts import (
 )
 from pagewire.shared.model.layers.fp8 import Fp8Linear
 from pagewire.shared.model.layers.fp8_experts import Fp8Experts
-from pagewire.shared.model.layers.int4 import Int4File, Int4Linear
+from pagewire.shared.model.layers.int4 import Int4Linear, Int4Tensors
 from pagewire.shared.model.layers.linear import (
     Linear,
     LinearShape,
@@ -102,11 +102,11 @@ class Methods:
     def _format_of(self, name: str) -> WeightFormat | None:
         return None if self._quantization is None else self._quantization.format_of(name)
 
-    def _stored(self, shape: LinearShape, format: WeightFormat) -> Fp8Linear | Int4File:
+    def _stored(self, shape: LinearShape, format: WeightFormat) -> Fp8Linear | Int4Tensors:
         """Return what the checkpoint's tensors of quantised projections fill."""
         if isinstance(format, Fp8Format):
             return self._fp8(shape, format)
-        return Int4File(shape, format, self._device, self._dtype_of(shape))
+        return Int4Tensors(shape, format, self._device, self._dtype_of(shape))
 
     def _unquantised(self, shape: LinearShape) -> Unquantized:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype_of(shape))
