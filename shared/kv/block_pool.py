@@ -229,11 +229,13 @@ class BlockPool:
             return
         for table in self.lookup(hashes):
             blocks = table.held
-            self._give_up(self._retention.retain(owner, blocks, seconds, self.now_s))
-            for block in blocks:
-                if block in self._cached and block in self._retention:
-                    del self._cached[block]
+            given_up = self._retention.retain(owner, blocks, seconds, self.now_s)
+            for block in reversed(blocks):  # before some of them are given up again
+                if self._refs[block] == 0:
+                    self._cached.pop(block, None)
+                    self._cached_retained.pop(block, None)
                     self._cached_retained[block] = None
+            self._give_up(given_up)
 
     def advance_to(self, now_s: float) -> None:
         """Note the time: what was retained until now is retained no longer."""

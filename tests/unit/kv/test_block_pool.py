@@ -17,6 +17,7 @@ from pagewire.tests.support.kv_layouts import kv_layout
 
 PLAIN = kv_layout()
 Path = tuple[int, ...]  # what a block and all before it hold, one small integer a block
+paths = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 
 
 def hash_of(path: Path) -> BlockHash:
@@ -73,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
     def holder(self, index: int) -> Holder:
         return self.holders[index % len(self.holders)]
 
-    @rule(path=st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple))
+    @rule(path=paths)
     def admit(self, path: Path) -> None:
         cached = self.pool.lookup(hashes_of(path)[: len(path) - 1])[0].block_ids
         missing = len(path) - len(cached)
@@ -107,10 +108,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders.remove(holder)
         self.pool.release(holder.blocks)
 
-    @precondition(lambda self: self.holders)
-    @rule(index=st.integers(0, 20), owner=st.sampled_from("ab"), seconds=st.integers(1, 3))
-    def retain(self, index: int, owner: str, seconds: int) -> None:
-        self.pool.retain(owner, hashes_of(self.holder(index).path), seconds)
+    @rule(path=paths, owner=st.sampled_from("ab"), seconds=st.integers(1, 3))
+    def retain(self, path: Path, owner: str, seconds: int) -> None:
+        self.pool.retain(owner, hashes_of(path), seconds)
 
     @rule(seconds=st.integers(0, 2))
     def wait(self, seconds: int) -> None:
@@ -202,6 +202,18 @@ def test_what_is_retained_is_evicted_last_and_in_time_as_everything_else() -> No
     assert pool.num_retained == 2
     pool.advance_to(300.0)
     assert pool.num_retained == 0
+
+
+def test_idle_blocks_that_are_retained_beyond_a_share_are_given_up_at_once() -> None:
+    pool = BlockPool(40, PLAIN, max_retained=10)
+    long, short = (1,) * 8, (2,) * 5
+    for path in (long, short):
+        pool.release(fill(pool, path))
+    pool.retain("key", hashes_of(long), seconds=3600)
+    pool.retain("key", hashes_of(short), seconds=300)
+    pool.check_integrity({})
+    assert 0 < pool.num_retained <= 10
+    assert pool.counts().cached == 13
 
 
 def test_nothing_that_is_retained_makes_an_allocation_fail() -> None:
