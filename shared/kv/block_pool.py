@@ -17,6 +17,7 @@ normal: a prefix can be used again if the last blocks, which the window covers, 
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,20 +223,26 @@ class BlockPool:
 
         Args:
             owner: who retains it; nobody retains more than `max_retained` blocks.
-            hashes: of the full blocks, in order.
+            hashes: of the full blocks, in order. The first ones count if they are too many.
             seconds: for how long.
         """
-        if not self.max_retained:
+        size, layout = self.layout.block_size, self.layout
+        ends = range(1, len(hashes) + 1)
+        fits = bisect.bisect_right(
+            ends, self.max_retained, key=lambda end: layout.held_blocks(end * size)
+        )
+        tables = self.lookup(hashes[:fits])
+        found = hashes[: len(tables[0])]
+        if not found:
             return
-        for table in self.lookup(hashes):
-            blocks = table.held
-            given_up = self._retention.retain(owner, blocks, seconds, self.now_s)
-            for block in reversed(blocks):  # before some of them are given up again
-                if self._refs[block] == 0:
-                    self._cached.pop(block, None)
-                    self._cached_retained.pop(block, None)
-                    self._cached_retained[block] = None
-            self._give_up(given_up)
+        blocks = [block for table in tables for block in table.held]
+        given_up = self._retention.retain(owner, found, blocks, seconds, self.now_s)
+        for block in reversed(blocks):  # before others, or some of them, are given up
+            if self._refs[block] == 0:
+                self._cached.pop(block, None)
+                self._cached_retained.pop(block, None)
+                self._cached_retained[block] = None
+        self._give_up(given_up)
 
     def advance_to(self, now_s: float) -> None:
         """Note the time: what was retained until now is retained no longer."""

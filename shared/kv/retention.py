@@ -1,10 +1,9 @@
 """Which cached blocks are evicted after all others: those of sessions that are to go on. Pure.
 
 A session gives up its blocks with each answer, and wants them again for its next turn. Until then
-its owner retains them: for some time, and up to a number of blocks. Prompts with the same beginning
-share blocks, so each owner has trees of blocks, in which a block's parent is the one before it. A
-tip is the last block of a prompt and its answer; with it, all blocks before it are retained. So a
-parent is never given up before its children.
+its owner retains them: for some time, and up to a number of blocks. What a session retains, in all
+cache groups, is retained and given up together: without one group's blocks, those of the others are
+of no use. Sessions with the same beginning share its blocks.
 """
 
 from __future__ import annotations
@@ -13,82 +12,37 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagewire.shared.kv.block_table import NO_BLOCK
+from pagewire.shared.kv.block_hash import BlockHash
 
 MAX_OWNERS = 1024  # at once: whose turn it is to give way is found among all of them
+MAX_SESSIONS = 1024  # of one owner: each lists its blocks, also those that it shares
+EXPIRY_INTERVAL_S = 1.0  # because all sessions are looked at
 
 
 @dataclass(slots=True)
-class _Trees:
+class _Session:
+    """What is retained of one prompt and its answer.
+
+    Attributes:
+        blocks: of all cache groups; a parent is before its children.
+        end_s: until when.
+    """
+
+    blocks: Sequence[int]
+    end_s: float
+
+
+@dataclass(slots=True)
+class _Owner:
     """What one owner retains.
 
     Attributes:
-        parents: of each retained block the one before it.
-        needed_by: by block; how many children and tips need it.
-        tips: by block; for how many seconds each was retained last.
-        ends: by such a number of seconds: tips, and when they end, the soonest first.
+        sessions: by the hash of the last block; what was retained longest ago comes first.
+        uses: by block; how many sessions retain it.
     """
 
-    parents: dict[int, int] = field(default_factory=dict)
-    needed_by: dict[int, int] = field(default_factory=dict)
-    tips: dict[int, int] = field(default_factory=dict)
-    ends: dict[int, OrderedDict[int, float]] = field(default_factory=dict)
-
-    def add(self, blocks: Sequence[int], seconds: int, now_s: float) -> Sequence[int]:
-        """Retain blocks for some seconds; returns those that were not retained before."""
-        needed_by, count = self.needed_by, len(blocks)
-        while count and blocks[count - 1] not in needed_by:
-            count -= 1
-        added = blocks[count:]
-        if added:
-            known = blocks[count - 1] if count else NO_BLOCK
-            if count:
-                needed_by[known] += 1
-                if known in self.tips and self._end(known) <= now_s + seconds:
-                    self._remove_tip(known)  # the session has gone on
-                    needed_by[known] -= 1
-            self.parents.update(zip(added, (known, *added[:-1]), strict=True))
-            needed_by.update(dict.fromkeys(added, 1))
-            needed_by[added[-1]] = 0
-        self._set_tip(blocks[-1], seconds, now_s)
-        return added
-
-    def _set_tip(self, block: int, seconds: int, now_s: float) -> None:
-        if block in self.tips:
-            if self._end(block) > now_s + seconds:
-                return
-            self._remove_tip(block)
-        else:
-            self.needed_by[block] += 1
-        self.tips[block] = seconds
-        self.ends.setdefault(seconds, OrderedDict())[block] = now_s + seconds
-
-    def _end(self, tip: int) -> float:
-        return self.ends[self.tips[tip]][tip]
-
-    def _remove_tip(self, block: int) -> None:
-        seconds = self.tips.pop(block)
-        del self.ends[seconds][block]
-        if not self.ends[seconds]:
-            del self.ends[seconds]
-
-    def soonest(self) -> tuple[float, int]:
-        """Return when the first tip ends, and the tip; there is one."""
-        heads = (next(iter(queue.items())) for queue in self.ends.values())
-        return min((end_s, block) for block, end_s in heads)
-
-    def drop(self, tip: int) -> list[int]:
-        """Give up a tip; returns the blocks that are no longer retained, children first."""
-        self._remove_tip(tip)
-        dropped, block, needed_by = [], tip, self.needed_by
-        while block != NO_BLOCK:
-            needed_by[block] -= 1
-            if needed_by[block]:
-                break
-            del needed_by[block]
-            dropped.append(block)
-            block = self.parents.pop(block)
-        return dropped
+    sessions: OrderedDict[BlockHash, _Session] = field(default_factory=OrderedDict)
+    uses: Counter[int] = field(default_factory=Counter)
 
 
 class Retention:
@@ -97,14 +51,15 @@ class Retention:
     Methods return the blocks that nobody retains any more, children before their parents.
 
     Args:
-        max_blocks: that one owner may retain. Beyond that, what ends soonest is given up.
+        max_blocks: that one owner may retain. Beyond that, it gives up what it retained longest
+            ago: another one's session must not wait until what is retained for a day has ended.
     """
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self._trees: dict[str | None, _Trees] = {}
+        self._owners: OrderedDict[str | None, _Owner] = OrderedDict()  # by their last call
         self._num_owners: Counter[int] = Counter()  # that retain a block
-        self._next_end_s = float("inf")  # nothing ends before that
+        self._next_expiry_s = float("inf")  # nothing ends before that
 
     def __contains__(self, block: int) -> bool:
         return block in self._num_owners
@@ -114,65 +69,92 @@ class Retention:
 
     def num_blocks(self, owner: str | None) -> int:
         """Return how many blocks an owner retains."""
-        trees = self._trees.get(owner)
-        return 0 if trees is None else len(trees.needed_by)
+        return len(self._owners[owner].uses) if owner in self._owners else 0
 
     def retain(
-        self, owner: str | None, blocks: Sequence[int], seconds: int, now_s: float
+        self,
+        owner: str | None,
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[int],
+        seconds: int,
+        now_s: float,
     ) -> list[int]:
-        """Retain the blocks of a prompt and its answer.
+        """Retain the blocks of a prompt and its answer, in place of the same session's last turn.
 
         Args:
-            owner: who retains them.
-            blocks: in the order of their positions, of one cache group, all of them cached. The
-                first `max_blocks` count, and none if too many other owners retain some.
+            owner: who retains them. The owner that did so longest ago gives up all of its blocks if
+                there are too many.
+            hashes: of the prompt's and the answer's full blocks, in order; at least one.
+            blocks: those of all groups that the next turn needs, all of them cached, a parent
+                before its children, and not more than `max_blocks`.
             seconds: for how long.
             now_s: the time, which never goes back.
         """
-        blocks = blocks[: self.max_blocks]
-        if not blocks or (owner not in self._trees and len(self._trees) == MAX_OWNERS):
-            return []
-        trees = self._trees.setdefault(owner, _Trees())
-        self._num_owners.update(trees.add(blocks, seconds, now_s))
-        self._next_end_s = min(self._next_end_s, now_s + seconds)
+        known = self._owners.setdefault(owner, _Owner())
+        self._owners.move_to_end(owner)
+        tip, end_s = hashes[-1], now_s + seconds
+        if tip in known.sessions:
+            end_s = max(end_s, known.sessions[tip].end_s)
+        earlier = [each for each in hashes if each in known.sessions]
+        replaced = [each for each in earlier if known.sessions[each].end_s <= end_s]
+        turns = [known.sessions.pop(each) for each in replaced]
+        self._num_owners.update([block for block in blocks if block not in known.uses])
+        known.uses.update(blocks)
+        known.sessions[tip] = _Session(blocks, end_s)
+        self._next_expiry_s = min(self._next_expiry_s, end_s)
         dropped: list[int] = []
-        while len(trees.needed_by) > self.max_blocks:
-            dropped += self._drop_soonest(owner, trees)
+        for turn in turns:
+            dropped += self._release(known, turn)
+        while len(known.uses) > self.max_blocks or len(known.sessions) > MAX_SESSIONS:
+            dropped += self._drop_oldest(owner)
+        while len(self._owners) > MAX_OWNERS:
+            dropped += self._drop_oldest(next(iter(self._owners)))
         return dropped
 
     def expire(self, now_s: float) -> list[int]:
         """Give up what has ended."""
         dropped: list[int] = []
-        if now_s < self._next_end_s:
+        if now_s < self._next_expiry_s:
             return dropped
-        self._next_end_s = float("inf")
-        for owner, trees in list(self._trees.items()):
-            while trees.tips and trees.soonest()[0] <= now_s:
-                dropped += self._drop_soonest(owner, trees)
-            if trees.tips:
-                self._next_end_s = min(self._next_end_s, trees.soonest()[0])
+        for owner, known in list(self._owners.items()):
+            for tip in [tip for tip, each in known.sessions.items() if each.end_s <= now_s]:
+                dropped += self._release(known, known.sessions.pop(tip))
+            if not known.sessions:
+                del self._owners[owner]
+        ends = (each.end_s for known in self._owners.values() for each in known.sessions.values())
+        self._next_expiry_s = max(min(ends, default=float("inf")), now_s + EXPIRY_INTERVAL_S)
         return dropped
 
     def make_way(self) -> list[int]:
-        """Give up what ends soonest of the owner that retains most; nothing if there is none."""
-        if not self._trees:
+        """Give up the oldest session of the owner that retains most; nothing if there is none."""
+        if not self._owners:
             return []
-        owner, trees = max(self._trees.items(), key=lambda each: len(each[1].needed_by))
-        return self._drop_soonest(owner, trees)
+        return self._drop_oldest(max(self._owners, key=self.num_blocks))
 
     def clear(self) -> None:
         """Retain nothing any more."""
-        self._trees.clear()
+        self._owners.clear()
         self._num_owners.clear()
-        self._next_end_s = float("inf")
+        self._next_expiry_s = float("inf")
 
-    def _drop_soonest(self, owner: str | None, trees: _Trees) -> list[int]:
-        dropped = []
-        for block in trees.drop(trees.soonest()[1]):
+    def _drop_oldest(self, owner: str | None) -> list[int]:
+        """Give up what an owner retained longest ago."""
+        known = self._owners[owner]
+        dropped = self._release(known, known.sessions.popitem(last=False)[1])
+        if not known.sessions:
+            del self._owners[owner]
+        return dropped
+
+    def _release(self, known: _Owner, session: _Session) -> list[int]:
+        dropped, uses = [], known.uses
+        for block in reversed(session.blocks):
+            left = uses[block] - 1
+            if left:
+                uses[block] = left
+                continue
+            del uses[block]
             self._num_owners[block] -= 1
             if not self._num_owners[block]:
                 del self._num_owners[block]
                 dropped.append(block)
-        if not trees.needed_by:
-            del self._trees[owner]
         return dropped

@@ -216,6 +216,22 @@ def test_idle_blocks_that_are_retained_beyond_a_share_are_given_up_at_once() -> 
     assert pool.counts().cached == 13
 
 
+@pytest.mark.parametrize(("share", "found"), [(24, 20), (22, 18), (6, 3), (1, 0), (0, 0)])
+def test_of_a_model_with_a_window_a_beginning_within_the_share_can_be_continued(
+    share: int, found: int
+) -> None:
+    pool = BlockPool(60, kv_layout([None, 4]), max_retained=share)
+    path = (1,) * 20
+    blocks = pool.allocate(40)
+    pool.register([BlockTable(blocks[:20]), BlockTable(blocks[20:])], hashes_of(path), 0, 20)
+    pool.retain("key", hashes_of(path), seconds=300)
+    pool.release(blocks)
+    pool.release(pool.allocate(60 - pool.num_retained))
+    assert len(pool.lookup(hashes_of(path))[0]) == found
+    assert pool.num_retained == found + min(found, 4) <= share
+    pool.check_integrity({})
+
+
 def test_nothing_that_is_retained_makes_an_allocation_fail() -> None:
     pool = BlockPool(8, PLAIN, max_retained=8)
     for owner, path in enumerate(((1, 1), (2, 2), (3, 3), (4, 4))):
