@@ -21,6 +21,9 @@ class Sender(msgspec.Struct, frozen=True):
         tenant: see `RequestSpec.tenant`.
         slo_gap_s: of requests that have none.
         session: name of the conversation; None or empty: it has none.
+        cache_key: name of what has the same beginning, e.g. of all requests of one application or
+            user; placement takes it for the name of a conversation that has none. It retains no
+            blocks: most of these conversations do not go on.
     """
 
     request_id: str
@@ -28,6 +31,7 @@ class Sender(msgspec.Struct, frozen=True):
     tenant: str | None = None
     slo_gap_s: float | None = None
     session: str | None = None
+    cache_key: str | None = None
 
     def sign(self, spec: RequestSpec) -> RequestSpec:
         """Return the parameters of an answer with what they say of the sender."""
@@ -44,7 +48,8 @@ class Sender(msgspec.Struct, frozen=True):
     @property
     def _session_number(self) -> int | None:
         """What stands for the session's name: workers need not know it."""
-        if not self.session:
+        session = self.session or self.cache_key
+        if not session:
             return None
-        name = f"{self.owner}\0{self.session}".encode(errors="surrogatepass")
+        name = f"{self.owner}\0{session}".encode(errors="surrogatepass")
         return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest())

@@ -40,18 +40,21 @@ def seconds_of(asked: GenerationInput) -> int:
 
 
 @pytest.mark.parametrize("call", [chat, completion, response])
-def test_a_session_is_named_by_its_id_or_else_by_the_key_of_the_cache(call: Any) -> None:
-    assert call(session_id="s", prompt_cache_key="k").session == "s"
-    assert call(session_id="", prompt_cache_key="k").session == "k"
-    assert call(prompt_cache_key="k").session == "k"
-    assert not call().session
+def test_a_key_of_the_cache_is_not_the_name_of_a_session(call: Any) -> None:
+    asked = call(session_id="s", prompt_cache_key="k")
+    assert (asked.session, asked.cache_key) == ("s", "k")
+    asked = call(prompt_cache_key="k")
+    assert (asked.session, asked.cache_key) == (None, "k")
+    assert (call().session, call().cache_key) == (None, None)
 
 
-def test_a_session_of_anthropics_api_is_named_by_its_id_or_else_by_the_user() -> None:
+def test_the_user_of_anthropics_api_is_a_key_of_the_cache() -> None:
     user = {"user_id": "u"}
-    assert message(session_id="s", metadata=user).session == "s"
-    assert message(metadata=user).session == "u"
-    assert not message(metadata={}).session
+    asked = message(session_id="s", metadata=user)
+    assert (asked.session, asked.cache_key) == ("s", "u")
+    asked = message(metadata=user)
+    assert (asked.session, asked.cache_key) == (None, "u")
+    assert message(metadata={}).cache_key is None
 
 
 @pytest.mark.parametrize("call", [chat, completion, response])
@@ -114,3 +117,14 @@ def test_a_session_that_does_not_say_how_long_is_kept_for_five_minutes() -> None
     assert Sender("r", "key", session="s").sign(RequestSpec(retain_s=3600)).retain_s == 3600
     assert named.session == Sender("r2", "key", session="s").sign(spec).session
     assert named.session != Sender("r", "other", session="s").sign(spec).session
+
+
+def test_a_key_of_the_cache_guides_placement_and_retains_no_blocks() -> None:
+    spec = RequestSpec()
+    keyed = Sender("r", "key", cache_key="app").sign(spec)
+    assert keyed.retain_s == 0
+    assert keyed.session == Sender("r2", "key", cache_key="app").sign(spec).session is not None
+    both = Sender("r", "key", session="s", cache_key="app").sign(spec)
+    assert both == Sender("r", "key", session="s").sign(spec)
+    asked_for = Sender("r", "key", cache_key="app").sign(RequestSpec(retain_s=3600))
+    assert asked_for.retain_s == 3600

@@ -190,7 +190,7 @@ async def answer(
         service.dispatcher,
         service.model,
         asked,
-        Sender(record.request_id, record.owner, tenant, slo_gap_s, session),
+        Sender(record.request_id, record.owner, tenant, slo_gap_s, session, asked.cache_key),
         record.start,
         trace,
     )

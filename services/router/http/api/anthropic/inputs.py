@@ -80,7 +80,8 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         response_format=None if form is None else JsonSchemaFormat(NamedSchema(form.schema)),
         # The last message is then the beginning of the answer.
         continue_final_message=body.messages[-1].role == "assistant",
-        session_id=_session(body),
+        session_id=getattr(body, "session_id", None),
+        prompt_cache_key=_user(body),
         prompt_cache_retention=longest_ttl(body),
     )
     options = template_options(chat, [_shown_tool(tool) for tool in body.tools or ()] or None)
@@ -96,10 +97,9 @@ def _client_field(field: str, form_field: str) -> str:
     return field
 
 
-def _session(body: schemas.CountBody) -> str | None:
-    if not isinstance(body, schemas.MessagesBody):
-        return None
-    return body.session_id or (None if body.metadata is None else body.metadata.user_id)
+def _user(body: schemas.CountBody) -> str | None:
+    metadata = getattr(body, "metadata", None)
+    return None if metadata is None else metadata.user_id
 
 
 def _check_thinking(body: schemas.CountBody) -> None:

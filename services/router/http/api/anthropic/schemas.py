@@ -197,7 +197,7 @@ class MessageMetadata(msgspec.Struct, frozen=True):
     """Changes no answer.
 
     Attributes:
-        user_id: names the conversation, if there is no session_id.
+        user_id: as OpenAI's prompt_cache_key.
     """
 
     user_id: Annotated[str, of_chars(0, MAX_USER_CHARS)] | None = None

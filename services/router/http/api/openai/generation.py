@@ -124,6 +124,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         other_grammars: to be used in this order if that grammar is refused; None: any answer.
         return_token_strs: the response of `/tokenize` has the tokens as the vocabulary writes them.
         session: name of the conversation that this continues; None: it has no name.
+        cache_key: see `Sender`.
         turn: what only a request of `/v1/responses` has.
         embedding: what only a request of `/v1/embeddings` has.
     """
@@ -147,6 +148,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     timings: bool = False
     return_token_strs: bool = False
     session: str | None = None
+    cache_key: str | None = None
     turn: ResponseTurn | None = None
     embedding: EmbeddingForm | None = None
 
@@ -334,7 +336,8 @@ def _input(
         unknown_fields=unknown_fields,
         form_field=None if form is None else form[1],
         timings=bool(body.timings),
-        session=body.session_id or body.prompt_cache_key,
+        session=body.session_id,
+        cache_key=body.prompt_cache_key,
     )
 
 

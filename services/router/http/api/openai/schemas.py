@@ -95,8 +95,9 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
         use_prefill_worker: a prefill worker computes the prompt, even where that takes longer.
         session_id: names a conversation that goes on: it stays on its worker while load allows, and
             its cached blocks are kept for a while.
-        prompt_cache_key: likewise, if there is no session_id.
-        prompt_cache_retention: how long they are kept.
+        prompt_cache_key: names requests with the same beginning, which stay on a worker likewise if
+            there is no session_id.
+        prompt_cache_retention: how long cached blocks are kept.
         user: changes nothing, nor do the fields after it.
     """
 
