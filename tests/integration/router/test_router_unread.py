@@ -46,14 +46,16 @@ def test_responses_that_nobody_reads_are_bounded_for_each_key(redis_url: str, ke
                 return client
 
             unread = []
-            for count in (1, 2):
+            for count in (1, 2, 3):
                 unread.append(await send(ALICE))
                 await eventually(lambda count=count: bodies.held > count * 20_000_000)
-            status, _, body = await (await send(ALICE)).response()
+            refused = await stack.enter_async_context(RawClient(router.url))
+            await refused.send(request(ALICE).removesuffix(LARGE))  # nothing is computed
+            status, _, body = await refused.response()
             assert status == 429, body[:200]
             assert b"overloaded" in body
             bob = await send(BOB)
-            await eventually(lambda: bodies.held > 60_000_000)
+            await eventually(lambda: bodies.held > 80_000_000)
             for client in (*unread, bob):
                 status, _, body = await client.response()
                 assert (status, len(json.loads(body)["prompt"])) == (200, 21_000_000)
@@ -63,6 +65,26 @@ def test_responses_that_nobody_reads_are_bounded_for_each_key(redis_url: str, ke
         await eventually(lambda: bodies.held == 0)  # it has left
 
     with_worker(redis_url, scenario, api_key_file=keys)
+
+
+def test_of_several_responses_larger_than_the_bound_one_is_sent(redis_url: str) -> None:
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        bodies = router.service.bodies
+        async with RawClient(router.url) as client, RawClient(router.url) as late:
+            for each in (client, late):
+                await each.send(request("", body=LARGE)[:-1])
+            await eventually(lambda: bodies.held > 2 * (len(LARGE) - UNCOUNTED_BYTES) - 10)
+            bodies.limit = 16_000_000
+            await client.send(LARGE[-1:])
+            await eventually(lambda: bodies.held > 20_000_000)
+            await late.send(LARGE[-1:])
+            status, _, body = await late.response()
+            assert (status, b"overloaded" in body) == (429, True)
+            status, _, body = await client.response()
+            assert (status, len(json.loads(body)["prompt"])) == (200, 21_000_000)
+        await eventually(lambda: bodies.held == 0)
+
+    with_worker(redis_url, scenario)
 
 
 @pytest.mark.parametrize("more", [-1, 0, 1, PART_BYTES, PART_BYTES + 1])

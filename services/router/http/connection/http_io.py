@@ -35,7 +35,9 @@ BODY_SILENCE_S = 10.0  # without a byte of it
 class BodyMemory:
     """Bounds the memory of bodies: of requests that arrive and are read, of responses until taken.
 
-    One owner alone may use `limit`; then others may still use some, see `has_room`.
+    One owner alone may use `limit`; then others may still use some, see `has_room`. A response is
+    complete when it is counted, and its computing would be in vain if it were refused: so it may go
+    beyond that if what its owner holds so far does not.
 
     Bytes are counted, not requests, so that a client that sends slowly does not block others. The
     first `UNCOUNTED_BYTES` of each body are not: the number of connections bounds them, and usual
@@ -60,16 +62,36 @@ class BodyMemory:
             after: its size with what has arrived.
 
         Raises:
-            OverloadedError: the owner has too many, or all have.
+            OverloadedError: see `check`.
         """
         nbytes = _counted(after) - _counted(before)
-        if not nbytes:
-            return
+        if nbytes:
+            self.check(owner, nbytes)
+            self._add(owner, nbytes)
+
+    def hold_response(self, owner: str, size: int) -> None:
+        """Count a response's body.
+
+        Raises:
+            OverloadedError: see `check`.
+        """
+        if nbytes := _counted(size):
+            self.check(owner)
+            self._add(owner, nbytes)
+
+    def check(self, owner: str, nbytes: int = 1) -> None:
+        """Check that an owner may hold more bytes.
+
+        Raises:
+            OverloadedError: the owner has too many, or all have.
+        """
         own = self._of_owner[owner]
         if not has_room(self.limit, own + nbytes, self.held + nbytes):
             raise OverloadedError(f"{self.held} bytes of bodies are held, {own} of this owner")
+
+    def _add(self, owner: str, nbytes: int) -> None:
         self.held += nbytes
-        self._of_owner[owner] = own + nbytes
+        self._of_owner[owner] += nbytes
 
     def give_back(self, owner: str, size: int) -> None:
         """Stop counting a body of this size."""

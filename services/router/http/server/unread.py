@@ -18,8 +18,8 @@ class UnreadResponses:
 
     That is a connection, and the bytes of a large response, which count like bodies of requests. A
     large response is written part by part, so that it counts until its client has taken nearly
-    all of it. Its place gets 429 if the owner has too many bytes. Streams do not say how long they
-    are, so their bytes are not counted.
+    all of it. 429 takes its place if the owner has too many bytes since its request began. Streams
+    do not say how long they are, so their bytes are not counted.
     """
 
     def __init__(self, app: ASGIApp, service: RouterService) -> None:
@@ -37,7 +37,7 @@ class UnreadResponses:
             if message["type"] == "http.response.start":
                 large = _large_size(message)
                 try:
-                    memory.grow(owner, 0, large)
+                    memory.hold_response(owner, large)
                 except OverloadedError as exc:
                     is_refused = True
                     return await error_answer(self._service, exc, scope)(scope, receive, send)
