@@ -48,12 +48,14 @@ class EngineSnapshot:
 
     Attributes:
         as_of_s: time on the monotonic clock; commands that came later may be missing.
+        iterations: of the loop so far.
         load: what is reported to routers.
         room: prompt tokens that a step has room for.
         prices: of the engine's steps.
     """
 
     as_of_s: float
+    iterations: int
     blocks: BlockCounts
     running: int
     waiting: int
@@ -189,10 +191,10 @@ class EngineThread:
     def _iterate(self) -> None:
         self.iterations += 1
         self._run_commands()
-        before = self._num_running
         outputs, worked = self.core.advance(wait=False)
         if outputs:
-            if self._num_running < before:  # with their last tokens comes the load after them
+            if any(output.finish_reason is not None for output in outputs.others):
+                # With the last tokens of an answer comes the load after it.
                 self.snapshot = self._take_snapshot()
             self._on_outputs(outputs)
         worked |= self.core.run_hooks()
@@ -248,6 +250,7 @@ class EngineThread:
         scheduler = self.core.scheduler
         return EngineSnapshot(
             as_of_s=self.commands_s,
+            iterations=self.iterations,
             blocks=scheduler.pool.counts(),
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
@@ -257,10 +260,6 @@ class EngineThread:
             num_preemptions=scheduler.num_preemptions,
             num_retained=scheduler.pool.num_retained,
         )
-
-    @property
-    def _num_running(self) -> int:
-        return len(self.core.scheduler.running)
 
     @property
     def _has_news(self) -> bool:

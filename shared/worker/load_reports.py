@@ -25,12 +25,13 @@ class LoadReports:
     def recent(self) -> LoadReport:
         """Return the load at most a few steps ago. From any thread."""
         snapshot = self.engine.snapshot
-        return self._report(snapshot.load, snapshot.as_of_s)
+        return self._report(snapshot.iterations, snapshot.load, snapshot.as_of_s)
 
     def current(self) -> LoadReport:
         """Return the load now. Only in the engine's thread."""
-        return self._report(self.engine.core.scheduler.load, self.engine.commands_s)
+        load = self.engine.core.scheduler.load
+        return self._report(self.engine.iterations, load, self.engine.commands_s)
 
-    def _report(self, load: Load, as_of_s: float) -> LoadReport:
+    def _report(self, iterations: int, load: Load, as_of_s: float) -> LoadReport:
         age_s = round(time.monotonic() - as_of_s, 3)
-        return LoadReport(self.epoch, self.engine.iterations, load, age_s)
+        return LoadReport(self.epoch, iterations, load, age_s)

@@ -116,6 +116,6 @@ def load_of(engine: EngineThread, max_num_seqs: int = 0) -> WorkerLoad:
         cached_blocks=snapshot.blocks.cached,
         used_blocks=snapshot.blocks.used,
         total_blocks=snapshot.blocks.total,
-        iterations=engine.iterations,
+        iterations=snapshot.iterations,
         max_num_seqs=max_num_seqs,
     )

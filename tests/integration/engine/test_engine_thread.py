@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.engine_threads import Outputs, started
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
@@ -61,6 +63,51 @@ def test_the_last_tokens_come_with_a_load_without_their_answer(
     wait_until(lambda: bool(loads))
     assert engine.stop(5.0)
     assert (loads[0].rows, loads[0].blocks) == (0, 0)
+
+
+def test_tokens_come_with_the_load_after_an_answer_whose_place_another_one_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_module, "SNAPSHOT_INTERVAL_S", 60.0)
+    core, _ = make_core()
+    steps = itertools.count(1)
+    loads = []
+
+    def note(outputs: StepOutputs) -> None:
+        if next(steps) == 8:  # the step of the first one's last token is to come
+            engine.submit(partial(EngineCore.add, sequence=make_sequence("second", [1] * 9)))
+        if any(each.finish_reason for each in outputs):
+            loads.append((engine.snapshot.load, core.scheduler.load))
+
+    core.add(make_sequence("first", [1] * 5, max_tokens=9))
+    engine = EngineThread(core, note)
+    engine.start()
+    wait_until(lambda: bool(loads))
+    assert engine.stop(5.0)
+    reported, real = loads[0]
+    assert reported == real
+    assert (real.tokens > 0) != (real.rows > 0)  # the second one has begun
+
+
+def test_a_load_of_some_steps_ago_is_reported_as_the_older_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_module, "SNAPSHOT_INTERVAL_S", 60.0)
+    core, _ = make_core()
+    reports = []
+
+    def note(_outputs: StepOutputs) -> None:
+        reports.append((loads.recent(), loads.current()))
+
+    core.add(make_sequence("r", [1] * 5, max_tokens=9))
+    engine = EngineThread(core, note)
+    loads = LoadReports(1, engine)
+    engine.start()
+    wait_until(lambda: len(reports) == 9)
+    assert engine.stop(5.0)
+    assert any(recent.load != current.load for recent, current in reports)
+    for recent, current in reports:
+        assert recent.load == current.load or recent.iterations < current.iterations
 
 
 def test_commands_run_in_order_in_the_engines_thread(sleepy: None) -> None:
