@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from pagewire.services.router.dispatch.sender import Sender
 from pagewire.services.router.http.api.anthropic.chat import longest_ttl
@@ -13,6 +14,7 @@ from pagewire.services.router.http.api.anthropic.inputs import read_message
 from pagewire.services.router.http.api.anthropic.schemas import MessagesBody
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.responses.inputs import read_response, with_history
+from pagewire.services.router.http.routes.generation import SESSION_HEADER, session_in_head
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.request_bodies import CONTEXT, MODEL, chat, completion, encoded
@@ -35,6 +37,11 @@ def response(**fields: Any) -> GenerationInput:
     return read_response(with_history(raw, b""), MODEL, CONTEXT)
 
 
+def request_with(header: str, value: str | None) -> Request:
+    headers = [] if value is None else [(header.encode(), value.encode())]
+    return Request({"type": "http", "headers": headers})
+
+
 def seconds_of(asked: GenerationInput) -> int:
     return asked.prompts[0].spec.retain_s
 
@@ -55,6 +62,17 @@ def test_the_user_of_anthropics_api_is_a_key_of_the_cache() -> None:
     asked = message(metadata=user)
     assert (asked.session, asked.cache_key) == (None, "u")
     assert message(metadata={}).cache_key is None
+
+
+@pytest.mark.parametrize("name", ["s", "Sitzung \u00e4\u4f1a", "\u00e9" * 512, None])
+def test_the_header_names_a_session_as_the_body_does(name: str | None) -> None:
+    assert session_in_head(request_with(SESSION_HEADER, name)) == name
+
+
+def test_a_header_whose_name_is_too_long_is_refused_and_an_empty_one_has_none() -> None:
+    with pytest.raises(InvalidRequestError, match="up to 512 characters, not 513"):
+        session_in_head(request_with(SESSION_HEADER, "x" * 513))
+    assert session_in_head(request_with(SESSION_HEADER, "")) is None
 
 
 @pytest.mark.parametrize("call", [chat, completion, response])

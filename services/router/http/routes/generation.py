@@ -22,7 +22,7 @@ from pagewire.services.router.http.api.openai.formats import (
     model_record,
 )
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.schemas import ChatBody, CompletionBody
+from pagewire.services.router.http.api.openai.schemas import MAX_LABEL_CHARS, ChatBody, CompletionBody
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
@@ -167,6 +167,21 @@ async def counted(request: Request, answer: Awaitable[Response]) -> Response:
     return response
 
 
+def session_in_head(request: Request) -> str | None:
+    """Return the session that a request's header names, as `session_id` does; None if there is none.
+
+    Raises:
+        InvalidRequestError: the name is too long.
+    """
+    # A server reads headers as Latin-1; clients that write other characters use UTF-8.
+    raw = request.headers.get(SESSION_HEADER, "").encode("latin-1")
+    name = raw.decode(errors="surrogateescape")
+    if len(name) > MAX_LABEL_CHARS:
+        text = f"{SESSION_HEADER} may have up to {MAX_LABEL_CHARS} characters, not {len(name)}"
+        raise InvalidRequestError(text, SESSION_HEADER)
+    return name or None
+
+
 async def answer(
     request: Request, asked: GenerationInput, form: Format, keeper: Keeper | None = None
 ) -> Response:
@@ -179,13 +194,14 @@ async def answer(
         keeper: stores them before the client learns that they are complete.
 
     Raises:
-        PagewireError: the answers failed before their first token.
+        PagewireError: the header that names the session is wrong, or the answers failed before
+            their first token.
     """
     service, record = service_of(request), record_of(request.scope)
+    session = asked.session or session_in_head(request)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
     tenant = service.tenant_of(record.key)
     slo_gap_s = (service.settings.slo_gap_s_of_keys or {}).get(record.key or "")
-    session = asked.session or request.headers.get(SESSION_HEADER)
     record.answers = answers = AnswerSet(
         service.dispatcher,
         service.model,
