@@ -22,7 +22,11 @@ from pagewire.services.router.http.api.openai.formats import (
     model_record,
 )
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.api.openai.schemas import MAX_LABEL_CHARS, ChatBody, CompletionBody
+from pagewire.services.router.http.api.openai.schemas import (
+    MAX_LABEL_CHARS,
+    ChatBody,
+    CompletionBody,
+)
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
 from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
@@ -168,7 +172,7 @@ async def counted(request: Request, answer: Awaitable[Response]) -> Response:
 
 
 def session_in_head(request: Request) -> str | None:
-    """Return the session that a request's header names, as `session_id` does; None if there is none.
+    """Return the session that a request's header names, as `session_id` does; None without one.
 
     Raises:
         InvalidRequestError: the name is too long.
