@@ -12,9 +12,11 @@ All of this runs in the engine's thread. A request has at most one job at a time
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from prometheus_client import Counter
 
 from pagewire.shared.cluster.crash_reports import CrashReport
@@ -144,7 +146,10 @@ class RemoteJobs(JobCallbacks):
         )
         if request.first_token is None:
             request.first_token = done.first_token
-            self.on_first_token(request, done, peer)
+            # It may have come as soon as the messages before it were read.
+            unread_s = round(time.monotonic() - self._engine.thread.commands_s, 3)
+            load = msgspec.structs.replace(done.load, age_s=done.load.age_s + unread_s)
+            self.on_first_token(request, msgspec.structs.replace(done, load=load), peer)
         self._receiver.complete(job, request.first_token)
 
     def on_activated(self, job: ReceiverJob) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import time
 
@@ -70,6 +72,24 @@ def test_tokens_report_the_loads_of_both_workers() -> None:
             assert len(loads) == len(router.loads)
             counts = [(load.epoch, load.iterations) for load in loads]
             assert counts == sorted(counts)
+
+    run_async(scenario())
+
+
+def test_a_load_says_for_how_long_a_decode_worker_may_have_left_it_unread() -> None:
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker() as d, router_of(d) as router:
+            await d.link_to(p)
+            with contextlib.ExitStack() as stack:
+                with p.stuck():
+                    router.generate("r", LONG)
+                    await eventually(lambda: any(job.link for job in d.receiver.jobs))
+                    stack.enter_context(d.stuck())
+                await asyncio.sleep(0.4)
+            await router.answer("r")
+            load = router.outputs["r"][0].prefill_load
+            assert load is not None
+            assert load.age_s > 0.35
 
     run_async(scenario())
 
