@@ -120,11 +120,13 @@ class SimulatedCluster:
         self._num_clients += len(load)
         for conversation in load:
             self.events.at(conversation.start_s, partial(self._send, Client(conversation)))
+        was_enabled = gc.isenabled()
         gc.disable()  # hardly anything here is part of a cycle
         try:
             self.events.run_until(lambda: self._num_clients == 0)
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
         return self.answers
 
     def summary(self, promise: Promise) -> Summary:

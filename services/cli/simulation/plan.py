@@ -198,11 +198,13 @@ def reason(choice: Choice) -> str:
     part, share = max(summary.broken.items(), key=lambda item: item[1])
     if share == 0:
         return "keeps every part of the promise"
-    if summary.refused:
-        why = "queues were full, or prompts are too long for a worker's KV pool"
-        return f"{summary.refused} of {summary.requests} requests were refused: {why}"
+    why = "queues were full, or prompts are too long for a worker's KV pool"
+    refusals = f"{summary.refused} of {summary.requests} requests were refused: {why}"
+    if 2 * summary.refused >= share * summary.requests:  # these are most of those that broke it
+        return refusals
     found = f"{WORDS[part]} are too long for {share:.1%} of the requests"
-    return f"{found}: {_cause(choice, part)}"
+    reasons = [f"{found}: {_cause(choice, part)}"] + [refusals] * (summary.refused > 0)
+    return "; ".join(reasons)
 
 
 def _cause(choice: Choice, part: str) -> str:

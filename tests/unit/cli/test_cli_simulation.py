@@ -20,7 +20,8 @@ from pagewire.services.cli.simulation.machine import (
     load_machine,
     machine_names,
 )
-from pagewire.services.cli.simulation.results import Answer, Promise
+from pagewire.services.cli.simulation.plan import Choice, reason
+from pagewire.services.cli.simulation.results import Answer, Promise, summarize
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import (
@@ -255,6 +256,17 @@ def test_a_promise_is_broken_in_parts() -> None:
     assert answer.breaks(Promise(0.4, 0.19, 0.29)) == {"ttft", "tpot", "gap"}
     assert answer.breaks(Promise(gap_s=0.2)) == {"gap"}
     assert Answer(1.0, 10, outcome="refused").breaks(Promise(math.inf)) == {"ttft", "tpot", "gap"}
+
+
+@pytest.mark.parametrize(("refused", "is_first"), [(0, False), (1, False), (3, True)])
+def test_refusals_are_the_reason_only_if_they_broke_most(refused: int, is_first: bool) -> None:
+    late = Answer(1.0, 10, outcome="ok")
+    late.times.extend([9.0, 9.1])
+    answers = [late] * 2 + [Answer(1.0, 10, outcome="refused")] * refused
+    found = summarize(answers, Promise(1.0), 0, {"prefill-0": 1.0, "decode-0": 0.5})
+    text = reason(Choice(ClusterPlan(1, 1), 0, found))
+    assert text.startswith("3 of 5 requests were refused" if is_first else "first tokens are too")
+    assert (f"{refused} of {2 + refused} requests were refused" in text) == (refused > 0)
 
 
 def test_routers_know_what_others_have_placed() -> None:
