@@ -336,8 +336,8 @@ def _input(
         unknown_fields=unknown_fields,
         form_field=None if form is None else form[1],
         timings=bool(body.timings),
-        session=body.session_id,
-        cache_key=body.prompt_cache_key,
+        session=body.session_id or None,
+        cache_key=body.prompt_cache_key or None,
     )
 
 
