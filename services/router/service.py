@@ -202,12 +202,11 @@ class RouterService:
 
         Raises:
             NoWorkerError: the router shuts down.
-            OverloadedError: the queue, all connections or the memory of bodies are full, or the
-                owner holds as much of them as it may.
+            OverloadedError: the queue or all connections are full, or the owner holds as much of
+                them as it may.
         """
         self._check_serving()
         self.dispatcher.admission.check_connections(owner)
-        self.bodies.check(owner)
         self.dispatcher.admission.check_room(owner)
 
     def admit(self, owner: str) -> AbstractContextManager[None]:

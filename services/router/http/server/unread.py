@@ -18,8 +18,8 @@ class UnreadResponses:
 
     That is a connection, and the bytes of a large response, which count like bodies of requests. A
     large response is written part by part, so that it counts until its client has taken nearly
-    all of it. 429 takes its place if the owner has too many bytes since its request began. Streams
-    do not say how long they are, so their bytes are not counted.
+    all of it. 429 takes its place if the owner has too many bytes. Streams do not say how long they
+    are, so their bytes are not counted.
     """
 
     def __init__(self, app: ASGIApp, service: RouterService) -> None:
