@@ -153,7 +153,11 @@ class Truth:
     @torch.inference_mode()
     def _generated(self, ids: list[int]) -> str:
         made = self._model.generate(
-            torch.tensor([ids]), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),  # else 0, which begins texts,
+            max_new_tokens=MAX_TOKENS,  # is taken for padding
+            do_sample=False,
+            pad_token_id=0,
         )
         answer = self._tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True)
         return min((answer.partition(stop)[0] for stop in STOPS), key=len)
