@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-WEIGHTS = "model.safetensors"
+from pagewire.tests.support.quantised_checkpoints import QUANTISED, WEIGHTS, write_pair
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-# Names of the projections that writers quantise.
-QUANTISED = r"(.*\.)?(\w+_proj(_with_mqa)?|\w+_linear|w[123]|lm_head)"
 
 
 @dataclass(frozen=True)
@@ -134,16 +132,7 @@ def write_fp8(plain: Path, stored: Path, meant: Path, layout: Layout) -> dict[st
             # Larger for some projections of the same input, so that none may take another's.
             scale = torch.tensor(0.02 if "k_proj" in module else 0.015)
             tensors[f"{module}.{of_inputs}"] = input_scales[module] = scale
-    config = json.loads((plain / "config.json").read_text())
-    for path, content, fields in (
-        (stored, tensors, {"quantization_config": layout.described(left)}),
-        (meant, values, {}),
-    ):
-        path.mkdir(parents=True)
-        save_file(content, path / WEIGHTS, metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config | fields))
-        for file in plain.glob("generation_config.json"):
-            (path / file.name).write_bytes(file.read_bytes())
+    write_pair(plain, (stored, tensors), (meant, values), layout.described(left))
     return input_scales
 
 

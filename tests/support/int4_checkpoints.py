@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from pagewire.tests.support.fp8_checkpoints import QUANTISED, WEIGHTS
+from pagewire.tests.support.quantised_checkpoints import QUANTISED, WEIGHTS, write_pair
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight, from the lowest bits on
 _ONES = 0x11111111  # which the first version of GPTQ subtracts from a word, and so with borrows
@@ -142,11 +141,4 @@ def write_int4(plain: Path, stored: Path, meant: Path, layout: Int4Layout) -> No
             continue
         tensors[name] = tensor
         left += [module] if is_matrix else []
-    config = json.loads((plain / "config.json").read_text())
-    for path, content, fields in (
-        (stored, tensors, {"quantization_config": layout.described(left)}),
-        (meant, values, {}),
-    ):
-        path.mkdir(parents=True)
-        save_file(content, path / WEIGHTS, metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(config | fields))
+    write_pair(plain, (stored, tensors), (meant, values), layout.described(left))

@@ -18,14 +18,19 @@ from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
 from pagewire.tests.support.float32_reference import random_prompts
-from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, with_quantised_inputs, write_fp8
-from pagewire.tests.support.paged_model import PagedModel
+from pagewire.tests.support.fp8_checkpoints import Layout, with_quantised_inputs, write_fp8
+from pagewire.tests.support.quantised_checkpoints import (
+    CPU,
+    WEIGHTS,
+    check_greedy_tokens,
+    load,
+    run,
+)
 from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4  # of the largest logit, in float32
-CPU = torch.device("cpu")
 CT, FP8 = "compressed-tensors", "fp8"
 # Hidden size 48, inner size 80, heads of 12: blocks end raggedly, projections end inside blocks.
 LAYOUTS = {
@@ -70,18 +75,6 @@ def write(path: Path, name: str) -> tuple[Any, Layout, dict[str, torch.Tensor]]:
     theirs = kind.from_pretrained(path / "meant", dtype=torch.float32, attn_implementation="eager")
     set_gates(theirs.eval())
     return theirs, layout, scales
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
-    return load_model(path, load_config(path), CPU, dtype, load_ops("torch", "cpu"))
-
-
-def run(model: DecoderModel, prompts: list[list[int]]) -> torch.Tensor:
-    """Return the logits of prompts of one length, in random chunks: [prompts, T, vocab]."""
-    paged = PagedModel(model, num_blocks=128, block_size=8, seed=3)
-    sequences = [paged.add(prompt) for prompt in prompts]
-    paged.run_mixed(sequences, max_chunk=23)
-    return torch.stack([torch.stack(sequence.logits) for sequence in sequences]).float()
 
 
 @torch.inference_mode()
@@ -182,18 +175,8 @@ def _numbers(model: DecoderModel) -> int:
 
 @pytest.mark.parametrize("name", ["llama-some-ignored", "qwen3-blocks", "qwen3moe-blocks"])
 def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
-    """Cached, in chunks and preempted: what the plain checkpoint answers in float32."""
     write(tmp_path, name)
-    prompts = random_prompts((1, 30, 50, 50), VOCAB)
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-    def answer(path: Path, **settings: Any) -> list[list[int]]:
-        llm = LLM(str(path), device="cpu", dtype="float32", max_num_batched_tokens=32, **settings)
-        answers = [list(each.token_ids) for each in llm.generate([*prompts, prompts[2]], greedy)]
-        assert llm.block_counts().used == 0
-        return answers
-
-    assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
+    check_greedy_tokens(tmp_path)
 
 
 def test_the_demo_model_answers_in_fp8() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
@@ -19,15 +18,19 @@ from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.worker.estimate import weight_bytes
 from pagewire.tests.support.float32_reference import random_prompts
-from pagewire.tests.support.fp8_checkpoints import WEIGHTS
 from pagewire.tests.support.int4_checkpoints import Int4Layout, write_int4
-from pagewire.tests.support.paged_model import PagedModel
+from pagewire.tests.support.quantised_checkpoints import (
+    CPU,
+    WEIGHTS,
+    check_greedy_tokens,
+    load,
+    run,
+)
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-4  # of the largest logit, in float32
-CPU = torch.device("cpu")
 # Hidden size 48, inner size 80: the last group of 32 inputs has 16.
 LAYOUTS = {
     "llama-awq": ("llama", "biases", Int4Layout("awq", 16)),
@@ -64,18 +67,6 @@ def write(path: Path, name: str) -> Any:
     return kind.from_pretrained(
         path / "meant", dtype=torch.float32, attn_implementation="eager"
     ).eval()
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32) -> DecoderModel:
-    return load_model(path, load_config(path), CPU, dtype, load_ops("torch", "cpu"))
-
-
-def run(model: DecoderModel, prompts: list[list[int]]) -> torch.Tensor:
-    """Return the logits of prompts of one length, in random chunks: [prompts, T, vocab]."""
-    paged = PagedModel(model, num_blocks=128, block_size=8, seed=3)
-    sequences = [paged.add(prompt) for prompt in prompts]
-    paged.run_mixed(sequences, max_chunk=23)
-    return torch.stack([torch.stack(sequence.logits) for sequence in sequences]).float()
 
 
 @EACH_LAYOUT
@@ -115,18 +106,8 @@ def test_estimated_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", ["qwen3-awq-some-ignored", "qwen3-gptq-v2-ordered"])
 def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
-    """Cached, in chunks and preempted: what the plain checkpoint answers in float32."""
     write(tmp_path, name)
-    prompts = random_prompts((1, 30, 50, 50), VOCAB)
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-    def answer(path: Path, **settings: Any) -> list[list[int]]:
-        llm = LLM(str(path), device="cpu", dtype="float32", max_num_batched_tokens=32, **settings)
-        answers = [list(each.token_ids) for each in llm.generate([*prompts, prompts[2]], greedy)]
-        assert llm.block_counts().used == 0
-        return answers
-
-    assert answer(tmp_path / "stored", num_blocks=10) == answer(tmp_path / "meant")
+    check_greedy_tokens(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.worker.estimate import weight_bytes
-from pagewire.tests.support.fp8_checkpoints import WEIGHTS, Layout, write_fp8
+from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
+from pagewire.tests.support.quantised_checkpoints import WEIGHTS
 from pagewire.tests.support.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
