@@ -130,9 +130,9 @@ def test_a_frozen_server_is_not_taken_for_one_with_another_secret(
                 "the process is frozen or overloaded"
             )
             server.signal(SIGCONT)
-            await lone_client(endpoint).connect(WAIT_S)
-            with pytest.raises(ChannelError, match="authentication failed"):
-                await lone_client(endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
+            async with connected(endpoint):
+                with pytest.raises(ChannelError, match="authentication failed"):
+                    await lone_client(endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
 
     run_async(scenario())
 
