@@ -236,6 +236,7 @@ def test_a_key_of_a_wrong_type_heals(redis_server: RedisServer, kind: str) -> No
             await directory.start("http://127.0.0.1:9")
         for directory in directories:
             await eventually(partial(sees, directory, 1))
+        for directory in directories:
             await directory.close()
         await redis.aclose()
 
