@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from pagewire.kernels.attention_signatures import (
     LatentAttention,
+    LatentPrefill,
     LatentRotaryAndCache,
     PagedDecode,
     PagedPrefill,
@@ -275,12 +276,17 @@ class UnpackBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The operations of one backend, chosen once when a worker starts."""
+    """The operations of one backend, chosen once when a worker starts.
+
+    With `batch_invariant`, no result for a row depends on the batch; `latent_prefill` is not used.
+    """
 
     backend: Literal["triton", "torch"]
+    batch_invariant: bool
     paged_decode: PagedDecode
     paged_prefill: PagedPrefill
     latent_attention: LatentAttention
+    latent_prefill: LatentPrefill
     rotary_and_cache: RotaryAndCache
     latent_rotary_and_cache: LatentRotaryAndCache
     rms_norm: RmsNorm
@@ -301,7 +307,9 @@ class Ops:
     unpack_blocks: UnpackBlocks
 
 
-OP_NAMES = tuple(field.name for field in fields(Ops) if field.name != "backend")
+OP_NAMES = tuple(
+    each.name for each in fields(Ops) if each.name not in ("backend", "batch_invariant")
+)
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "head_products": "linear",
     "pack_blocks": "kv_pack",
@@ -334,4 +342,4 @@ def load_ops(backend: BackendName, device_type: str, batch_invariant: bool = Fal
     if batch_invariant:
         invariant = importlib.import_module(f"{package}.invariant")
         found |= {name: getattr(invariant, name) for name in BATCH_DEPENDENT}
-    return Ops(backend=backend, **found)
+    return Ops(backend=backend, batch_invariant=batch_invariant, **found)

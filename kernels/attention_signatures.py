@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 
@@ -91,6 +93,34 @@ class LatentAttention(Protocol):
         max_query_len: int = 1,
         out: torch.Tensor | None = None,  # [T, H, C]
     ) -> torch.Tensor: ...  # [T, H, C]
+
+
+class LatentPrefill(Protocol):
+    """Causal attention of packed chunks, whose context's keys and values are computed first.
+
+    The same as `LatentAttention`, but for rounding, with `q_latent = q_nope @ key_matrices` and the
+    result `values @ value_matrices`. A head's key of a token is `key_matrices @ c` and the rotated
+    key, its value `c @ value_matrices`, each rounded to the cache's dtype. Other rows of `out` are
+    left as they are. The host knows the lengths, so no CUDA graph captures this.
+
+    Raises:
+        UnsupportedShapeError: the matrices do not fit, or a last dimension has gaps.
+    """
+
+    def __call__(
+        self,
+        q_nope: torch.Tensor,  # [T, H, N], any strides with stride(-1) == 1, as the next two
+        q_rope: torch.Tensor,  # [T, H, R], rotated
+        cache: torch.Tensor,  # [NB, BS, C + R]
+        key_matrices: torch.Tensor,  # [H, N, C], any strides, as the next
+        value_matrices: torch.Tensor,  # [H, C, V]
+        block_tables: torch.Tensor,  # [B, max_blocks] int32
+        seq_lens: torch.Tensor,  # [B] int32
+        cu_query_lens: torch.Tensor,  # [B + 1] int32
+        chunks: Sequence[tuple[int, int]],  # length and context of each, as in the tensors
+        scale: float,
+        out: torch.Tensor,  # [T, H, V]
+    ) -> None: ...
 
 
 class LatentRotaryAndCache(Protocol):

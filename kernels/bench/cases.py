@@ -16,6 +16,7 @@ from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
 from pagewire.kernels.bench.inputs import (
     LatentCase,
+    LatentChunksCase,
     LatentInputs,
     PagedCase,
     decode_case,
@@ -88,6 +89,20 @@ def _latent_prefill(heads: int, chunk: int, context: int) -> BenchCase:
     work = 2.0 * visible_pairs(chunk, context, None) * heads * (2 * RANK + ROTATED)
     shape = f"{chunk} of {context}, {heads} heads"
     return BenchCase("latent_attention", shape, _latent_attend(x), work, "TFLOP/s")
+
+
+def _latent_chunks(heads: int, chunk: int, context: int) -> BenchCase:
+    case = LatentChunksCase(LatentCase((context,), (chunk,), heads, RANK, ROTATED), DIM, DIM)
+    x = case.build("cuda", DTYPE)
+    attending = visible_pairs(chunk, context, None) * (2 * DIM + ROTATED)
+    work = 2.0 * heads * (attending + context * RANK * 2 * DIM)
+    shape = f"{chunk} of {context}, {heads} heads"
+
+    def call(ops: Ops) -> tuple[torch.Tensor]:
+        ops.latent_prefill(*x)
+        return (x.out,)
+
+    return BenchCase("latent_prefill", shape, call, work, "TFLOP/s")
 
 
 def _latent_rotary_and_cache(tokens: int, heads: int) -> BenchCase:
@@ -310,6 +325,9 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for heads in LATENT_HEADS
         for make, shapes in ((_latent_decode, DECODE), (_latent_prefill, PREFILL[:2]))
         for case in (make(heads, *lengths) for lengths in shapes)
+    ),
+    "latent_prefill": lambda: (
+        _latent_chunks(LATENT_HEADS[0], *lengths) for lengths in TABLES["latent_prefill"]
     ),
     "latent_rotary_and_cache": lambda: (
         _latent_rotary_and_cache(tokens, heads) for heads in LATENT_HEADS for tokens in TOKENS

@@ -160,6 +160,54 @@ class LatentCase:
         )
 
 
+class LatentChunks(NamedTuple):
+    """Arguments of one call of `LatentPrefill`, in their order."""
+
+    q_nope: torch.Tensor  # [T, H, N], a strided view, as the next three
+    q_rope: torch.Tensor  # [T, H, R]
+    cache: torch.Tensor  # [NB, BS, C + R]
+    key_matrices: torch.Tensor  # [H, N, C]
+    value_matrices: torch.Tensor  # [H, C, V]
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    seq_lens: torch.Tensor  # [B] int32
+    cu_query_lens: torch.Tensor  # [B + 1] int32
+    chunks: tuple[tuple[int, int], ...]
+    scale: float
+    out: torch.Tensor  # [T, H, V]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentChunksCase:
+    """Chunks whose heads have keys of `key_dim` and values of `value_dim` numbers."""
+
+    case: LatentCase
+    key_dim: int
+    value_dim: int
+
+    def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> LatentChunks:
+        """Return random tensors; see `PagedCase.build`."""
+        case, x = self.case, self.case.build(device, dtype, poison)
+        generator = torch.Generator(device).manual_seed(1)
+        options: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+        q = torch.randn(len(x.q_rope), case.heads, self.key_dim + case.rotated, **options)
+        rows = self.key_dim + self.value_dim
+        matrices = torch.randn(case.heads, rows, case.rank, **options) * case.rank**-0.5
+        keys, values = matrices.split([self.key_dim, self.value_dim], dim=1)
+        return LatentChunks(
+            q[:, :, : self.key_dim],
+            q[:, :, self.key_dim :],
+            x.cache,
+            keys,
+            values.transpose(1, 2),
+            x.block_tables,
+            x.seq_lens,
+            x.cu_query_lens,
+            tuple(zip(case.query_lens or (), case.seq_lens, strict=True)),
+            q.shape[2] ** -0.5,
+            torch.empty(len(q), case.heads, self.value_dim, device=device, dtype=dtype),
+        )
+
+
 class SamplingInputs(NamedTuple):
     """Tensors of one sampling call, in the order of `Sample`."""
 

@@ -352,7 +352,7 @@ def _fitting_blocks(loaded: _Loaded, other_memory: OtherMemory) -> int:
     blocks = trial_blocks(max_tokens, layout)
     torch.cuda.reset_peak_memory_stats(device)
     runner = _make_runner(loaded, blocks, loaded.full_model_len)
-    warm_up(runner, min(max_tokens, loaded.full_model_len - 1))
+    warm_up(runner, loaded.config, min(max_tokens, loaded.full_model_len - 1))
     peak = torch.cuda.max_memory_allocated(device)
     del runner
     torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ from pagewire.shared.engine.scheduling.step import (
 )
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.model.experts_config import ExpertsConfig
+from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.settings.config import EngineSettings
@@ -78,7 +79,7 @@ def prepare(
     """Compile kernels and capture CUDA graphs, so that no request waits for that."""
     progress("compiling kernels")
     most = min(settings.max_num_batched_tokens, max_model_len - 1)
-    warm_up(runner, most)
+    warm_up(runner, config, most)
     if settings.cuda_graphs:
         _capture_graphs(runner, settings.max_num_batched_tokens, progress, make_pool)
     progress("running steps of every kind")
@@ -103,7 +104,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
-def warm_up(runner: ModelRunner, most_tokens: int) -> None:
+def warm_up(runner: ModelRunner, config: ModelConfig, most_tokens: int) -> None:
     """Run a prefill step that fits into the pool, a decode step, and pack and unpack a block.
 
     They write only to blocks that are free.
@@ -117,6 +118,9 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
         chunks=[PrefillChunk(0, 0, [0] * length, samples=True, scored=[0] * (length - 1))],
     )
     runner.execute(prefill).wait()
+    if isinstance(config, LatentConfig):  # short chunks are computed in another way
+        short = list(_short_chunks(runner, length, config.longest_absorbed))
+        runner.execute(StepPlan(number=0, chunks=short)).wait()
     runner.execute(StepPlan(number=0, decodes=[0])).wait()
     shaped = NewDeviceSlot(0, RequestSpec(seed=0, presence_penalty=1.0), [0] * length)
     again = [DecodeInput(0, 0, length)]
@@ -129,6 +133,15 @@ def warm_up(runner: ModelRunner, most_tokens: int) -> None:
     runner.pack([0], layout.layer_groups, staging, 1, after=0)
     if not runner.unpack(staging, [0], layout.layer_groups, 1, after=0).is_intact():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")
+
+
+def _short_chunks(runner: ModelRunner, most_tokens: int, longest: int) -> Iterator[PrefillChunk]:
+    """Yield chunks of at most these tokens together; only the first has blocks of its own."""
+    for slot in range(runner.state.num_slots):
+        length = min(longest, most_tokens)
+        if length:
+            yield PrefillChunk(slot, 0, [0] * length, samples=False)
+        most_tokens -= length
 
 
 def _tokens_of_pool(runner: ModelRunner) -> int:

@@ -46,6 +46,8 @@ class ForwardBatch:
             the last chunk.
         prefill_seq_lens: `[P]` int32, cached prefix and chunk together.
         max_query_len: longest chunk; 0 without one.
+        chunks: length and context of each chunk, where the host knows them: no CUDA graph replays
+            such a step. None: only the device knows them.
         others: the same tokens with the blocks of the other cache groups.
         kept_rows: `[N]` int64, the tokens whose outputs the layer returns; None for all. The model
             sets it for its last layer.
@@ -61,6 +63,7 @@ class ForwardBatch:
     prefill_cu_query_lens: torch.Tensor | None
     prefill_seq_lens: torch.Tensor | None
     max_query_len: int
+    chunks: tuple[tuple[int, int], ...] | None = None
     others: tuple[ForwardBatch, ...] = ()
     kept_rows: torch.Tensor | None = None
 

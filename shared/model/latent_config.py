@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from pagewire.kernels.latent_sizes import WORKSPACE_BYTES, longest_absorbed
 from pagewire.kernels.routing import Routing
 from pagewire.shared.kv.kv_layout import CachedToken
 from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
@@ -53,10 +54,19 @@ class LatentConfig(MoeConfig):
         return CachedToken(1, 1, self.kv_rank + self.head_dim)
 
     @property
-    def attention_width(self) -> int:
-        """The numbers of a token that an attention layer holds at once, the input not counted."""
-        head = self.nope_dim + self.head_dim + 2 * self.kv_rank + self.value_dim
-        return self.num_heads * head + (self.q_rank or 0) + self.kv_rank + self.head_dim
+    def longest_absorbed(self) -> int:
+        """The longest chunk without a prefix that attends to latent vectors as they are."""
+        return longest_absorbed(self.nope_dim, self.value_dim, self.kv_rank)
+
+    def attention_bytes(self, tokens: int, element_size: int) -> int:
+        """Return what an attention layer holds at once of these tokens, its input not counted."""
+        heads, projected = self.num_heads, (self.q_rank or 0) + self.kv_rank + self.head_dim
+        queries = heads * (self.nope_dim + self.head_dim) + projected
+        absorbed = heads * (2 * self.kv_rank + self.value_dim)
+        made = heads * (self.value_dim * element_size + (self.value_dim + 2) * 4)
+        return tokens * queries * element_size + max(
+            tokens * absorbed * element_size, tokens * made + WORKSPACE_BYTES
+        )
 
 
 def read_latent(

@@ -93,10 +93,10 @@ class ModelConfig:
         """Return the layout of KV blocks of this many tokens, in numbers of this dtype."""
         return KvLayout.of(self.windows, self.cached_token, block_size, dtype)
 
-    @property
-    def attention_width(self) -> int:
-        """The numbers of a token that an attention layer holds at once, the input not counted."""
-        return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+    def attention_bytes(self, tokens: int, element_size: int) -> int:
+        """Return what an attention layer holds at once of these tokens, its input not counted."""
+        width = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return tokens * width * element_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

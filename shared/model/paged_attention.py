@@ -94,17 +94,8 @@ def attend_latent(
         scale: factor of the scores.
         out: [T, H, C], where the result goes.
     """
-    decodes = batch.num_decodes
-    if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
-        ops.latent_attention(
-            q_latent[:decodes],
-            q_rope[:decodes],
-            cache,
-            batch.decode_block_tables,
-            batch.decode_seq_lens,
-            scale,
-            out=out[:decodes],
-        )
+    rows = batch.num_decodes
+    attend_decodes_to_latents(ops, q_latent[:rows], q_rope[:rows], cache, batch, scale, out[:rows])
     if batch.prefill_block_tables is not None and batch.prefill_seq_lens is not None:
         ops.latent_attention(
             q_latent,
@@ -117,3 +108,52 @@ def attend_latent(
             batch.max_query_len,
             out=out,
         )
+
+
+def attend_decodes_to_latents(
+    ops: Ops,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` [B, H, C] for the decode rows, if there are any; see `attend_latent`."""
+    if batch.decode_block_tables is not None and batch.decode_seq_lens is not None:
+        tables, lengths = batch.decode_block_tables, batch.decode_seq_lens
+        ops.latent_attention(q_latent, q_rope, cache, tables, lengths, scale, out=out)
+
+
+def attend_chunks_to_keys(
+    ops: Ops,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: torch.Tensor,
+    key_matrices: torch.Tensor,
+    value_matrices: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` [T, H, V] for prefill chunks, whose lengths the host knows.
+
+    Args:
+        ops: kernels that suit the device.
+        q_nope: [T, H, N].
+        q_rope: [T, H, R], rotated.
+        cache: [NB, BS, C + R], with the step's rows.
+        key_matrices: [H, N, C].
+        value_matrices: [H, C, V].
+        batch: the step, as the layer's cache group sees it.
+        scale: factor of the scores.
+        out: [T, H, V], where the result goes.
+    """
+    tables, starts = batch.prefill_block_tables, batch.prefill_cu_query_lens
+    lengths, chunks = batch.prefill_seq_lens, batch.chunks
+    if tables is None or starts is None or lengths is None or chunks is None:
+        return
+    matrices = (key_matrices, value_matrices)
+    ops.latent_prefill(
+        q_nope, q_rope, cache, *matrices, tables, lengths, starts, chunks, scale, out
+    )

@@ -156,7 +156,8 @@ def _storages(thing: Any) -> dict[int, int]:
 
 def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is."""
-    attention = config.attention_width + config.hidden_size
-    widest = 2 * config.hidden_size + max(attention, 3 * config.intermediate_size)
-    logits = TILE_ROWS * config.vocab_size
-    return (tokens * widest + logits) * dtype.itemsize + WORKSPACE_BYTES
+    size = dtype.itemsize
+    row, inner = tokens * config.hidden_size * size, tokens * config.intermediate_size * size
+    attention = config.attention_bytes(tokens, size) + row
+    logits = TILE_ROWS * config.vocab_size * size
+    return 2 * row + max(attention, 3 * inner) + logits + WORKSPACE_BYTES

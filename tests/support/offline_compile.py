@@ -32,6 +32,7 @@ from triton.runtime.jit import KernelInterface
 from pagewire.kernels import OP_NAMES, Ops, load_ops
 from pagewire.kernels.bench.inputs import (
     LatentCase,
+    LatentChunksCase,
     PagedCase,
     decode_case,
     sampling_inputs,
@@ -171,6 +172,8 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
         context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]
         yield "latent_attention", ops.latent_attention, [*context, y.scale, *y.lengths]
+    z = LatentChunksCase(LatentCase((300, 400), (300, 400), 16, 512, 64), 128, 128)
+    yield "latent_prefill", ops.latent_prefill, list(z.build("cpu", dtype))
     caches = torch.empty(8, 2, 8, 16, 128, dtype=dtype).unbind(1)
     q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
     slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)

@@ -117,6 +117,8 @@ class PagedModel:
             if has_prefills
             else None,
             max_query_len=max(lengths, default=0),
+            # The host does not know the chunks of a step that a CUDA graph replays.
+            chunks=self._random.choice([None, tuple((n, s.done + n) for s, n in prefills)]),
         )
 
     def _tokens(

@@ -70,6 +70,7 @@ def joined(decodes: ForwardBatch, prefills: ForwardBatch) -> ForwardBatch:
             prefill_cu_query_lens=chunks.prefill_cu_query_lens,
             prefill_seq_lens=chunks.prefill_seq_lens,
             max_query_len=chunks.max_query_len,
+            chunks=chunks.chunks,
         )
         for rows, chunks in zip(decodes.groups, prefills.groups, strict=True)
     )

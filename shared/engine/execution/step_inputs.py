@@ -88,6 +88,7 @@ class StepInputs:
 
     Attributes:
         table_blocks: entries of a block table that the chunks may need; None for all.
+        lengths: see `ForwardBatch.chunks`.
     """
 
     buffer: torch.Tensor
@@ -98,6 +99,7 @@ class StepInputs:
     max_query_len: int
     num_groups: int
     table_blocks: int | None
+    lengths: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
     def build(
@@ -127,7 +129,8 @@ class StepInputs:
         counts, groups = (rows, tokens, len(chunks), samples), tables.shape[1]
         flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), slot)
         blocks = -(-max(chunk.end for chunk in chunks) // block_size)
-        return cls(torch.from_numpy(flat), *counts, longest, groups, blocks)
+        lengths = tuple((chunk.length, chunk.end) for chunk in chunks)
+        return cls(torch.from_numpy(flat), *counts, longest, groups, blocks, lengths)
 
     @classmethod
     def build_padded(
@@ -179,6 +182,7 @@ class StepInputs:
                 prefill_cu_query_lens=cu_query_lens,
                 prefill_seq_lens=seq_lens,
                 max_query_len=self.max_query_len,
+                chunks=self.lengths,
             )
             for group in range(self.num_groups)
         )

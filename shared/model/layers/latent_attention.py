@@ -1,12 +1,13 @@
-"""Multi-head latent attention over the paged cache, in its absorbed form.
+"""Multi-head latent attention over the paged cache.
 
-DeepSeek-V2 (arXiv 2405.04434). A token's keys and values are `up @ c`; c is its latent vector. The
-part `W_k` of `up` is applied to queries instead of c, and the part `W_v` to the output:
+DeepSeek-V2 (arXiv 2405.04434). A token's keys and values are `up @ c`; c is its latent vector. In
+the absorbed form, the part `W_k` of `up` is applied to queries instead of c, and the part `W_v` to
+the output:
 
     q . (W_k c) = (W_k^T q) . c        sum_t p_t (W_v c_t) = W_v sum_t p_t c_t
 
 So all heads attend to the cached row of a token: C numbers of the latent vector and R numbers of a
-rotated key. Keys and values of tokens are never computed.
+rotated key. For long chunks it takes fewer operations to compute keys and values first.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ from dataclasses import dataclass, field
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.latent_sizes import keys_are_cheaper
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.layers.linear import Linear, LinearMethod, LinearShape
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import Conversion, NamedParameters
-from pagewire.shared.model.paged_attention import attend_latent
+from pagewire.shared.model.paged_attention import (
+    attend_chunks_to_keys,
+    attend_decodes_to_latents,
+    attend_latent,
+)
 
 
 class HeadMatrices(Linear):
@@ -102,11 +108,49 @@ class LatentAttention:
             self.kv_norm.eps,
             config.interleaved,
         )
+        if self._makes_keys(batch):
+            values = batch.kept(self._attend_to_keys(q_nope, q_rope, cache, batch))
+        else:
+            values = self._attend_to_latents(q_nope, q_rope, cache, batch)
+        return self.o_proj.apply(values.flatten(1))
+
+    def _makes_keys(self, batch: ForwardBatch) -> bool:
+        """Return whether the chunks' keys and values are made; never in batch-invariant mode."""
+        if batch.chunks is None or self.ops.batch_invariant:
+            return False
+        config = self.config
+        sizes = (config.nope_dim, config.value_dim, config.kv_rank, config.head_dim)
+        return keys_are_cheaper(batch.chunks, *sizes)
+
+    def _attend_to_latents(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return `[N, H, V]`: the values that all tokens attend to, in the absorbed form."""
         q_latent = self.ops.head_products(q_nope, self.kv_up.keys)  # [T, H, C]
         out = torch.empty_like(q_latent)
-        attend_latent(self.ops, q_latent, q_rope, cache, batch, config.score_scale, out)
-        values = self.ops.head_products(batch.kept(out), self.kv_up.values)  # [N, H, V]
-        return self.o_proj.apply(values.flatten(1))
+        attend_latent(self.ops, q_latent, q_rope, cache, batch, self.config.score_scale, out)
+        return self.ops.head_products(batch.kept(out), self.kv_up.values)
+
+    def _attend_to_keys(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        cache: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Return `[T, H, V]`: decode rows in the absorbed form, chunks with keys and values."""
+        matrices, scale = self.kv_up, self.config.score_scale
+        values = q_nope.new_empty(*q_nope.shape[:2], self.config.value_dim)
+        rows = batch.num_decodes
+        if rows:  # first: a chunk's tokens may be where padding rows are
+            q_latent = self.ops.head_products(q_nope[:rows], matrices.keys)
+            out = torch.empty_like(q_latent)
+            attend_decodes_to_latents(self.ops, q_latent, q_rope[:rows], cache, batch, scale, out)
+            values[:rows] = self.ops.head_products(out, matrices.values)
+        attend_chunks_to_keys(
+            self.ops, q_nope, q_rope, cache, matrices.keys, matrices.values, batch, scale, values
+        )
+        return values
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
         """Yield projections and norms."""
