@@ -11,7 +11,7 @@ import torch
 
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.model.layers.decoder import DecoderModel
-from pagewire.shared.model.layers.experts import Experts
+from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,12 @@ def counting_experts(runner: ModelRunner) -> Iterator[list[int]]:
     """
     layers: Sequence[Any] = runner.model.layers if isinstance(runner.model, DecoderModel) else []
     mixtures = [layer for layer in layers if isinstance(layer.mlp, Experts)]
+    shared: list[Any] = [layer.mlp for layer in layers if isinstance(layer.mlp, WithSharedExpert)]
     counts: list[int] = []
     for layer in mixtures:
         layer.mlp = _Counted(layer.mlp, counts)
+    for mixture in shared:
+        mixture.experts = _Counted(mixture.experts, counts)
     graphs, runner.decode_graphs = runner.decode_graphs, None
     try:
         yield counts
@@ -45,3 +48,5 @@ def counting_experts(runner: ModelRunner) -> Iterator[list[int]]:
         runner.decode_graphs = graphs
         for layer in mixtures:
             layer.mlp = layer.mlp.experts
+        for mixture in shared:
+            mixture.experts = mixture.experts.experts

@@ -59,8 +59,6 @@ def _in_fp8(**fields: Any) -> dict[str, Any]:
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in shapes.SHAPES.items() if name != "qwen2-7b"},
     "gemma2-9b": _published("gemma-2-9b-it"),
-    "gpt-oss-20b": _published("gpt-oss-20b"),
-    "deepseek-v2-lite": _published("deepseek-v2-lite-chat"),
     "deepseek-v3": _published("deepseek-v3"),
     "phi3-mini": _published("phi-3-mini-4k-instruct"),
     "mixtral": _published("mixtral-8x7b-instruct-v0.1"),
