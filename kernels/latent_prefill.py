@@ -6,9 +6,9 @@ the sum; keys and values of their own are much shorter (DeepSeek: 192 and 128 nu
 and 512), and to make them takes C (N + V) products a token and head, which all queries of a chunk
 share.
 
-The contexts of all chunks, one after the other, are taken in pieces that fit a workspace. Two
-kernels run for each piece: one makes keys and values of its tokens, one attends to them. Between
-pieces, the sums of a query are kept in float32.
+The contexts of all chunks, one after the other, are taken in parts that fit a workspace. Two
+kernels run for each part: one makes keys and values of its tokens, one attends to them. Between
+parts, the sums of a query are kept in float32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MIN_DOT = 16
 _INNER = 64  # numbers of a latent vector that a program multiplies at a time
 
 
-@triton.jit(do_not_specialize=["piece_start", "piece_size", "tables_stride"])
+@triton.jit(do_not_specialize=["part_start", "part_size", "tables_stride"])
 def _make_keys_and_values_kernel(
     cache_ptr,
     tables_ptr,
@@ -40,8 +40,8 @@ def _make_keys_and_values_kernel(
     keys_ptr,  # [W, H, N]
     values_ptr,  # [W, H, V]
     rotated_ptr,  # [W, R]
-    piece_start,
-    piece_size,
+    part_start,
+    part_size,
     cache_stride_block,
     cache_stride_token,
     tables_stride,
@@ -67,8 +67,8 @@ def _make_keys_and_values_kernel(
     is_key = tl.program_id(1) % 2 == 0
     sequence = tl.program_id(2)
     seq_len = tl.load(seq_lens_ptr + sequence)
-    before = tl.load(ends_ptr + sequence) - seq_len - piece_start  # of this piece's first token
-    stop = tl.minimum(seq_len, piece_size - before)
+    before = tl.load(ends_ptr + sequence) - seq_len - part_start  # of this part's first token
+    stop = tl.minimum(seq_len, part_size - before)
     first = tl.maximum(-before, 0) + tl.program_id(0) * BLOCK_M
     if first >= stop:
         return
@@ -139,7 +139,7 @@ def _attend_tiles(
     start,
     stop,
     positions,
-    keys,  # of the piece's first token; a token's place there is `before` after its position
+    keys,  # of the part's first token; a token's place there is `before` after its position
     rotated,
     values,
     before,
@@ -167,7 +167,7 @@ def _attend_tiles(
         if MASKED:
             seen = inside[None, :] & (tokens[None, :] <= positions[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        # Each row has seen its context's first token, in this piece or an earlier one.
+        # Each row has seen its context's first token, in this part or an earlier one.
         m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale_log2)
         p = tl.exp2(scores * scale_log2 - m_new[:, None])
         rescale = tl.exp2(m_i - m_new)
@@ -178,8 +178,8 @@ def _attend_tiles(
     return acc, l_i, m_i
 
 
-@triton.jit(do_not_specialize=["piece_start", "piece_size"])
-def _attend_to_piece_kernel(
+@triton.jit(do_not_specialize=["part_start", "part_size"])
+def _attend_to_part_kernel(
     q_ptr,
     rope_ptr,
     keys_ptr,
@@ -189,11 +189,11 @@ def _attend_to_piece_kernel(
     seq_lens_ptr,
     ends_ptr,
     out_ptr,
-    sums_ptr,  # [T, H, V] float32, between pieces
-    limits_ptr,  # [T, H, 2] float32, between pieces: highest score, and sum of weights
+    sums_ptr,  # [T, H, V] float32, between parts
+    limits_ptr,  # [T, H, 2] float32, between parts: highest score, and sum of weights
     scale_log2,
-    piece_start,
-    piece_size,
+    part_start,
+    part_size,
     q_stride_token,
     q_stride_head,
     rope_stride_token,
@@ -220,12 +220,12 @@ def _attend_to_piece_kernel(
     if tile_start >= query_len:
         return
     seq_len = tl.load(seq_lens_ptr + sequence)
-    before = tl.load(ends_ptr + sequence) - seq_len - piece_start
+    before = tl.load(ends_ptr + sequence) - seq_len - part_start
     first_position = seq_len - query_len + tile_start
     visible = tl.minimum(first_position + BLOCK_M, seq_len)
     start = tl.maximum(-before, 0)
-    piece_stop = tl.minimum(seq_len, piece_size - before)
-    stop = tl.minimum(piece_stop, visible)
+    part_stop = tl.minimum(seq_len, part_size - before)
+    stop = tl.minimum(part_stop, visible)
     if start >= stop:
         return
 
@@ -263,7 +263,7 @@ def _attend_to_piece_kernel(
         scale_log2, True, HEADS, KEY, KEY_PAD, VALUE, VALUE_PAD, ROTATED, ROTATED_PAD, BLOCK_N,
         STAGES,
     )  # fmt: skip
-    if visible <= piece_stop:
+    if visible <= part_stop:
         out_rows = out_ptr + rows * out_stride_token + head * out_stride_head
         result = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_rows[:, None] + value_dims[None, :], result, mask=sum_mask)
@@ -291,7 +291,7 @@ def _choose_config(element_size: int) -> _Config:
 
 @dataclass(frozen=True, slots=True)
 class _Workspace:
-    """Keys, values and rotated keys of a piece, and what is kept of queries between pieces."""
+    """Keys, values and rotated keys of a part, and what is kept of queries between parts."""
 
     keys: torch.Tensor  # [W, H, N]
     values: torch.Tensor  # [W, H, V]
@@ -397,7 +397,7 @@ def latent_prefill(
             num_warps=config.num_warps,
             **sizes,
         )
-        _attend_to_piece_kernel[(heads, tiles, len(chunks))](
+        _attend_to_part_kernel[(heads, tiles, len(chunks))](
             q_nope,
             q_rope,
             work.keys,

@@ -52,7 +52,7 @@ def test_attention_matches_the_reference(case, device, kernels, reference, asser
 
 @pytest.mark.parametrize("tokens", [7, 16, 50])
 @pytest.mark.parametrize("name", ["whole-prompts", "ragged-prefixes", "tile-edges"])
-def test_any_number_of_pieces(name, tokens, device, kernels, reference, assert_close, monkeypatch):
+def test_any_number_of_parts(name, tokens, device, kernels, reference, assert_close, monkeypatch):
     x = CASES[name].build(device, torch.float32)
     of_token = 4 * x.q_nope.shape[1] * (x.q_nope.shape[2] + x.out.shape[2])
     monkeypatch.setattr(latent_sizes, "WORKSPACE_BYTES", tokens * of_token)
