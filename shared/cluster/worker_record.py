@@ -63,6 +63,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
             self.queued_prefill_tokens,
             self.queued_prefill_s or 0.0,
             self.rows,
+            self.room,
         )
 
 

@@ -50,7 +50,6 @@ class EngineSnapshot:
         as_of_s: time on the monotonic clock; commands that came later may be missing.
         iterations: of the loop so far.
         load: what is reported to routers.
-        room: prompt tokens that a step has room for.
         prices: of the engine's steps.
     """
 
@@ -60,7 +59,6 @@ class EngineSnapshot:
     running: int
     waiting: int
     load: Load
-    room: int
     prices: StepPrices
     num_preemptions: int
     num_retained: int
@@ -255,7 +253,6 @@ class EngineThread:
             running=len(scheduler.running),
             waiting=scheduler.num_waiting + len(scheduler.reserved),
             load=scheduler.load,
-            room=scheduler.room,
             prices=scheduler.costs.published,
             num_preemptions=scheduler.num_preemptions,
             num_retained=scheduler.pool.num_retained,

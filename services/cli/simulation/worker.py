@@ -154,7 +154,6 @@ class Worker:
         scheduler = self.core.scheduler
         return Forecast(
             prices=_multiplied(scheduler.costs.published, self.price_factor),
-            chunk=scheduler.room,
             max_rows=scheduler.limits.max_num_seqs,
             total_blocks=scheduler.pool.num_blocks,
             block_size=self._machine.block_size,

@@ -19,7 +19,6 @@ class Forecast:
 
     Attributes:
         prices: of its steps.
-        chunk: prompt tokens that a step has room for.
         max_rows: most answers that it decodes at once.
         total_blocks: of its KV pool.
         block_size: tokens of a block.
@@ -28,7 +27,6 @@ class Forecast:
     """
 
     prices: StepPrices
-    chunk: int
     max_rows: int
     total_blocks: int
     block_size: int
@@ -41,7 +39,7 @@ class Forecast:
 
     def prefill_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds of computing `num_tokens` tokens after `after` cached ones."""
-        return self.prices.prefill_s(num_tokens, after, self.chunk, self.decode_work(load))
+        return self.prices.prefill_s(num_tokens, after, chunk_of(load), self.decode_work(load))
 
     def alone_s(self, num_tokens: int, after: int) -> float:
         """Return the seconds of that if the worker did nothing else."""
@@ -49,7 +47,7 @@ class Forecast:
 
     def delay_s(self, load: Load, num_tokens: int, after: int) -> float:
         """Return the seconds by which that delays each answer that the worker decodes."""
-        steps = -(-num_tokens // self.chunk)
+        steps = -(-num_tokens // chunk_of(load))
         alone_s = steps * self.prices.step_s(self.decode_work(load))
         return max(0.0, self.prefill_s(load, num_tokens, after) - alone_s)
 
@@ -69,11 +67,15 @@ class Forecast:
         return load.rows < self.max_rows and load.blocks + missing_blocks <= self.total_blocks
 
 
+def chunk_of(load: Load) -> int:
+    """Return how many tokens of a prompt a step computes."""
+    return load.room or MOST_TOKENS
+
+
 def forecast_of(record: WorkerRecord) -> Forecast:
     """Return what a worker's record predicts."""
     return Forecast(
         prices=record.prices or StepPrices(),
-        chunk=record.load.room or MOST_TOKENS,
         max_rows=record.load.max_num_seqs,
         total_blocks=record.load.total_blocks,
         block_size=record.model_identity.block_size,

@@ -21,7 +21,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagewire.services.router.placement.forecast import Forecast
+from pagewire.services.router.placement.forecast import Forecast, chunk_of
 from pagewire.services.router.placement.policy import (
     MAX_PREFILL_WORKERS,
     Candidate,
@@ -45,6 +45,7 @@ class _Costs:
         first_s: until the first token, with the queue and what it costs the answers there.
         decode_s: of the steps that decode a usual answer, and of what a session lacks there.
         has_room: it can decode one more answer at once.
+        chunk: prompt tokens of a step.
     """
 
     worker_id: str
@@ -52,6 +53,7 @@ class _Costs:
     first_s: float
     decode_s: float
     has_room: bool
+    chunk: int
     forecast: Forecast
 
 
@@ -112,6 +114,7 @@ def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
         decode_s=TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
         + prompt.stay_weight * forecast.alone_s(count, after),
         has_room=candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id)),
+        chunk=chunk_of(load),
         forecast=forecast,
     )
 
@@ -136,7 +139,7 @@ def _options(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) ->
 
 def _sending_s(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:
     """Return the seconds of sending the last chunk's KV; that of others is sent meanwhile."""
-    chunk = min(sender.forecast.chunk, prompt.uncached_tokens(decode.worker_id))
+    chunk = min(sender.chunk, prompt.uncached_tokens(decode.worker_id))
     return sender.forecast.transfer_s(decode.worker_id, chunk)
 
 

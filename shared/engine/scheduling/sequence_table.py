@@ -356,6 +356,7 @@ class SequenceTable:
             tokens=self.num_queued_tokens,
             seconds=self.queued_s,
             rows=len(self._decoding) + len(self.reserved) + len(prompts),
+            room=self.room,
         )
 
     def _chunked(self) -> list[Sequence]:

@@ -416,6 +416,12 @@ def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest
             )
             assert (await cluster.ask([int(seconds) + 1] * 200))[1] == expected
             assert decode.generated[-1].local_tokens == IDENTITY.block_size
+        prefill.put_record(**priced(queued_prefill_s=0.3))
+        await eventually(lambda: directory.get("prefill-0").load.queued_prefill_s == 0.3)
+        for room, expected in ((512, []), (1, ["prefill-0"])):
+            report = LoadReport(1, 10_000 - room, Load(rows=1, room=room))
+            cluster.router.service.dispatcher.in_flight.note_report("decode-0", report)
+            assert (await cluster.ask([3 + room] * 200))[1] == expected
 
     with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
 

@@ -19,12 +19,13 @@ BLOCK = 16
 PRICES = StepPrices(
     fixed=0.005, per_token=(0.0001,) * len(KNOTS), steps=100, prompt_steps=100, per_context=1e-8
 )
-FORECAST = Forecast(PRICES, chunk=512, max_rows=256, total_blocks=4096, block_size=BLOCK)
+FORECAST = Forecast(PRICES, max_rows=256, total_blocks=4096, block_size=BLOCK)
 
 
 def worker(name: str, **known: Any) -> Candidate:
-    load = Load(**{key: known.pop(key) for key in list(known) if key in Load.__struct_fields__})
-    return Candidate(name, load, dataclasses.replace(FORECAST, **known) if known else FORECAST)
+    load = {key: known.pop(key) for key in list(known) if key in Load.__struct_fields__}
+    reported = Load(**{"room": 512, **load})
+    return Candidate(name, reported, dataclasses.replace(FORECAST, **known) if known else FORECAST)
 
 
 def sender(name: str, **known: Any) -> Candidate:
@@ -56,6 +57,13 @@ def test_a_busy_decode_worker_is_spared_a_long_prompt_and_not_a_short_one():
     decodes, prefills = [worker("d", rows=64)], [sender("p", seconds=0.04)]
     assert place(prompt_of(2000), decodes, prefills).prefill_workers == ("p",)
     assert place(prompt_of(8), decodes, prefills).prefill_workers == ()
+
+
+def test_a_prompt_is_not_computed_where_steps_have_hardly_room_for_it():
+    prefills = [sender("p", seconds=0.3)]
+    for room, expected in ((512, ()), (16, ("p",))):
+        decodes = [worker("d", rows=8, room=room)]
+        assert place(prompt_of(2000), decodes, prefills).prefill_workers == expected
 
 
 def test_the_longer_the_queue_of_the_prefill_worker_the_more_is_computed_where_it_is_decoded():
