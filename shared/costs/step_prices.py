@@ -13,6 +13,9 @@ longest context, and a captured step is padded. The prices that a load has shown
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import cached_property
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
@@ -28,7 +31,7 @@ Price = Annotated[float, Meta(ge=0, le=1e9)]
 Number = Annotated[int, Meta(ge=0, lt=2**40)]
 
 
-class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
+class StepPrices(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What each part of a step's work takes, in seconds, and how right predictions were.
 
     Attributes:
@@ -57,15 +60,22 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True):
 
     def step_s(self, work: StepWork) -> float:
         """Return the seconds of a step; 0 if nothing is known."""
-        seconds, tokens = self.fixed, work.rows + work.tokens
-        last, price = 0, 0.0
-        for knot, per_token in zip(KNOTS, self.per_token):  # noqa: B905 (another release has others)
-            if tokens <= knot:
-                break
-            seconds += (knot - last) * price
-            last, price = knot, per_token
-        seconds += (tokens - last) * price + (work.rows + work.chunks) * self.per_sequence
+        tokens = work.rows + work.tokens
+        knot, seconds, price = self._parts[max(0, bisect_left(KNOTS, tokens) - 1)]
+        seconds += (tokens - knot) * price + (work.rows + work.chunks) * self.per_sequence
         return seconds + work.contexts * self.per_context + work.products * self.per_product
+
+    @cached_property
+    def _parts(self) -> list[tuple[int, float, float]]:
+        """For each of `KNOTS`: tokens from which a price applies, what these take, the price."""
+        parts: list[tuple[int, float, float]] = []
+        last, seconds, price = 0, self.fixed, 0.0
+        for knot, per_token in zip_longest(KNOTS, self.per_token[: len(KNOTS)]):
+            if per_token is not None:  # else another release wrote fewer prices
+                seconds += (knot - last) * price
+                last, price = knot, per_token
+            parts.append((last, seconds, price))
+        return parts
 
     def prefill_s(
         self, num_tokens: int, after: int, chunk: int, alongside: StepWork = NOTHING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -45,11 +46,16 @@ class Forecast:
         """Return the seconds of that if the worker did nothing else."""
         return self.prices.prefill_s(num_tokens, after, MOST_TOKENS)
 
-    def delay_s(self, load: Load, num_tokens: int, after: int) -> float:
-        """Return the seconds by which that delays each answer that the worker decodes."""
+    def delay_s(self, load: Load, num_tokens: int, prefill_s: float) -> float:
+        """Return the seconds by which a prompt delays each answer that the worker decodes.
+
+        Args:
+            load: of the worker.
+            num_tokens: that are computed of the prompt.
+            prefill_s: how long that takes.
+        """
         steps = -(-num_tokens // chunk_of(load))
-        alone_s = steps * self.prices.step_s(self.decode_work(load))
-        return max(0.0, self.prefill_s(load, num_tokens, after) - alone_s)
+        return max(0.0, prefill_s - steps * self.prices.step_s(self.decode_work(load)))
 
     def decode_step_s(self, load: Load, num_tokens: int) -> float:
         """Return the seconds of a step that decodes one more answer, to `num_tokens` tokens."""
@@ -82,6 +88,22 @@ def forecast_of(record: WorkerRecord) -> Forecast:
         block_bytes=record.block_bytes,
         links={link.peer: link for link in record.links},
     )
+
+
+class Forecasts:
+    """What the workers' records predict; computed again when one of them has been renewed."""
+
+    def __init__(self) -> None:
+        self._records: list[WorkerRecord] = []
+        self._forecasts: dict[str, Forecast] = {}
+
+    def of(self, records: list[WorkerRecord]) -> dict[str, Forecast]:
+        """Return the forecasts of workers by their ids, see `with_lent_prices`."""
+        known = self._records
+        if len(records) != len(known) or not all(map(operator.is_, records, known)):
+            self._records = records
+            self._forecasts = with_lent_prices({r.worker_id: forecast_of(r) for r in records})
+        return self._forecasts
 
 
 def with_lent_prices(forecasts: Mapping[str, Forecast]) -> dict[str, Forecast]:

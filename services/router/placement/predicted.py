@@ -17,9 +17,12 @@ others to decode, since prompts to come will delay the answer.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from pagewire.services.router.placement.forecast import Forecast, chunk_of
 from pagewire.services.router.placement.policy import (
@@ -41,6 +44,7 @@ class _Costs:
     """What a worker's parts of an answer cost, in seconds.
 
     Attributes:
+        rank: place in the order that breaks ties, from 0 on.
         prefill_s: of computing the prompt, without the queue.
         first_s: until the first token, with the queue and what it costs the answers there.
         decode_s: of the steps that decode a usual answer, and of what a session lacks there.
@@ -49,6 +53,7 @@ class _Costs:
     """
 
     worker_id: str
+    rank: int
     prefill_s: float
     first_s: float
     decode_s: float
@@ -57,11 +62,15 @@ class _Costs:
     forecast: Forecast
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """Who decodes a request, and who computes its prompt if that is another worker."""
+class _Option(NamedTuple):
+    """Who decodes a request, and who computes its prompt if that is another worker.
+
+    The least option is the best one. Those of equal cost are in the order of their ranks: of the
+    decode worker, then of the sender; the decode worker itself comes after all senders.
+    """
 
     cost: float
+    ranks: tuple[int, int]
     decode: _Costs
     sender: _Costs | None = None
 
@@ -90,51 +99,82 @@ class PredictedPolicy:
         if any(each.forecast is None for each in (*decodes, *prefills)):
             return self._otherwise.place(prompt, decodes, prefills)
         decoding, computing = self._costs(prompt, decodes), self._costs(prompt, prefills)
-        best = min(_options(prompt, decoding, computing), key=lambda place: place.cost)
+        best = _cheapest(prompt, decoding, computing)
         return _placement(prompt, best, decoding, computing)
 
     def _costs(self, prompt: Prompt, candidates: Sequence[Candidate]) -> list[_Costs]:
         """Return what each worker's parts would cost, in an order that breaks ties."""
-        ordered = self._rng.sample(candidates, len(candidates))
-        if prompt.session is not None:
+        if prompt.session is None:
+            ordered = self._rng.sample(candidates, len(candidates))
+        else:
             tie_breaker = prompt.tie_breaker(self._rng)
-            ordered.sort(key=lambda each: tie_breaker(each.worker_id))
-        return [_costs(prompt, each, each.forecast) for each in ordered if each.forecast]
+            ordered = sorted(candidates, key=lambda each: tie_breaker(each.worker_id))
+        return [
+            _costs(prompt, rank, each, each.forecast)
+            for rank, each in enumerate(ordered)
+            if each.forecast
+        ]
 
 
-def _costs(prompt: Prompt, candidate: Candidate, forecast: Forecast) -> _Costs:
+def _costs(prompt: Prompt, rank: int, candidate: Candidate, forecast: Forecast) -> _Costs:
     load, worker_id = candidate.load, candidate.worker_id
-    count, after = prompt.uncached_tokens(worker_id), prompt.cached_tokens(worker_id)
-    delays_s = load.rows * forecast.delay_s(load, count, after)
+    after = prompt.cached_tokens(worker_id)
+    count = prompt.num_tokens - after
     prefill_s = forecast.prefill_s(load, count, after)
-    return _Costs(
-        worker_id=worker_id,
-        prefill_s=prefill_s,
-        first_s=load.seconds + prefill_s + DELAY_WEIGHT * delays_s,
-        decode_s=TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
-        + prompt.stay_weight * forecast.alone_s(count, after),
-        has_room=candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id)),
-        chunk=chunk_of(load),
-        forecast=forecast,
-    )
+    first_s = load.seconds + prefill_s
+    if load.rows:
+        first_s += DELAY_WEIGHT * load.rows * forecast.delay_s(load, count, prefill_s)
+    decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
+    if prompt.stay_weight:
+        decode_s += prompt.stay_weight * forecast.alone_s(count, after)
+    has_room = candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id))
+    chunk = chunk_of(load)
+    return _Costs(worker_id, rank, prefill_s, first_s, decode_s, has_room, chunk, forecast)
 
 
-def _options(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> Iterator[_Option]:
-    """Yield all places that a request may have; at least one."""
+def _cheapest(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> _Option:
+    """Return the best of all places that a request may have."""
     is_free = not (prompt.remote and computing)
     spare = [each for each in computing if each.has_room and is_free]
     roomy = [each for each in decoding if each.has_room] or ([] if spare else decoding)
-    least_s = min(each.decode_s for each in (*roomy, *spare))
-    for decode in roomy:
-        own_s = decode.decode_s - least_s
-        linked = [each for each in computing if decode.worker_id in each.forecast.links]
-        for sender in linked or computing:
-            first_s = sender.first_s + _sending_s(prompt, decode, sender)
-            yield _Option(first_s + own_s, decode, sender)
-        if is_free:
-            yield _Option(decode.first_s + own_s, decode)
+    least_s = min([each.decode_s for each in (*roomy, *spare)])
+    after_all = len(decoding), len(computing)
+    best = _Option(math.inf, after_all, decoding[0])
     for worker in spare:
-        yield _Option((worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER, worker)
+        cost = (worker.first_s + worker.decode_s - least_s) / ON_PREFILL_WORKER
+        best = min(best, _Option(cost, (len(decoding), worker.rank), worker))
+    for decode in roomy if is_free else ():
+        cost = decode.first_s + (decode.decode_s - least_s)
+        best = min(best, _Option(cost, (decode.rank, len(computing)), decode))
+    soonest = sorted(computing, key=attrgetter("first_s"))
+    for decode in sorted(roomy, key=attrgetter("decode_s")) if soonest else ():
+        own_s = decode.decode_s - least_s
+        if soonest[0].first_s + own_s > best.cost:
+            break  # sending comes on top: no further pair can be better
+        best = _with_sender(prompt, decode, own_s, soonest, best)
+    return best
+
+
+def _with_sender(
+    prompt: Prompt, decode: _Costs, own_s: float, soonest: list[_Costs], best: _Option
+) -> _Option:
+    """Return the best option so far, or a better one in which another worker sends the prompt.
+
+    Args:
+        prompt: of the request.
+        decode: who decodes it.
+        own_s: what that costs.
+        soonest: who may send it, the soonest first.
+        best: so far.
+    """
+    worker_id = decode.worker_id
+    linked = [each for each in soonest if worker_id in each.forecast.links]
+    for sender in linked or soonest:
+        if sender.first_s + own_s > best.cost:
+            break
+        cost = sender.first_s + _sending_s(prompt, decode, sender) + own_s
+        best = min(best, _Option(cost, (decode.rank, sender.rank), decode, sender))
+    return best
 
 
 def _sending_s(prompt: Prompt, decode: _Costs, sender: _Costs) -> float:

@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
-from pagewire.services.router.placement.forecast import Forecast, forecast_of, with_lent_prices
+from pagewire.services.router.placement.forecast import Forecast, Forecasts
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
@@ -51,6 +51,7 @@ class WorkerSelector:
         self._links, self._prefill_links = members.decode_links, members.prefill_links
         self._policy, self._in_flight = policy, in_flight
         self._hasher = lru_cache(_MAX_HASHERS)(partial(BlockHasher, cluster_secret))
+        self._forecasts = Forecasts()
         self._complaints = Complaints(logger)
         self._next_wake_s = 0.0
 
@@ -173,8 +174,7 @@ class WorkerSelector:
 
         forecasts: dict[str, Forecast] = {}
         if self._policy.uses_forecasts:
-            everybody = (*decodes, *prefills)
-            forecasts = with_lent_prices({each.worker_id: forecast_of(each) for each in everybody})
+            forecasts = self._forecasts.of([*decodes, *prefills])
         longest = min(each.max_model_len for each in decodes)
 
         def candidate(record: WorkerRecord) -> Candidate:

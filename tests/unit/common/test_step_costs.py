@@ -158,6 +158,17 @@ def test_the_error_is_that_of_a_usual_prediction() -> None:
     assert 0 < prices.prompt_steps < prices.steps == 1000
 
 
+@pytest.mark.parametrize(
+    ("per_token", "seconds"),
+    [((), 1.0), ((2.0,), 1.0 + 40 * 2), ((2.0, 1.0, 0.5, 0.1, 9.0, 9.0), 1.0 + 16 + 24 + 4)],
+)
+def test_another_release_may_have_more_prices_or_fewer(
+    per_token: tuple[float, ...], seconds: float
+) -> None:
+    prices = StepPrices(fixed=1.0, per_token=per_token)
+    assert prices.step_s(StepWork(rows=30, tokens=10)) == pytest.approx(seconds)
+
+
 @pytest.mark.parametrize("after", [0, 5000])
 @pytest.mark.parametrize("rows", [0, 7])
 def test_a_prompt_takes_as_long_as_its_steps(after: int, rows: int) -> None:

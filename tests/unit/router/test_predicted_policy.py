@@ -2,13 +2,19 @@ import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.policy import Candidate, Placement, PrefixPolicy, Prompt
-from pagewire.services.router.placement.predicted import PredictedPolicy
+from pagewire.services.router.placement.predicted import (
+    DELAY_WEIGHT,
+    ON_PREFILL_WORKER,
+    TYPICAL_ANSWER_TOKENS,
+    PredictedPolicy,
+)
 from pagewire.shared.base.errors import NoWorkerError
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.costs.load import Load
@@ -178,6 +184,89 @@ def test_workers_of_equal_cost_are_chosen_equally_often():
         [each.prefill_workers[0] for each in placements],
     ):
         assert 60 < chosen.count(chosen[0]) < 140
+
+
+def plain_costs(
+    prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate]
+) -> dict[tuple[str, str | None], float]:
+    """The cost of each place, by who decodes and who sends the prompt, one after the other."""
+
+    def terms(each: Candidate) -> tuple[float, float, bool]:
+        forecast, load, name = each.forecast, each.load, each.worker_id
+        assert forecast is not None
+        count, after = prompt.uncached_tokens(name), prompt.cached_tokens(name)
+        prefill_s = forecast.prefill_s(load, count, after)
+        delay_s = load.rows * forecast.delay_s(load, count, prefill_s)
+        decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
+        decode_s += prompt.stay_weight * forecast.alone_s(count, after)
+        has_room = each.may_decode and forecast.has_room(load, prompt.missing_blocks(name))
+        return load.seconds + prefill_s + DELAY_WEIGHT * delay_s, decode_s, has_room
+
+    is_free = not (prompt.remote and prefills)
+    found = {each.worker_id: terms(each) for each in (*decodes, *prefills)}
+    spare = [each for each in prefills if is_free and found[each.worker_id][2]]
+    roomy = [each for each in decodes if found[each.worker_id][2]] or ([] if spare else decodes)
+    least_s = min(found[each.worker_id][1] for each in (*roomy, *spare))
+    costs: dict[tuple[str, str | None], float] = {}
+    for decode in roomy:
+        name = decode.worker_id
+        own_s = found[name][1] - least_s
+        if is_free:
+            costs[name, None] = found[name][0] + own_s
+        for sender in [p for p in prefills if p.forecast and name in p.forecast.links] or prefills:
+            assert sender.forecast is not None
+            count = min(sender.load.room, prompt.uncached_tokens(name))
+            first_s = found[sender.worker_id][0] + sender.forecast.transfer_s(name, count)
+            costs[name, sender.worker_id] = first_s + own_s
+    for each in spare:
+        first_s, decode_s, _ = found[each.worker_id]
+        costs[each.worker_id, None] = (first_s + decode_s - least_s) / ON_PREFILL_WORKER
+    return costs
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Prompt, list[Candidate], list[Candidate]]:
+    rng = draw(st.randoms(use_true_random=False))
+    decodes = [f"d{number}" for number in range(draw(st.integers(1, 6)))]
+    prefills = [f"p{number}" for number in range(draw(st.integers(0, 6)))]
+
+    def one(name: str) -> Candidate:
+        linked = [each for each in decodes if rng.random() < 0.7] if name[0] == "p" else []
+        gbps = rng.choice([0.0, 0.1, 50.0])
+        links = {each: LinkInfo(peer=each, transport="zmq", gbps=gbps) for each in linked}
+        prices = dataclasses.replace(
+            FORECAST,
+            prices=msgspec.structs.replace(PRICES, fixed=rng.choice([0.004, 0.005])),
+            max_rows=rng.choice([8, 256]),
+            block_bytes=1 << 21,
+            links=links,
+        )
+        load = Load(
+            blocks=rng.randrange(4200),
+            seconds=rng.choice([0.0, rng.random()]),
+            rows=rng.randrange(0, 60),
+            room=rng.choice([16, 512]),
+        )
+        return Candidate(name, load, prices, rng.random() < 0.8)
+
+    hits = {each: rng.randrange(300) for each in (*decodes, *prefills) if rng.random() < 0.4}
+    prompt = prompt_of(
+        rng.randrange(1, 5000),
+        hits=hits,
+        remote=rng.random() < 0.2,
+        session=rng.choice([None, 7]),
+    )
+    return prompt, [one(each) for each in decodes], [one(each) for each in prefills]
+
+
+@given(situations(), st.integers(0, 9))
+def test_no_other_place_is_cheaper(
+    situation: tuple[Prompt, list[Candidate], list[Candidate]], seed: int
+):
+    costs = plain_costs(*situation)
+    placement = place(*situation, seed=seed)
+    sender = next(iter(placement.prefill_workers), None)
+    assert costs[placement.decode_workers[0], sender] <= min(costs.values()) * (1 + 1e-9)
 
 
 def test_without_a_decode_worker_there_is_no_placement():
