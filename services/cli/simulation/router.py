@@ -15,6 +15,7 @@ from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.worker import EPOCH, Worker
 from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.placed_sessions import PlacedSessions
 from pagewire.services.router.placement.policy import (
     Candidate,
     Placement,
@@ -143,6 +144,7 @@ class Router:
     policy: Policy
     links: Mapping[str, Mapping[str, LinkInfo]]
     in_flight: InFlightLoad = field(init=False)
+    _sessions: PlacedSessions = field(default_factory=PlacedSessions)
     _published: dict[str, LoadReport] = field(default_factory=dict)
     _records: dict[str, LoadReport] = field(default_factory=dict)
     _forecasts: dict[str, Forecast] = field(default_factory=dict)
@@ -187,7 +189,12 @@ class Router:
         if is_looked_up:
             hits = self.index.hits(hashes, [each.name for each in usable])
         prompt = Prompt(
-            num_tokens, block_size, hits, hashes if is_looked_up else None, session=session
+            num_tokens,
+            block_size,
+            hits,
+            hashes if is_looked_up else None,
+            session=session,
+            has_home=session in self._sessions,
         )
         placement = self.policy.place(
             prompt,
@@ -203,6 +210,7 @@ class Router:
 
     def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish which workers compute a prompt, and their load."""
+        self._sessions.add(prompt.session)
         if prompt.hashes is None:
             return
         now = self.events.now

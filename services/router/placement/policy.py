@@ -7,9 +7,9 @@ the one that computes less is better. So a burst of equal prefixes stays on one 
 queue costs more than its cache saves. The cost of a decode worker is the number of blocks in use
 there with this request: active blocks and missing ones.
 
-A named session is to stay on its decode worker while load allows. So what a worker lacks of its
-prompt counts twice there: for now, and because the session would then have blocks on two workers,
-in the place of blocks of others. Among equal workers, it always has the same order.
+A named session is to stay on its decode worker while load allows. So what a worker lacks of a later
+turn's prompt counts twice: for now, and because the session would then have blocks on two workers,
+in the place of blocks of others. Among equal workers, a session always has the same order.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Prompt:
         hashes: hashes of its full blocks; None if the index was not asked.
         remote: a prefill worker is to compute it, if there is one.
         session: names the conversation that it continues; None: it has no name.
+        has_home: an earlier turn of the session was placed, so some worker may have its blocks.
     """
 
     num_tokens: int
@@ -64,6 +65,7 @@ class Prompt:
     hashes: Sequence[BlockHash] | None = None
     remote: bool = False
     session: int | None = None
+    has_home: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -81,11 +83,6 @@ class Prompt:
     def missing_blocks(self, worker_id: str) -> int:
         """Return how many blocks a worker would have to allocate."""
         return max(0, self.num_blocks - self.hits.get(worker_id, 0))
-
-    @property
-    def stay_weight(self) -> int:
-        """How often what a decode worker lacks counts besides its own cost."""
-        return 0 if self.session is None else 1
 
     def tie_breaker(self, rng: random.Random) -> Callable[[str], float]:
         """Return what orders equal workers: by chance, or always in the same order of a session.
@@ -167,9 +164,9 @@ class PrefixPolicy:
     ) -> Placement:
         """Order the workers by cost."""
         require_decode_worker(decodes)
+        weight = 2 if prompt.has_home else 1
         by_blocks = {
-            c.worker_id: c.load.blocks
-            + (1 + prompt.stay_weight) * prompt.missing_blocks(c.worker_id)
+            c.worker_id: c.load.blocks + weight * prompt.missing_blocks(c.worker_id)
             for c in decodes
         }
         by_tokens = {

@@ -10,9 +10,9 @@ worker may also decode. Each place has a cost in seconds:
 
 The sum is what all clients together wait for, as far as the choice matters: the decode steps count
 as far as they take longer than on the fastest worker. A delay weighs less than a first token: an
-answer has all of its own time to make up for it. For a named session, the computing of what the
-decode worker lacks is one more cost, see policy.py. A prefill worker must be much cheaper than
-others to decode, since prompts to come will delay the answer.
+answer has all of its own time to make up for it. For a later turn of a named session, the computing
+of what the decode worker lacks is one more cost, see policy.py. A prefill worker must be much
+cheaper than others to decode, since prompts to come will delay the answer.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def _costs(prompt: Prompt, rank: int, candidate: Candidate, forecast: Forecast) 
     if load.rows:
         first_s += DELAY_WEIGHT * load.rows * forecast.delay_s(load, count, prefill_s)
     decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
-    if prompt.stay_weight:
-        decode_s += prompt.stay_weight * forecast.alone_s(count, after)
+    if prompt.has_home:
+        decode_s += forecast.alone_s(count, after)
     has_room = candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id))
     chunk = chunk_of(load)
     return _Costs(worker_id, rank, prefill_s, first_s, decode_s, has_room, chunk, forecast)

@@ -13,6 +13,7 @@ from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
 from pagewire.services.router.placement.forecast import Forecast, Forecasts
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
+from pagewire.services.router.placement.placed_sessions import PlacedSessions
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
 from pagewire.shared.base.logs import Complaints
@@ -51,7 +52,7 @@ class WorkerSelector:
         self._links, self._prefill_links = members.decode_links, members.prefill_links
         self._policy, self._in_flight = policy, in_flight
         self._hasher = lru_cache(_MAX_HASHERS)(partial(BlockHasher, cluster_secret))
-        self._forecasts = Forecasts()
+        self._forecasts, self._sessions = Forecasts(), PlacedSessions()
         self._complaints = Complaints(logger)
         self._next_wake_s = 0.0
 
@@ -170,6 +171,7 @@ class WorkerSelector:
             hashes,
             spec.use_prefill_worker,
             spec.session,
+            has_home=spec.session in self._sessions,
         )
 
         forecasts: dict[str, Forecast] = {}
@@ -197,6 +199,7 @@ class WorkerSelector:
 
         So a burst of equal prefixes goes to the worker that computes the first of them.
         """
+        self._sessions.add(prompt.session)
         if prompt.hashes is None:  # there was no choice
             return
         records = [self._directory.get(worker_id) for worker_id in worker_ids]

@@ -18,6 +18,7 @@ from pagewire.shared.costs.load import Load
 from pagewire.shared.costs.step_prices import KNOTS, StepPrices
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
@@ -215,6 +216,19 @@ def test_a_session_has_its_worker_until_that_one_is_busier(redis):
         await eventually(lambda: directory.get("decode-0").load.used_blocks == 60)
         for name in homes:
             assert await home(session_id=name) == "decode-1"
+
+    with_cluster(redis, scenario)
+
+
+def test_a_session_has_a_home_from_its_second_turn_on(redis):
+    async def scenario(cluster: Cluster) -> None:
+        selector, spec = cluster.router.service.selector, RequestSpec(session=5)
+        for has_home in (False, True, True):
+            placement, prompt = await selector.place([1] * 40, frozenset(), spec)
+            assert prompt.has_home is has_home
+            selector.note_sent(prompt, {placement.decode_workers[0]})
+        _, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(session=6))
+        assert not prompt.has_home
 
     with_cluster(redis, scenario)
 

@@ -90,16 +90,20 @@ def test_a_later_turn_is_computed_where_the_earlier_ones_are():
 
 
 def test_a_session_stays_where_it_is_while_load_allows():
-    def is_moved(rows: int, session: int | None) -> bool:
+    def is_moved(rows: int, **known: Any) -> bool:
         decodes = [worker("d0"), worker("d1", rows=rows)]
-        prompt = prompt_of(4000, hits={"d1": 240}, session=session)
+        prompt = prompt_of(4000, hits={"d1": 240}, **known)
         return place(prompt, decodes, [worker("p")]).decode_workers[0] != "d1"
 
-    unnamed, named = ([is_moved(rows, each) for rows in range(0, 200, 2)] for each in (None, 5))
-    for found in (unnamed, named):
+    kinds = {}, {"session": 5}, {"session": 5, "has_home": True}
+    unnamed, first, later = (
+        [is_moved(rows, **kind) for rows in range(0, 200, 2)] for kind in kinds
+    )
+    for found in (unnamed, later):
         assert found == sorted(found)
         assert {*found} == {False, True}
-    assert named.count(True) < unnamed.count(True) - 10
+    assert first == unnamed  # d1 has what many sessions begin with
+    assert later.count(True) < first.count(True) - 10
 
 
 def test_a_session_that_no_worker_knows_is_placed_as_others_are():
@@ -198,7 +202,7 @@ def plain_costs(
         prefill_s = forecast.prefill_s(load, count, after)
         delay_s = load.rows * forecast.delay_s(load, count, prefill_s)
         decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
-        decode_s += prompt.stay_weight * forecast.alone_s(count, after)
+        decode_s += forecast.alone_s(count, after) if prompt.has_home else 0
         has_room = each.may_decode and forecast.has_room(load, prompt.missing_blocks(name))
         return load.seconds + prefill_s + DELAY_WEIGHT * delay_s, decode_s, has_room
 
@@ -255,6 +259,7 @@ def situations(draw: st.DrawFn) -> tuple[Prompt, list[Candidate], list[Candidate
         hits=hits,
         remote=rng.random() < 0.2,
         session=rng.choice([None, 7]),
+        has_home=rng.random() < 0.5,
     )
     return prompt, [one(each) for each in decodes], [one(each) for each in prefills]
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagewire.services.router.placement import placed_sessions
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import (
     MAX_PREFILL_WORKERS,
@@ -124,7 +125,9 @@ def test_a_session_stays_longer_where_its_blocks_are():
     loads = candidates(d0=0, d1=15)
     hits = {"d1": 10}
     assert place(Prompt(160, BLOCK, hits), loads, []).decode_workers[0] == "d0"
-    named = Prompt(160, BLOCK, hits, session=1)
+    first = Prompt(160, BLOCK, hits, session=1)
+    assert place(first, loads, []).decode_workers[0] == "d0"
+    named = Prompt(160, BLOCK, hits, session=1, has_home=True)
     assert place(named, loads, []).decode_workers[0] == "d1"
     assert place(named, candidates(d0=0, d1=25), []).decode_workers[0] == "d0"
 
@@ -295,3 +298,12 @@ def test_what_came_during_a_long_step_counts_beside_a_report_that_lacks_it():
     clock.now = 1.2
     in_flight.note_report("w0", LoadReport(1, 2, Load(107), age_s=0.4))
     assert in_flight.load("w0", RECORD).blocks == 107
+
+
+def test_a_session_has_a_home_until_many_others_were_placed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(placed_sessions, "MOST_SESSIONS", 3)
+    sessions = placed_sessions.PlacedSessions()
+    for number in (1, 2, 3, None, 1, 4):
+        sessions.add(number)
+    assert [number for number in range(5) if number in sessions] == [1, 3, 4]
+    assert None not in sessions
