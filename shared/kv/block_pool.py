@@ -237,11 +237,11 @@ class BlockPool:
             return
         blocks = [block for table in tables for block in table.held]
         given_up = self._retention.retain(owner, found, blocks, seconds, self.now_s)
-        for block in reversed(blocks):  # before others, or some of them, are given up
-            if self._refs[block] == 0:
-                self._cached.pop(block, None)
-                self._cached_retained.pop(block, None)
-                self._cached_retained[block] = None
+        idle = [block for block in reversed(blocks) if not self._refs[block]]
+        for block in idle:  # before others, or some of them, are given up
+            self._cached.pop(block, None)
+            self._cached_retained.pop(block, None)
+            self._cached_retained[block] = None
         self._give_up(given_up)
 
     def advance_to(self, now_s: float) -> None:

@@ -28,7 +28,7 @@ class _Session:
         end_s: until when.
     """
 
-    blocks: Sequence[int]
+    blocks: list[int]
     end_s: float
 
 
@@ -75,7 +75,7 @@ class Retention:
         self,
         owner: str | None,
         hashes: Sequence[BlockHash],
-        blocks: Sequence[int],
+        blocks: list[int],
         seconds: int,
         now_s: float,
     ) -> list[int]:
@@ -95,11 +95,16 @@ class Retention:
         tip, end_s = hashes[-1], now_s + seconds
         if tip in known.sessions:
             end_s = max(end_s, known.sessions[tip].end_s)
-        earlier = [each for each in hashes if each in known.sessions]
+        earlier = filter(known.sessions.__contains__, hashes)
         replaced = [each for each in earlier if known.sessions[each].end_s <= end_s]
-        turns = [known.sessions.pop(each) for each in replaced]
-        self._num_owners.update([block for block in blocks if block not in known.uses])
-        known.uses.update(blocks)
+        turns = [known.sessions.pop(each).blocks for each in replaced]
+        # Mostly, the last turn's blocks go on into this turn: only further ones must be counted.
+        same = len(turns[-1]) if turns and turns[-1] == blocks[: len(turns[-1])] else 0
+        if same:
+            turns.pop()
+        new = blocks[same:]
+        self._num_owners.update([block for block in new if block not in known.uses])
+        known.uses.update(new)
         known.sessions[tip] = _Session(blocks, end_s)
         self._next_expiry_s = min(self._next_expiry_s, end_s)
         dropped: list[int] = []
@@ -118,7 +123,7 @@ class Retention:
             return dropped
         for owner, known in list(self._owners.items()):
             for tip in [tip for tip, each in known.sessions.items() if each.end_s <= now_s]:
-                dropped += self._release(known, known.sessions.pop(tip))
+                dropped += self._release(known, known.sessions.pop(tip).blocks)
             if not known.sessions:
                 del self._owners[owner]
         ends = (each.end_s for known in self._owners.values() for each in known.sessions.values())
@@ -140,14 +145,14 @@ class Retention:
     def _drop_oldest(self, owner: str | None) -> list[int]:
         """Give up what an owner retained longest ago."""
         known = self._owners[owner]
-        dropped = self._release(known, known.sessions.popitem(last=False)[1])
+        dropped = self._release(known, known.sessions.popitem(last=False)[1].blocks)
         if not known.sessions:
             del self._owners[owner]
         return dropped
 
-    def _release(self, known: _Owner, session: _Session) -> list[int]:
+    def _release(self, known: _Owner, blocks: list[int]) -> list[int]:
         dropped, uses = [], known.uses
-        for block in reversed(session.blocks):
+        for block in reversed(blocks):
             left = uses[block] - 1
             if left:
                 uses[block] = left

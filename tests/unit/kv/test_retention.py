@@ -26,21 +26,22 @@ def hashes_of(path: Path) -> list[BlockHash]:
     return [BlockHash(bytes(path[: i + 1])) for i in range(len(path))]
 
 
-def blocks_of(path: Path) -> list[int]:
+def blocks_of(path: Path, window: int) -> list[int]:
     """Return a path's blocks in a group without a window, then the last ones of another."""
     chain = [block_of(path[: i + 1]) for i in range(len(path))]
-    return [*chain, *(-block for block in chain[-WINDOW:])]
+    return [*chain, *(-block for block in chain[max(0, len(chain) - window) :])]
 
 
 @dataclass
 class Told:
     """What an owner was told to retain: until when, by path, what was told last at the end."""
 
+    window: int
     ends: dict[Path, float] = field(default_factory=dict)
 
     @property
     def blocks(self) -> set[int]:
-        return {block for path in self.ends for block in blocks_of(path)}
+        return {block for path in self.ends for block in blocks_of(path, self.window)}
 
     def retain(self, path: Path, end: float) -> None:
         end = max(end, self.ends.get(path, end))
@@ -57,6 +58,8 @@ class Told:
 
 class RetentionMachine(RuleBasedStateMachine):
     """Owners with prompts that share beginnings, against sets of paths."""
+
+    window = WINDOW
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,9 +82,9 @@ class RetentionMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), path=paths, seconds=st.sampled_from([300, 3600]))
     def retain(self, owner: str | None, path: Path, seconds: int) -> None:
         self.now_s += 2.0
-        before, blocks = self.blocks(), blocks_of(path)
+        before, blocks = self.blocks(), blocks_of(path, self.window)
         dropped = self.retention.retain(owner, hashes_of(path), blocks, seconds, self.now_s)
-        told = self.told.pop(owner, Told())
+        told = self.told.pop(owner, Told(self.window))
         self.told[owner] = told
         told.retain(path, self.now_s + seconds)
         self.check_dropped(dropped, before | set(blocks))
@@ -116,12 +119,20 @@ class RetentionMachine(RuleBasedStateMachine):
         assert {block for block in range(-64, 64) if block in self.retention} == self.blocks()
         assert len(self.retention) == len(self.blocks())
         for owner in OWNERS:
-            own = self.told.get(owner, Told()).blocks
+            own = self.told.get(owner, Told(self.window)).blocks
             assert self.retention.num_blocks(owner) == len(own) <= MAX_BLOCKS
+
+
+class WithoutWindowsMachine(RetentionMachine):
+    """The same where a turn's blocks begin with those of the turn before."""
+
+    window = 0
 
 
 TestRetention = RetentionMachine.TestCase
 TestRetention.settings = settings(stateful_step_count=30)
+TestRetentionWithoutWindows = WithoutWindowsMachine.TestCase
+TestRetentionWithoutWindows.settings = settings(stateful_step_count=30)
 
 
 def retain(
