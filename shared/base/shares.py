@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def has_room(bound: int, own: int, total: int) -> bool:
+def is_within_share(bound: int, own: int, total: int) -> bool:
     """Whether an owner may hold `own` of the `total` that would be held.
 
     Each owner may hold as many as are left of twice the bound. Alone that is the bound. An owner
@@ -24,7 +24,7 @@ def divided(bound: int, parts: int) -> int:
     return -(-bound // max(1, parts))
 
 
-def leaves_some(bound: int, own: int, total: int) -> bool:
+def leaves_reserve(bound: int, own: int, total: int) -> bool:
     """Whether an owner may hold `own` of the `total` that would be held, of a thing that is full.
 
     The last eighth is for owners with at most half of what is held. So one owner alone may hold

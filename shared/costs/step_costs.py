@@ -38,7 +38,7 @@ DECAY_BY_CHANGE = 0.5
 # How far the pace goes from one step to the next: of a step's error, as far as that is not an
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
-FIRST_STEPS = 16  # of a kind, which are all believed
+BELIEVED_STEPS = 16  # of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
 _SCALES = (1.0, 16.0, 16384.0, 16384.0, 8.0, 24.0, 96.0, 384.0, 512.0)
@@ -78,7 +78,7 @@ class _Kind:
         """Return what to learn from a step's time."""
         most = 1 + max(OUTLIER_ERROR, OUTLIER_MEDIANS * (self.error or 0))
         is_usual = expected / most <= seconds <= expected * most
-        if expected <= 0 or self.steps < FIRST_STEPS or is_usual:
+        if expected <= 0 or self.steps < BELIEVED_STEPS or is_usual:
             self.outliers = 0
             return seconds
         self.outliers += 1
@@ -153,7 +153,7 @@ class StepCosts:
             self._run_work = work
             self._decodes.note_error(expected, seconds)
         run.append(seconds)
-        if len(run) >= MOST_EQUAL_STEPS or self._decodes.steps < FIRST_STEPS:
+        if len(run) >= MOST_EQUAL_STEPS or self._decodes.steps < BELIEVED_STEPS:
             self._end_run()
 
     def _end_run(self) -> None:
@@ -179,7 +179,7 @@ class StepCosts:
         kind.equations.add(parts, seconds, weight)
         self._unsolved += count
         is_wrong = work.tokens and abs(expected - seconds) > TOLERANCE * seconds
-        if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < FIRST_STEPS:
+        if is_wrong or self._unsolved >= SOLVE_EVERY or kind.steps < BELIEVED_STEPS:
             self._unsolved = 0
             self._solve()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pagewire.shared.base.errors import InvalidRequestError, KeyLimitError, OverloadedError
-from pagewire.shared.base.shares import has_room, leaves_some
+from pagewire.shared.base.shares import is_within_share, leaves_reserve
 
 REQUEST_SHARE = 4  # one request takes at most this part of the queue
 MAX_EACH = "max_queue_per_key"
@@ -45,7 +45,7 @@ class Admission:
     """Counts sequences, and refuses those above the limits.
 
     Sequences have owners, see `RequestRecord.owner`. One owner alone may fill the queue; then
-    others may still enter, see `has_room`.
+    others may still enter, see `is_within_share`.
 
     Args:
         max_queue: limit of one owner's sequences plus its requests whose bodies are being read.
@@ -91,7 +91,7 @@ class Admission:
         own, held = self._held[owner], self.num_sequences + self.num_reading
         if own + count > self._max_of_owner():
             raise KeyLimitError(f"{own} answers of this API key or address run or wait", MAX_EACH)
-        if not has_room(self.max_queue, own + count, held + count):
+        if not is_within_share(self.max_queue, own + count, held + count):
             raise OverloadedError(f"{held} requests are in the system, {own} of this owner")
 
     @contextmanager
@@ -112,7 +112,7 @@ class Admission:
             OverloadedError: it does not.
         """
         own, served = self._served[owner], self._served.total()
-        if not leaves_some(self._max_connections, own, served):
+        if not leaves_reserve(self._max_connections, own, served):
             raise OverloadedError(f"{served} connections are in use, {own} by this owner")
 
     @contextmanager

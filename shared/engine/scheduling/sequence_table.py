@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
-from pagewire.shared.base.shares import has_room
+from pagewire.shared.base.shares import is_within_share
 from pagewire.shared.costs.load import Load
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
@@ -126,7 +126,7 @@ class SequenceTable:
             return
         own = self.waiting.num_waiting(owner)
         own += sum(each.spec.owner == owner for each in self.unforked)
-        if not has_room(bound, own + count, waiting + count):
+        if not is_within_share(bound, own + count, waiting + count):
             raise OverloadedError(f"{waiting} requests are waiting already, {own} of this owner")
 
     def finish(self, sequence: Sequence, status: RequestStatus) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagewire.shared.base.shares import divided, has_room, leaves_some
+from pagewire.shared.base.shares import divided, is_within_share, leaves_reserve
 
 
 def take_all(bound: int, owners: int) -> list[int]:
@@ -14,7 +14,7 @@ def take_all(bound: int, owners: int) -> list[int]:
     held: list[int] = []
     for _ in range(owners):
         own = 0
-        while has_room(bound, own + 1, sum(held) + own + 1):
+        while is_within_share(bound, own + 1, sum(held) + own + 1):
             own += 1
         held.append(own)
     return held
@@ -47,11 +47,11 @@ def test_a_bound_is_divided_and_nobody_gets_nothing(bound: int, parts: int, shar
 
 def test_the_last_eighth_is_for_owners_with_at_most_half() -> None:
     own = 0
-    while leaves_some(80, own + 1, own + 1):
+    while leaves_reserve(80, own + 1, own + 1):
         own += 1
     assert own == 70
     others = 0
     for others in range(10):
-        assert leaves_some(80, 1, own + others + 1)
-        assert not leaves_some(80, own + 1, own + others + 1)
-    assert leaves_some(1, 1, 1)
+        assert leaves_reserve(80, 1, own + others + 1)
+        assert not leaves_reserve(80, own + 1, own + others + 1)
+    assert leaves_reserve(1, 1, 1)

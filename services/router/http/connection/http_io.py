@@ -20,7 +20,7 @@ from pagewire.services.router.http.connection.error_forms import end_with_error
 from pagewire.services.router.http.connection.record import record_of
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import OverloadedError, PagewireError
-from pagewire.shared.base.shares import has_room
+from pagewire.shared.base.shares import is_within_share
 from pagewire.shared.text.answer_text import TextDelta
 
 T = TypeVar("T")
@@ -35,9 +35,9 @@ BODY_SILENCE_S = 10.0  # without a byte of it
 class BodyMemory:
     """Bounds the memory of bodies: of requests that arrive and are read, of responses until taken.
 
-    One owner alone may use `limit`; then others may still use some, see `has_room`. A response is
-    complete when it is counted, and its computing would be in vain if it were refused: so it may go
-    beyond that if what its owner holds so far does not.
+    One owner alone may use `limit`; then others may still use some, see `is_within_share`. A
+    response is complete when it is counted, and its computing would be in vain if it were refused:
+    so it may go beyond that if what its owner holds so far does not.
 
     Bytes are counted, not requests, so that a client that sends slowly does not block others. The
     first `UNCOUNTED_BYTES` of each body are not: the number of connections bounds them, and usual
@@ -86,7 +86,7 @@ class BodyMemory:
             OverloadedError: the owner has too many, or all have.
         """
         own = self._of_owner[owner]
-        if not has_room(self.limit, own + nbytes, self.held + nbytes):
+        if not is_within_share(self.limit, own + nbytes, self.held + nbytes):
             raise OverloadedError(f"{self.held} bytes of bodies are held, {own} of this owner")
 
     def _add(self, owner: str, nbytes: int) -> None:
