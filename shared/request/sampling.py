@@ -47,7 +47,6 @@ from pagewire.shared.request.sampling_types import (
     RepetitionPenalty,
     RetainSeconds,
     Seed,
-    SessionNumber,
     StopString,
     Temperature,
     TokenId,
@@ -100,7 +99,6 @@ class RequestSpec(
             blocks are not divided by keys.
         use_prefill_worker: a prefill worker computes the prompt if there is one, even where that
             takes longer.
-        session: names a conversation that is to go on, for placement.
         retain_s: seconds for which the blocks of prompt and answer are evicted after others.
     """
 
@@ -129,7 +127,6 @@ class RequestSpec(
     owner: OwnerName | None = None
     tenant: OwnerName | None = None
     use_prefill_worker: bool = False
-    session: SessionNumber | None = None
     retain_s: RetainSeconds = 0
 
     @property

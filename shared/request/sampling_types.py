@@ -38,7 +38,6 @@ GapObjective = Annotated[
 # Of `prompt_cache_retention` and of the ttl in `cache_control`: none, 5 minutes, an hour, a day.
 RetainSeconds = Literal[0, 300, 3600, 86400]
 # A digest of a conversation's name and its owner's.
-SessionNumber = Annotated[int, Meta(ge=0, lt=2**56)]
 NumTop = Annotated[int, Meta(ge=0, le=MAX_TOP, description=f"an integer from 0 to {MAX_TOP}")]
 NumChoices = Annotated[
     int, Meta(ge=1, le=MAX_CHOICES, description=f"an integer from 1 to {MAX_CHOICES}")

@@ -72,6 +72,7 @@ class TokenStream:
         place: Place,
         prompt_ids: list[int],
         spec: RequestSpec,
+        session: int | None,
         answers: AnswerLengths,
         watch: Watch,
     ) -> None:
@@ -82,6 +83,7 @@ class TokenStream:
         self._dispatcher, self._place = dispatcher, place
         self._prompt_ids = prompt_ids
         self._spec = msgspec.structs.replace(spec, seed=self._seed)
+        self._session = session
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
         self._meter = dispatcher.metrics.meter(len(prompt_ids), answers)
@@ -287,7 +289,7 @@ class TokenStream:
     async def _try_workers(self) -> Attempt:
         try:
             placement, prompt = await self._dispatcher.selector.place(
-                self._prompt_ids + self._output_ids, self._refused_by, self._spec
+                self._prompt_ids + self._output_ids, self._refused_by, self._spec, self._session
             )
         except NoWorkerError as exc:
             if self._overloaded:
@@ -365,13 +367,17 @@ class Dispatcher:
     request_timeout_s: float
 
     def open(
-        self, requests: Iterable[tuple[list[int], RequestSpec, int]], watch: Watch = NO_WATCH
+        self,
+        requests: Iterable[tuple[list[int], RequestSpec, int]],
+        session: int | None = None,
+        watch: Watch = NO_WATCH,
     ) -> list[TokenStream]:
         """Admit all answers of a request, or none. The caller runs all at once, and closes each.
 
         Args:
             requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`;
                 at least one, all of one owner.
+            session: number of the conversation that they continue; None: it has no name.
             watch: what is measured of them.
 
         Raises:
@@ -385,7 +391,9 @@ class Dispatcher:
         for ids, spec, count in requests:
             lengths = self.metrics.answers(count)
             answers = [
-                TokenStream(self, next(places), ids, spec.for_choice(choice), lengths, watch)
+                TokenStream(
+                    self, next(places), ids, spec.for_choice(choice), session, lengths, watch
+                )
                 for choice in range(count)
             ]
             for other in answers[1:]:

@@ -41,13 +41,12 @@ class Sender(msgspec.Struct, frozen=True):
             owner=self.owner,
             tenant=self.tenant,
             slo_gap_s=spec.slo_gap_s or self.slo_gap_s,
-            session=self._session_number,
             retain_s=spec.retain_s or (SESSION_RETAIN_S if self.session else 0),
         )
 
     @property
-    def _session_number(self) -> int | None:
-        """What stands for the session's name: workers need not know it."""
+    def session_number(self) -> int | None:
+        """What placement knows the conversation by, in all routers; None: it has no name."""
         session = self.session or self.cache_key
         if not session:
             return None

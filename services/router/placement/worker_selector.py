@@ -137,7 +137,11 @@ class WorkerSelector:
         return self._in_flight.load(record.worker_id, on_record, self._directory.redis_ok)
 
     async def place(
-        self, token_ids: Sequence[int], excluded: AbstractSet[str], spec: RequestSpec
+        self,
+        token_ids: Sequence[int],
+        excluded: AbstractSet[str],
+        spec: RequestSpec,
+        session: int | None = None,
     ) -> tuple[Placement, Prompt]:
         """Choose workers for a sequence whose tokens so far are to be computed.
 
@@ -145,6 +149,7 @@ class WorkerSelector:
             token_ids: at least one.
             excluded: decode workers that must not be used.
             spec: parameters of the request.
+            session: number of the conversation that it continues; None: it has no name.
 
         Raises:
             NoWorkerError: no decode worker is left.
@@ -170,8 +175,8 @@ class WorkerSelector:
             found.hits,
             hashes,
             spec.use_prefill_worker,
-            spec.session,
-            has_home=spec.session in self._sessions,
+            session,
+            has_home=session in self._sessions,
         )
 
         forecasts: dict[str, Forecast] = {}

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pagewire.services.router.dispatch.sender import Sender
 from pagewire.shared.control.protocol import Generate
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.model.demo import demo_model_path
@@ -53,7 +52,6 @@ OTHERS: dict[str, Any] = {
     "owner": "127.0.0.1",
     "tenant": "team",
     "grammar": 'start: "import" | "this"',
-    "session": Sender("req-1", "127.0.0.1", session="s").sign(RequestSpec()).session,
     "retain_s": 3600,
 }
 SPEC = RequestSpec(
@@ -72,8 +70,8 @@ def test_the_router_sends_each_field_that_a_body_has() -> None:
         body["guided_grammar"] = body.pop("grammar")
         router.http.headers["x-request-id"] = body.pop("log_id")
         del body["owner"], body["tenant"]  # of the client's key and address
-        del body["session"], body["retain_s"]
-        body |= {"session_id": "s", "prompt_cache_retention": "1h"}
+        del body["retain_s"]
+        body["prompt_cache_retention"] = "1h"
         response = await router.complete(prompt=[5, 6, 7], **body)
         assert response.status_code == 200, response.text
         encode = Tokenizer.from_dir(demo_model_path()).encode_word

@@ -222,12 +222,12 @@ def test_a_session_has_its_worker_until_that_one_is_busier(redis):
 
 def test_a_session_has_a_home_from_its_second_turn_on(redis):
     async def scenario(cluster: Cluster) -> None:
-        selector, spec = cluster.router.service.selector, RequestSpec(session=5)
+        selector = cluster.router.service.selector
         for has_home in (False, True, True):
-            placement, prompt = await selector.place([1] * 40, frozenset(), spec)
+            placement, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(), 5)
             assert prompt.has_home is has_home
             selector.note_sent(prompt, {placement.decode_workers[0]})
-        _, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(session=6))
+        _, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(), 6)
         assert not prompt.has_home
 
     with_cluster(redis, scenario)

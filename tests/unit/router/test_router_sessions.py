@@ -129,20 +129,24 @@ def test_another_cache_control_is_refused(wrong: dict[str, Any]) -> None:
 def test_a_session_that_does_not_say_how_long_is_kept_for_five_minutes() -> None:
     spec = RequestSpec()
     assert Sender("r", "key").sign(spec).retain_s == 0
-    assert Sender("r", "key", session="").sign(spec).session is None
-    named = Sender("r", "key", session="s").sign(spec)
-    assert named.retain_s == 300
+    assert Sender("r", "key", session="s").sign(spec).retain_s == 300
     assert Sender("r", "key", session="s").sign(RequestSpec(retain_s=3600)).retain_s == 3600
-    assert named.session == Sender("r2", "key", session="s").sign(spec).session
-    assert named.session != Sender("r", "other", session="s").sign(spec).session
+
+
+def test_a_session_has_the_same_number_in_all_requests_of_its_owner() -> None:
+    number = Sender("r", "key", session="s").session_number
+    assert number is not None
+    assert number == Sender("r2", "key", session="s").session_number
+    assert number != Sender("r", "other", session="s").session_number
+    assert Sender("r", "key", session="").session_number is None
 
 
 def test_a_key_of_the_cache_guides_placement_and_retains_no_blocks() -> None:
-    spec = RequestSpec()
-    keyed = Sender("r", "key", cache_key="app").sign(spec)
-    assert keyed.retain_s == 0
-    assert keyed.session == Sender("r2", "key", cache_key="app").sign(spec).session is not None
-    both = Sender("r", "key", session="s", cache_key="app").sign(spec)
-    assert both == Sender("r", "key", session="s").sign(spec)
+    keyed = Sender("r", "key", cache_key="app")
+    assert keyed.sign(RequestSpec()).retain_s == 0
+    assert keyed.session_number == Sender("r2", "key", cache_key="app").session_number is not None
+    both = Sender("r", "key", session="s", cache_key="app")
+    assert both.session_number == Sender("r", "key", session="s").session_number
+    assert both.sign(RequestSpec()).retain_s == 300
     asked_for = Sender("r", "key", cache_key="app").sign(RequestSpec(retain_s=3600))
     assert asked_for.retain_s == 3600

@@ -112,7 +112,7 @@ class AnswerSet:
             (prompt.token_ids, sender.sign(prompt.spec), asked.n) for prompt in asked.prompts
         )
         watch = Watch(asked.timings, bool(asked.rules.stops), trace)
-        self._sources = dispatcher.open(requests, watch)
+        self._sources = dispatcher.open(requests, sender.session_number, watch)
         self._answers = [
             AnswerStream(_assembler(model, asked, prompt.token_ids), asked.generates)
             for prompt in asked.prompts
