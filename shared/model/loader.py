@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from pagewire.shared.model.layers.int4 import GROUP_INDEX
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
-    NamedTarget,
+    Target,
     named_targets,
 )
 from pagewire.shared.model.load_progress import LoadProgress
@@ -31,6 +32,7 @@ from pagewire.shared.model.quantization.checkpoint import (
     settle_formats,
 )
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
+from pagewire.shared.model.shard import WHOLE, Communicator, Shard
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie, without_head
 from pagewire.shared.model.weights_copy import Fill, copy_weights
 from pagewire.shared.model.weights_match import FLOAT_DTYPES, Expected, match_weights
@@ -59,6 +61,8 @@ def load_model(
     load_format: LoadFormat = "safetensors",
     max_positions: int | None = None,
     progress: Progress = lambda _line: None,
+    shard: Shard = WHOLE,
+    communicator: Communicator | None = None,
 ) -> DecoderModel:
     """Return a model that is ready to run.
 
@@ -75,28 +79,32 @@ def load_model(
         max_positions: longest sequence; None takes the model's.
         progress: called with a line every few seconds if stderr is not a terminal; a terminal
             gets a bar.
+        shard: the part of the model that this rank runs; of files it reads only this part.
+        communicator: of the model's ranks; None if the model is whole.
 
     Raises:
-        ModelLoadError: files are missing, corrupt, or of another model, or the device has no
-            memory for them; one line.
+        ModelLoadError: files are missing, corrupt, or of another model, the device has no memory
+            for them, or this number of ranks cannot share the model; one line.
     """
     positions = max_positions or config.max_position_embeddings
     _note_long_factors(config, positions)
     checkpoint: list[WeightsFile] = []
     stacked = False
-    holders: dict[str, WeightsFile] = {}
+    fills: dict[str, Fill] = {}
     if load_format == "safetensors":
         checkpoint, config = _find_checkpoint(path, config, dtype)
         stacked = _has_stacked_experts(checkpoint)
         # Check the files' headers before memory is allocated, against a model on the meta
         # device, which has only shapes.
-        shapes = build_model(config, torch.device("meta"), dtype, ops, 1, stacked)
-        holders = _match(shapes, checkpoint)
-    model = _allocate(config, device, dtype, ops, positions, stacked)
+        meta = torch.device("meta")
+        shapes = build_model(config, meta, dtype, ops, 1, stacked, shard, communicator)
+        fills = _match(shapes, checkpoint)
+    with _naming_memory(config, device, dtype):
+        model = build_model(config, device, dtype, ops, positions, stacked, shard, communicator)
     if load_format == "dummy":
         _fill_randomly(model, device)
     else:
-        _fill(model, holders, device, progress)
+        _fill(model, fills, device, progress)
     return model
 
 
@@ -117,16 +125,11 @@ def _find_checkpoint(
     return checkpoint, settle_tie(config, checkpoint, dtype)
 
 
-def _allocate(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Ops,
-    positions: int,
-    stacked: bool,
-) -> DecoderModel:
+@contextmanager
+def _naming_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Say what there is no memory for, if an allocation fails."""
     try:
-        return build_model(config, device, dtype, ops, positions, stacked)
+        yield
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
         raise ModelLoadError(
             f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
@@ -153,9 +156,24 @@ def build_model(
     ops: Ops,
     max_positions: int,
     stacked_experts: bool = False,
+    shard: Shard = WHOLE,
+    communicator: Communicator | None = None,
 ) -> DecoderModel:
-    """Return a model of the configuration's family with parameters that are not filled."""
-    make = LayerFactory(device, dtype, ops, max_positions, stacked_experts, config.quantization)
+    """Return a model of the configuration's family with parameters that are not filled.
+
+    Raises:
+        ModelLoadError: this number of ranks cannot share the model; one line.
+    """
+    make = LayerFactory(
+        device,
+        dtype,
+        ops,
+        max_positions,
+        stacked_experts,
+        config.quantization,
+        shard,
+        communicator,
+    )
     return ARCHITECTURES[config.architecture].build(config, make)
 
 
@@ -173,8 +191,8 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
     """
     generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
     for section in model.sections():
-        for name, target in named_targets(section):
-            _fill_one(name, target, generator)
+        for target in named_targets(section):
+            _fill_one(target.name, target.tensor, generator)
         if model.config.quantization is not None:
             for _, each in section:
                 if not isinstance(each, Norm):  # which are filled with what they stand for
@@ -202,32 +220,33 @@ def _fill_one(name: str, target: torch.Tensor, generator: torch.Generator) -> No
 
 def _targets(
     parameters: Iterable[NamedParameters], names: Container[str], tied: bool
-) -> Iterator[NamedTarget]:
+) -> Iterator[Target]:
     """Yield what to fill, by which of these names the checkpoint's tensors have."""
     is_head = tied and HEAD in names and EMBEDDING not in names  # saved under its other name
-    for name, target in named_targets(parameters):
-        yield HEAD if is_head and name == EMBEDDING else name, target
+    for target in named_targets(parameters):
+        yield target._replace(name=HEAD) if is_head and target.name == EMBEDDING else target
 
 
 def _fill(
     model: DecoderModel,
-    holders: Mapping[str, WeightsFile],
+    fills: Mapping[str, Fill],
     device: torch.device,
     progress: Progress,
 ) -> None:
     """Copy each tensor from the file that holds it, and convert what has another form there.
 
+    Of the fills, targets are still to be replaced: they are those of a model on the meta device.
     Quantised models are loaded layer by layer: what a layer has in another form takes memory only
     until the next one is loaded.
     """
-    total = sum(file.tensors[name].num_bytes for name, file in holders.items())
+    total = sum(fill.num_bytes for fill in fills.values())
     config = model.config
     sections = [list(model.parameters())] if config.quantization is None else model.sections()
     with LoadProgress("loading weights", total, progress) as shown:
         for section in sections:
-            targets = _targets(section, holders, config.tie_word_embeddings)
+            targets = _targets(section, fills, config.tie_word_embeddings)
             copy_weights(
-                [Fill(holders[name], holders[name].tensors[name], to) for name, to in targets],
+                [fills[each.name]._replace(target=each.tensor) for each in targets],
                 device,
                 shown.add,
             )
@@ -236,8 +255,8 @@ def _fill(
     logger.info("loaded weights: %s", shown.summary)
 
 
-def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, WeightsFile]:
-    """Return the file of each tensor, given a model on the meta device.
+def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill]:
+    """Return which part of which file fills each tensor, given a model on the meta device.
 
     Raises:
         ModelLoadError: the checkpoint is of another model; one line.
@@ -246,10 +265,11 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
     ignored = ARCHITECTURES[config.architecture].ignored_prefixes
     names = {name for file in checkpoint for name in file.tensors}
     tied = config.tie_word_embeddings
+    targets = {target.name: target for target in _targets(model.parameters(), names, tied)}
     found = match_weights(
         {
-            name: Expected(tuple(each.shape), _FILLED_BY.get(each.dtype, FLOAT_DTYPES))
-            for name, each in _targets(model.parameters(), names, tied)
+            name: Expected(each.shape, _FILLED_BY.get(each.tensor.dtype, FLOAT_DTYPES))
+            for name, each in targets.items()
         },
         checkpoint,
         surplus=(HEAD,) if tied else (),
@@ -260,4 +280,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Weig
     if found.ignored:
         counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())
         logger.info("tensors that %s does not use are not loaded: %s", config.architecture, counts)
-    return found.holders
+    return {
+        name: Fill(file, file.tensors[name], targets[name].tensor, targets[name].cuts)
+        for name, file in found.holders.items()
+    }

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.quantization.reader import read_quantization
 from pagewire.shared.model.rope_config import RopeConfig, read_rope
+from pagewire.shared.model.shard import WHOLE, Shard
 
 SUPPORTED_DTYPES = ("float32", "float16", "bfloat16")
 # A configuration has entries for each layer, which take memory before any weight is read.
@@ -89,9 +92,21 @@ class ModelConfig:
         """What each layer caches of a token."""
         return CachedToken(2, self.num_kv_heads, self.head_dim)
 
-    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
-        """Return the layout of KV blocks of this many tokens, in numbers of this dtype."""
-        return KvLayout.of(self.windows, self.cached_token, block_size, dtype)
+    def kv_layout(self, block_size: int, dtype: str, shard: Shard = WHOLE) -> KvLayout:
+        """Return the layout of a rank's KV blocks.
+
+        Args:
+            block_size: tokens of a block.
+            dtype: name of the numbers' dtype.
+            shard: the part of the model that the rank has.
+
+        Raises:
+            ModelLoadError: this number of ranks cannot share the heads; one line.
+        """
+        token = self.cached_token
+        _, heads = shard.heads(self.num_heads, token.heads)
+        token = msgspec.structs.replace(token, heads=heads.count)
+        return KvLayout.of(self.windows, token, block_size, dtype)
 
     def attention_bytes(self, tokens: int, element_size: int) -> int:
         """Return what an attention layer holds at once of these tokens, its input not counted."""

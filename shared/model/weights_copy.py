@@ -9,6 +9,7 @@ before is copied. Apart from the buffers, no host memory is needed.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +21,12 @@ import torch
 
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
+from pagewire.shared.model.shard import Cuts
 
 PART_BYTES = 8 << 20
+# Columns of rows are read one by one. Where they are less than a page of a file, whole rows are
+# read: that costs fewer calls, and the system reads whole pages anyway.
+PAGE_BYTES = 4096
 MAX_THREADS = 8
 BUFFERS = 2  # buffers of one thread
 
@@ -37,20 +42,45 @@ DTYPES = {
 
 
 class Fill(NamedTuple):
-    """A tensor of a file, and the tensor to fill: same shape, any device and dtype."""
+    """A tensor of a file, and the tensor to fill: any device and dtype.
+
+    Attributes:
+        cuts: which part of the file's tensor fills the target, which has that part's shape.
+    """
 
     file: WeightsFile
     entry: TensorEntry
     target: torch.Tensor
+    cuts: Cuts = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are needed of the file."""
+        return self.target.numel() * DTYPES[self.entry.dtype].itemsize
+
+
+class _Region(NamedTuple):
+    """A part of a tensor, and where it is in a file.
+
+    Attributes:
+        start: byte where it begins.
+        target: what it fills.
+        pitch: bytes from the start of one row to that of the next; 0: rows are contiguous.
+    """
+
+    start: int
+    target: torch.Tensor
+    pitch: int = 0
 
 
 class _Part(NamedTuple):
-    """A part of a tensor: `target` from `start` of a file on, where it has `dtype`."""
+    """A region of a file whose numbers have a dtype."""
 
     path: Path
-    start: int
     dtype: torch.dtype
+    start: int
     target: torch.Tensor
+    pitch: int
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +102,7 @@ def copy_weights(
     """
     ordered = sorted(fills, key=lambda fill: (fill.file.path, fill.entry.start))
     parts = _Parts(part for fill in ordered for part in _parts(fill))
-    count = num_threads(sum(fill.entry.num_bytes for fill in ordered))
+    count = num_threads(sum(fill.num_bytes for fill in ordered))
     with contextlib.ExitStack() as stack:
         files = {path: stack.enter_context(_opened(path)) for path in _paths(ordered)}
         pool = stack.enter_context(ThreadPoolExecutor(count, "weights"))
@@ -113,24 +143,61 @@ def _unreadable(path: Path, exc: OSError) -> ModelLoadError:
 
 def _parts(fill: Fill) -> Iterator[_Part]:
     dtype = DTYPES[fill.entry.dtype]
-    for start, target in _cut(fill.target, fill.entry.start, dtype.itemsize):
-        if target.numel():
-            yield _Part(fill.file.path, start, dtype, target)
+    for whole in _regions(fill.target, fill.cuts, fill.entry.start, dtype.itemsize):
+        if whole.target.numel():
+            for region in _small(whole, dtype.itemsize):
+                yield _Part(fill.file.path, dtype, *region)
 
 
-def _cut(target: torch.Tensor, start: int, itemsize: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield views of at most `PART_BYTES` in the file, and where each begins there."""
-    if target.numel() * itemsize <= PART_BYTES:
-        yield start, target
+def _regions(target: torch.Tensor, cuts: Cuts, start: int, itemsize: int) -> Iterator[_Region]:
+    """Yield where the parts of a file's tensor are that fill a target.
+
+    Args:
+        target: what they fill.
+        cuts: for each dimension, which part of it.
+        start: of the tensor in the file.
+        itemsize: bytes of a number in the file.
+    """
+    if all(cut is None or cut.is_whole for cut in cuts):
+        yield _Region(start, target)
+        return
+    own, *rest = cuts
+    inner = tuple(
+        size if cut is None else cut.size
+        for size, cut in zip(target.shape[1:], [*rest, *[None] * target.dim()], strict=False)
+    )
+    step, first = math.prod(inner) * itemsize, 0
+    for begin, end in own.ranges if own else ((0, len(target)),):
+        rows, place = target[first : first + end - begin], start + begin * step
+        first += end - begin
+        if all(cut is None or cut.is_whole for cut in rest):
+            yield _Region(place, rows)
+        elif target.dim() == 2 and rest[0] is not None:
+            column = 0
+            for left, right in rest[0].ranges:
+                view = rows[:, column : column + right - left]
+                yield _Region(place + left * itemsize, view, step)
+                column += right - left
+        else:
+            for index, row in enumerate(rows):
+                yield from _regions(row, tuple(rest), place + index * step, itemsize)
+
+
+def _small(region: _Region, itemsize: int) -> Iterator[_Region]:
+    """Yield the regions of at most `PART_BYTES` in the file that a region consists of."""
+    start, target, pitch = region
+    if target.dim() == 0 or target.numel() * itemsize <= PART_BYTES >= pitch * len(target):
+        yield region
         return
     row = target[0].numel() * itemsize
-    rows = max(1, PART_BYTES // row)
+    step = pitch or row
+    rows = max(1, PART_BYTES // step)
     for first in range(0, len(target), rows):
         view = target[first : first + rows]
         if row > PART_BYTES:
-            yield from _cut(view[0], start + first * row, itemsize)
+            yield from _small(_Region(start + first * step, view[0]), itemsize)
         else:
-            yield start + first * row, view
+            yield _Region(start + first * step, view, pitch)
 
 
 class _Parts:
@@ -228,7 +295,24 @@ def _read(part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
         ModelLoadError: the file ends before the part, or cannot be read; one line.
     """
     buffer = buffer[: part.num_bytes]
-    rest, start = memoryview(buffer.numpy().data), part.start
+    if not part.pitch:
+        _read_bytes(part, descriptor, buffer, part.start)
+    else:
+        rows = buffer.view(len(part.target), -1)
+        count, width = rows.shape
+        if width >= PAGE_BYTES:
+            for index, row in enumerate(rows):
+                _read_bytes(part, descriptor, row, part.start + index * part.pitch)
+        else:
+            read = torch.empty((count - 1) * part.pitch + width, dtype=torch.uint8)
+            _read_bytes(part, descriptor, read, part.start)
+            rows.copy_(read.as_strided((count, width), (part.pitch, 1)))
+    return buffer.view(part.dtype).view(part.target.shape)
+
+
+def _read_bytes(part: _Part, descriptor: int, buffer: torch.Tensor, start: int) -> None:
+    """Fill a byte buffer from this byte of a part's file on."""
+    rest = memoryview(buffer.numpy().data)
     while rest:
         try:
             count = os.preadv(descriptor, [rest], start)
@@ -240,4 +324,3 @@ def _read(part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
                 "download it again"
             )
         rest, start = rest[count:], start + count
-    return buffer.view(part.dtype).view(part.target.shape)

@@ -14,6 +14,7 @@ from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import NamedParameters, Plain
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.paged_attention import attend
+from pagewire.shared.model.shard import Cut
 
 # How queries and keys are normalised before the rotation: not at all, each head, or all heads
 # together.
@@ -33,6 +34,7 @@ class Attention:
     def __init__(
         self,
         config: ModelConfig,
+        heads: tuple[Cut, Cut],
         ops: Ops,
         qkv_proj: Linear,
         o_proj: Linear,
@@ -45,7 +47,8 @@ class Attention:
         self._ops = ops
         self._cos_sin = cos_sin  # [max_positions, R]; None: nothing is rotated
         self._head_dim = config.head_dim
-        self._heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._heads = [heads[0].count, heads[1].count, heads[1].count]
+        self._sinks_cuts = (heads[0],)
         self._projections = [heads * config.head_dim for heads in self._heads]
         self._scale = config.score_scale
         self.qkv_proj = qkv_proj
@@ -104,4 +107,4 @@ class Attention:
             yield f"{name}.q_norm", self.norms[0]
             yield f"{name}.k_norm", self.norms[1]
         if self.sinks is not None:
-            yield name, Plain("sinks", self.sinks)
+            yield name, Plain("sinks", self.sinks, self._sinks_cuts)

@@ -22,16 +22,32 @@ from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
-    NamedTarget,
     Plain,
     named_targets,
 )
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.shard import Communicator
 
 # Attention maps `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`; see `LayerKv.cache`. A
 # feed-forward layer maps each token independently.
-AttentionPart: TypeAlias = "Attention | LatentAttention | Scaled"
-TokenPart: TypeAlias = "Mlp | Experts | WithSharedExpert | Scaled"
+AttentionPart: TypeAlias = "Attention | LatentAttention | Reduced | Scaled"
+TokenPart: TypeAlias = "Mlp | Experts | WithSharedExpert | Reduced | Scaled"
+
+
+@dataclass(eq=False, slots=True)
+class Reduced:
+    """Attention or a feed-forward layer, of which each rank computes a part of the sum."""
+
+    part: AttentionPart | TokenPart
+    communicator: Communicator
+
+    def forward(self, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+        """Map hidden states as the part does, on all ranks together."""
+        return self.communicator.reduce(self.part.forward(hidden, *more))
+
+    def parameters(self, name: str) -> Iterator[NamedParameters]:
+        """Yield those of the part."""
+        yield from self.part.parameters(name)
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +169,7 @@ class ParallelLayer:
     input_norm: Norm
     attention: AttentionPart
     mlp: TokenPart
+    communicator: Communicator | None  # adds up both parts of all ranks at once
 
     def forward(
         self,
@@ -164,7 +181,10 @@ class ParallelLayer:
         """Return hidden states and residual stream, `[N, hidden]`, not yet added together."""
         hidden, residual = self.input_norm(hidden, residual)
         attended = self.attention.forward(hidden, batch, kv_cache)
-        return self.mlp.forward(batch.kept(hidden)), batch.kept(residual) + attended
+        output = self.mlp.forward(batch.kept(hidden))
+        if self.communicator is not None:
+            return self.communicator.reduce(output + attended), batch.kept(residual)
+        return output, batch.kept(residual) + attended
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
         """Yield those of norms, attention and feed-forward layer."""
@@ -189,6 +209,7 @@ class DecoderModel:
         lm_head: projects to logits; its weight is `embed_tokens` if they are tied.
         norm: the normalisation of the last layer's output.
         embedding_multiplier: factor of the embeddings.
+        communicator: of the ranks, which have a part of `lm_head` each; None: the model is whole.
     """
 
     config: ModelConfig
@@ -197,6 +218,7 @@ class DecoderModel:
     norm: Norm
     lm_head: Linear
     embedding_multiplier: float
+    communicator: Communicator | None = None
 
     @torch.inference_mode()
     def forward(
@@ -243,7 +265,11 @@ class DecoderModel:
             hidden: final hidden states.
             out: [N, vocab], to which the logits are written; None allocates it.
         """
-        logits = self.lm_head.apply(hidden, out)
+        if self.communicator is None:
+            logits = self.lm_head.apply(hidden, out)
+        else:
+            logits = self.communicator.gather(self.lm_head.apply(hidden))
+            logits = logits if out is None else out.copy_(logits)
         if self.config.logits_divisor != 1.0:
             logits.div_(self.config.logits_divisor)
         cap = self.config.logits_cap
@@ -262,9 +288,9 @@ class DecoderModel:
         for section in self.sections():
             yield from section
 
-    def targets(self) -> Iterator[NamedTarget]:
+    def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every checkpoint tensor's name and what it fills; see `Parameters.targets`."""
-        return named_targets(self.parameters())
+        yield from ((each.name, each.tensor) for each in named_targets(self.parameters()))
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that stay in memory, each once."""

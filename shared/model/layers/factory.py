@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.latent_config import LATENT_NORM_EPS, LatentConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
@@ -19,6 +20,7 @@ from pagewire.shared.model.layers.decoder import (
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
+    Reduced,
     SandwichLayer,
     Scaled,
     TokenPart,
@@ -38,6 +40,9 @@ from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
 from pagewire.shared.model.rope_config import RopeConfig
+from pagewire.shared.model.shard import WHOLE, Communicator, Cut, Shard
+
+PartT = TypeVar("PartT", bound="AttentionPart | TokenPart")
 
 EACH = ("experts.{}.gate_proj", "experts.{}.up_proj", "experts.{}.down_proj")
 
@@ -55,6 +60,8 @@ class LayerFactory:
         stacked_experts: whether the checkpoint has one tensor for all experts of a layer, as
             transformers 5 can write it, instead of one for each expert.
         quantization: says which weights are quantised; None: none.
+        shard: the part of the model that this rank has.
+        communicator: of the model's ranks; None if the model is whole.
 
     Attributes:
         methods: gives projections and experts their parameters.
@@ -68,8 +75,14 @@ class LayerFactory:
         max_positions: int,
         stacked_experts: bool = False,
         quantization: QuantConfig | None = None,
+        shard: Shard = WHOLE,
+        communicator: Communicator | None = None,
     ) -> None:
         self.stacked_experts = stacked_experts
+        self._shard = shard
+        if quantization is not None:
+            self._refuse_ranks("a quantised model")
+        self._communicator = communicator
         self._device = device
         self._dtype = dtype
         self._ops = ops
@@ -81,9 +94,14 @@ class LayerFactory:
         return torch.tensor(value, dtype=self._dtype).item()
 
     def linear(
-        self, in_features: int, parts: Mapping[str, int], bias: bool, *, wide: bool = False
+        self,
+        in_features: int | Cut,
+        parts: Mapping[str, int | Cut],
+        bias: bool,
+        *,
+        wide: bool = False,
     ) -> Linear:
-        """Return projections of one input.
+        """Return projections of one input, or this rank's part of them.
 
         Args:
             in_features: size of the input.
@@ -91,7 +109,7 @@ class LayerFactory:
             bias: whether each projection has a bias.
             wide: whether the projections are in float32.
         """
-        return Linear(LinearShape(in_features, parts, bias, wide))
+        return Linear(LinearShape.of(in_features, parts, bias=bias, wide=wide))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -132,11 +150,16 @@ class LayerFactory:
             interleaved: whether neighbours of a head are rotated as pairs, instead of its halves,
                 if anything is rotated.
         """
-        q, kv = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
-        parts = {"qkv_proj": q + 2 * kv} if fused else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        heads = self._shard.heads(config.num_heads, config.num_kv_heads)
+        q, kv = (each.times(config.head_dim) for each in heads)
+        parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        if fused:
+            parts = {"qkv_proj": Cut.joined(parts.values())}
         norms = None
+        if qk_norm == "projection":
+            self._refuse_ranks("a model with norms of all heads")
         if qk_norm != "none":
-            sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q, kv)
+            sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q.count, kv.count)
             q_norm, k_norm = (self.norm(config, size) for size in sizes)
             norms = (q_norm, k_norm)
         # Those of queries and keys alike, so that their products do not change.
@@ -144,14 +167,15 @@ class LayerFactory:
         pairs = dict.fromkeys(rotated, config.head_dim)
         return Attention(
             config,
+            heads,
             self._ops,
-            Linear(LinearShape(config.hidden_size, parts, config.qkv_bias, pairs=pairs)),
+            Linear(LinearShape.of(config.hidden_size, parts, bias=config.qkv_bias, pairs=pairs)),
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
             qk_norm,
             norms,
             window,
-            self._empty(config.num_heads) if sinks else None,
+            self._empty(heads[0].count) if sinks else None,
         )
 
     def latent_attention(self, config: LatentConfig, cos_sin: torch.Tensor) -> LatentAttention:
@@ -161,6 +185,7 @@ class LayerFactory:
             config: has heads, sizes and biases.
             cos_sin: see `cos_sin`.
         """
+        self._refuse_ranks("latent attention")
         heads, rank = config.num_heads, config.kv_rank
         queries = heads * (config.nope_dim + config.head_dim)
         q_part = {"q_proj": queries} if config.q_rank is None else {"q_a_proj": config.q_rank}
@@ -197,11 +222,12 @@ class LayerFactory:
             inner: the layer's intermediate size; None uses that of the configuration.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
-        inner = config.intermediate_size if inner is None else inner
+        part = self._shard.cut(inner or config.intermediate_size, "intermediate_size")
         *first, down = names
+        rows = part if len(first) == 2 else Cut.joined((part, part))
         return Mlp(
-            self.linear(hidden, dict.fromkeys(first, 2 * inner // len(first)), bias),
-            self.linear(inner, {down: hidden}, bias),
+            self.linear(hidden, dict.fromkeys(first, rows), bias),
+            self.linear(part, {down: hidden}, bias),
             self._ops.silu_and_mul if config.activation == "silu" else self._ops.gelu_and_mul,
         )
 
@@ -234,6 +260,7 @@ class LayerFactory:
             interleaved: whether rows of gate and up alternate in the stacked weights.
             transposed: whether stacked weights are [E, in, out].
         """
+        self._refuse_ranks("a mixture of experts")
         count, hidden = experts.count, config.hidden_size
         correction = None
         if experts.routing.corrected:
@@ -275,6 +302,14 @@ class LayerFactory:
         gating = None if gate is None else self.linear(config.hidden_size, {gate: 1}, False)
         return WithSharedExpert(experts, shared, gating, name)
 
+    def _refuse_ranks(self, what: str) -> None:
+        if self._shard.count > 1:
+            raise ModelLoadError(f"several ranks cannot run {what} yet; one rank can")
+
+    def _reduced(self, part: PartT) -> PartT | Reduced:
+        """Return a part of a layer whose outputs the ranks add up."""
+        return part if self._communicator is None else Reduced(part, self._communicator)
+
     def pre_norm_layer(
         self,
         config: ModelConfig,
@@ -284,6 +319,7 @@ class LayerFactory:
         mlp_name: str = "mlp",
     ) -> PreNormLayer:
         """Return a layer that normalises before attention and before the feed-forward layer."""
+        attention, mlp = self._reduced(attention), self._reduced(mlp)
         if config.residual_multiplier != 1.0:
             attention = Scaled(attention, config.residual_multiplier)
             mlp = Scaled(mlp, config.residual_multiplier)
@@ -293,18 +329,20 @@ class LayerFactory:
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> ParallelLayer:
         """Return a layer whose attention and feed-forward layer have the same normalised input."""
-        return ParallelLayer(self.norm(config), attention, mlp)
+        return ParallelLayer(self.norm(config), attention, mlp, self._communicator)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> PostNormLayer:
         """Return a layer that normalises the outputs of attention and the feed-forward layer."""
+        attention, mlp = self._reduced(attention), self._reduced(mlp)
         return PostNormLayer(attention, self.norm(config), mlp, self.norm(config))
 
     def sandwich_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> SandwichLayer:
         """Return a layer that normalises before and after attention and feed-forward layer."""
+        attention, mlp = self._reduced(attention), self._reduced(mlp)
         norms = [self.norm(config) for _ in range(4)]
         return SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
 
@@ -364,9 +402,11 @@ class LayerFactory:
             embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
         embed_tokens = self._empty(config.vocab_size, config.hidden_size)
-        lm_head = self.linear(config.hidden_size, {"lm_head": config.vocab_size}, False)
+        tokens = self._shard.cut(config.vocab_size, "vocab_size")
+        lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
-            lm_head.use(Unquantized(lm_head.shape.parts, embed_tokens, None, self._ops))
+            rows = embed_tokens if tokens.is_whole else embed_tokens[slice(*tokens.ranges[0])]
+            lm_head.use(Unquantized(lm_head.shape, rows, None, self._ops))
         model = DecoderModel(
             config,
             embed_tokens,
@@ -374,6 +414,7 @@ class LayerFactory:
             self.norm(config),
             lm_head,
             embedding_multiplier or config.embedding_multiplier,
+            self._communicator,
         )
         self.methods.choose(model.parameters())
         return model

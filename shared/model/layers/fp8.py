@@ -202,7 +202,7 @@ class Fp8Linear:
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a part's rows another order."""
         self._matrix.permute_rows(part, order)
-        for name, rows in self.targets():
+        for name, rows, *_ in self.targets():
             if name == f"{part}.bias":
                 rows.copy_(rows[order.to(rows.device)])
         self._find_runs()

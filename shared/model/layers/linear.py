@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.parameters import Method, NamedTarget, WithMethod
+from pagewire.shared.model.shard import Cut, Cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,9 @@ class LinearShape:
         pairs: head size of each projection whose heads the checkpoint rotates by neighbours, by its
             name; its rows are reordered so that kernels rotate halves, as for other models.
         is_matrix: whether the weight is also used as a plain matrix, in the model's dtype.
+        rows: which part of a projection's out features this rank has, by its name, if not all.
+        columns: which part of the in features it has; None: all. Then ranks add up the outputs, and
+            the first rank alone adds the bias.
     """
 
     in_features: int
@@ -32,11 +36,61 @@ class LinearShape:
     wide: bool = False
     pairs: Mapping[str, int] = field(default_factory=dict)
     is_matrix: bool = False
+    rows: Mapping[str, Cut] = field(default_factory=dict)
+    columns: Cut | None = None
+
+    @classmethod
+    def of(cls, ins: int | Cut, parts: Mapping[str, int | Cut], **more: Any) -> LinearShape:
+        """Return the shape of a rank's part of projections, or of all of them.
+
+        Args:
+            ins: size of the input.
+            parts: out features of each projection in the checkpoint, by its name, in order.
+            more: further attributes.
+        """
+        rows = {name: size for name, size in parts.items() if _is_cut(size)}
+        columns = ins if _is_cut(ins) else None
+        sizes = {name: _count(size) for name, size in parts.items()}
+        return cls(_count(ins), sizes, rows=rows, columns=columns, **more)
 
     @property
     def out_features(self) -> int:
         """The sum of the parts."""
         return sum(self.parts.values())
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the bias, if there is one."""
+        return self.columns is None or self.columns.ranges[0][0] == 0
+
+    def empty_bias(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a bias that is not filled, or the zeros of a rank that adds none."""
+        if not self.bias:
+            return None
+        make = torch.empty if self.adds_bias else torch.zeros
+        return make(self.out_features, device=device, dtype=dtype)
+
+    def bias_targets(self, bias: torch.Tensor | None) -> Iterator[NamedTarget]:
+        """Yield what fills the parts of a bias `[sum of the parts]`."""
+        if bias is None:
+            return
+        for part, rows in zip(self.parts, bias.split(list(self.parts.values())), strict=True):
+            if self.adds_bias:
+                yield f"{part}.bias", rows, (self.rows.get(part),)
+            else:
+                yield f"{part}.bias", rows[:0], (Cut(len(rows), ()),)
+
+    def cuts(self, part: str) -> Cuts:
+        """Return which part of a projection's weight `[out, in]` this rank has."""
+        return self.rows.get(part), self.columns
+
+
+def _is_cut(size: int | Cut) -> TypeGuard[Cut]:
+    return isinstance(size, Cut) and not size.is_whole
+
+
+def _count(size: int | Cut) -> int:
+    return size.count if isinstance(size, Cut) else size
 
 
 class HasMatrix(Protocol):
@@ -84,12 +138,12 @@ class Unquantized:
     """`x @ weight.T + bias` in the model's dtype.
 
     Attributes:
-        parts: out features of each projection in the checkpoint, by its name, in order.
+        shape: names and sizes.
         weight: `[sum of the parts, in_features]`.
         bias: `[sum of the parts]`, or None.
     """
 
-    parts: Mapping[str, int]
+    shape: LinearShape
     weight: torch.Tensor
     bias: torch.Tensor | None
     ops: Ops
@@ -100,10 +154,10 @@ class Unquantized:
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills weight and bias."""
-        for kind, parameter in ("weight", self.weight), ("bias", self.bias):
-            if parameter is not None:
-                rows = torch.split(parameter, list(self.parts.values()))
-                yield from ((f"{p}.{kind}", row) for p, row in zip(self.parts, rows, strict=True))
+        parts = self.shape.parts
+        for part, rows in zip(parts, self.weight.split(list(parts.values())), strict=True):
+            yield f"{part}.weight", rows, self.shape.cuts(part)
+        yield from self.shape.bias_targets(self.bias)
 
     def finish(self) -> None:
         """Do nothing: weights are stored as a checkpoint has them."""
@@ -116,7 +170,7 @@ class Unquantized:
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a part's rows another order."""
-        for name, rows in self.targets():
+        for name, rows, *_ in self.targets():
             if name.rpartition(".")[0] == part:
                 rows.copy_(rows[order.to(rows.device)])
 

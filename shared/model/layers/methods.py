@@ -111,8 +111,8 @@ class Methods:
     def _unquantised(self, shape: LinearShape) -> Unquantized:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype_of(shape))
         weight = empty(shape.out_features, shape.in_features)
-        bias = empty(shape.out_features) if shape.bias else None
-        return Unquantized(shape.parts, weight, bias, self._ops)
+        bias = shape.empty_bias(self._device, self._dtype_of(shape))
+        return Unquantized(shape, weight, bias, self._ops)
 
     def _fp8(self, shape: LinearShape, format: Fp8Format) -> Fp8Linear:
         return Fp8Linear(shape, format, self._ops, self._device, self._dtype_of(shape))

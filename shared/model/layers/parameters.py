@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-# A checkpoint's tensor name and the part of a parameter that it fills, whose dtype says which
-# dtypes the checkpoint's tensor may have: another float dtype is converted.
-NamedTarget = tuple[str, torch.Tensor]
+from pagewire.shared.model.shard import Cuts
+
+
+class Target(NamedTuple):
+    """What a checkpoint's tensor fills.
+
+    Attributes:
+        name: of the checkpoint's tensor.
+        tensor: the part of a parameter that it fills, whose dtype says which dtypes the
+            checkpoint's tensor may have: another float dtype is converted.
+        cuts: which part of the checkpoint's tensor fills it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    cuts: Cuts = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the checkpoint's tensor."""
+        sizes = list(self.tensor.shape)
+        for dim, cut in enumerate(self.cuts):
+            sizes[dim] = sizes[dim] if cut is None else cut.size
+        return tuple(sizes)
+
+
+# The same within a layer; no cuts: all of the checkpoint's tensor.
+NamedTarget = tuple[str, torch.Tensor] | tuple[str, torch.Tensor, Cuts]
 
 
 class Parameters(Protocol):
@@ -36,10 +61,11 @@ class Parameters(Protocol):
 NamedParameters = tuple[str, Parameters]
 
 
-def named_targets(parameters: Iterable[NamedParameters]) -> Iterator[NamedTarget]:
+def named_targets(parameters: Iterable[NamedParameters]) -> Iterator[Target]:
     """Yield what a checkpoint fills, by the checkpoint's names."""
     for layer, each in parameters:
-        yield from ((join_name(layer, name), target) for name, target in each.targets())
+        for name, *rest in each.targets():
+            yield Target(join_name(layer, name), *rest)
 
 
 def join_name(layer: str, name: str) -> str:
@@ -53,10 +79,11 @@ class Plain:
 
     name: str
     tensor: torch.Tensor
+    cuts: Cuts = ()
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield the tensor."""
-        yield self.name, self.tensor
+        yield self.name, self.tensor, self.cuts
 
     def finish(self) -> None:
         """Do nothing: the tensor has its form."""

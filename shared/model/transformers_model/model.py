@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
-from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.transformers_model.attention import PagedAttention
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 
@@ -67,7 +66,7 @@ class TransformersModel:
         self.attention = attention
         self.decoder = causal_lm.base_model
         self.embed_tokens: torch.Tensor = causal_lm.get_input_embeddings().weight
-        self._parameters: list[NamedTarget] = list(causal_lm.named_parameters())
+        self._parameters: list[tuple[str, torch.Tensor]] = list(causal_lm.named_parameters())
         setattr(causal_lm, causal_lm.base_model_prefix, _Given())
         self._head = causal_lm
 
@@ -109,7 +108,7 @@ class TransformersModel:
         logits: torch.Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits if out is None else out.copy_(logits)
 
-    def targets(self) -> Iterator[NamedTarget]:
+    def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each parameter, once, by transformers' name for it."""
         yield from self._parameters
 
