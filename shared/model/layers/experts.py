@@ -21,6 +21,7 @@ from pagewire.shared.model.layers.parameters import (
     Plain,
     WithMethod,
 )
+from pagewire.shared.model.shard import Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class ExpertsShape:
         biases: whether the projections have biases; only with stacked weights.
         interleaved: whether rows of gate and up alternate.
         activation: the activation between an expert's projections.
+        cut: the part of the intermediate size that this rank has; None: all. Then ranks add up the
+            outputs, and the first rank alone adds the biases of down projections.
     """
 
     count: int
@@ -49,6 +52,14 @@ class ExpertsShape:
     biases: bool
     interleaved: bool
     activation: GatedSilu
+    cut: Cut | None = None
+
+    @property
+    def gate_up_cut(self) -> Cut | None:
+        """The part of the rows of stacked gate and up projections that this rank has."""
+        if self.cut is None:
+            return None
+        return self.cut.times(2) if self.interleaved else Cut.joined((self.cut, self.cut))
 
 
 class ExpertsMethod(Method, Protocol):
@@ -102,20 +113,31 @@ class UnquantizedExperts:
         if self.shape.each:
             yield from self._each_target(self.shape.each)
             return
-        gate_up, down = self.shape.stacked
-        is_transposed = self.shape.transposed
-        yield gate_up, self.gate_up.transpose(1, 2) if is_transposed else self.gate_up
-        yield down, self.down.transpose(1, 2) if is_transposed else self.down
+        shape = self.shape
+        gate_up, down = shape.stacked
+        rows, columns = shape.gate_up_cut, shape.cut
+        if shape.transposed:
+            yield gate_up, self.gate_up.transpose(1, 2), (None, None, rows)
+            yield down, self.down.transpose(1, 2), (None, columns, None)
+        else:
+            yield gate_up, self.gate_up, (None, rows, None)
+            yield down, self.down, (None, None, columns)
         if self.gate_up_bias is not None and self.down_bias is not None:
-            yield f"{gate_up}_bias", self.gate_up_bias
-            yield f"{down}_bias", self.down_bias
+            yield f"{gate_up}_bias", self.gate_up_bias, (None, rows)
+            if columns is None or columns.ranges[0][0] == 0:
+                yield f"{down}_bias", self.down_bias
+            else:  # zeros, as that of the first rank is added
+                yield f"{down}_bias", self.down_bias[:, :0], (None, Cut(shape.hidden, ()))
 
     def _each_target(self, each: tuple[str, str, str]) -> Iterator[NamedTarget]:
         """Yield what fills each expert's three projections."""
+        cut = self.shape.cut
         for expert in range(self.shape.count):
             gate, up = self.gate_up[expert].split(self.shape.inner)
-            for part, target in zip(each, (gate, up, self.down[expert]), strict=True):
-                yield f"{part.format(expert)}.weight", target
+            gate_name, up_name, down_name = (f"{part.format(expert)}.weight" for part in each)
+            yield gate_name, gate, (cut, None)
+            yield up_name, up, (cut, None)
+            yield down_name, self.down[expert], (None, cut)
 
     def finish(self) -> None:
         """Do nothing: weights are stored as a checkpoint has them."""

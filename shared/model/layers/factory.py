@@ -35,7 +35,7 @@ from pagewire.shared.model.layers.latent_attention import HeadMatrices, LatentAt
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
 from pagewire.shared.model.layers.methods import Methods
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm
+from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm, SplitRmsNorm
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
@@ -116,12 +116,33 @@ class LayerFactory:
 
     def norm(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
         """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
-        size, eps = size or config.hidden_size, eps or config.rms_norm_eps
-        dtype = self._dtype if config.norm_style == "rounded" else torch.float32
-        weight = torch.empty(size, device=self._device, dtype=dtype)
+        weight = self._norm_weight(config, size or config.hidden_size)
+        eps = eps or config.rms_norm_eps
         if config.norm_style == "centred":
             return LayerNorm(weight, eps)
         return RmsNorm(weight, eps, self._ops, config.norm_style == "plus one")
+
+    def _norm_weight(self, config: ModelConfig, size: int) -> torch.Tensor:
+        dtype = self._dtype if config.norm_style == "rounded" else torch.float32
+        return torch.empty(size, device=self._device, dtype=dtype)
+
+    def _qk_norms(
+        self, config: ModelConfig, qk_norm: QkNorm, q: Cut, kv: Cut
+    ) -> tuple[Norm, Norm] | None:
+        """Return the norms of queries and keys, which have these sizes together."""
+        if qk_norm == "none":
+            return None
+        if qk_norm == "head":
+            return self.norm(config, config.head_dim), self.norm(config, config.head_dim)
+        return self._split_norm(config, q), self._split_norm(config, kv)
+
+    def _split_norm(self, config: ModelConfig, cut: Cut) -> Norm:
+        """Return a normalisation of rows of which each rank has a part."""
+        if self._communicator is None:
+            return self.norm(config, cut.size)
+        copies = self._shard.count * cut.count // cut.size
+        weight = self._norm_weight(config, cut.count)
+        return SplitRmsNorm(weight, config.rms_norm_eps, cut, copies, self._communicator)
 
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
         """Return the table of rotary angles, for all attention layers that use it."""
@@ -155,13 +176,6 @@ class LayerFactory:
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if fused:
             parts = {"qkv_proj": Cut.joined(parts.values())}
-        norms = None
-        if qk_norm == "projection":
-            self._refuse_ranks("a model with norms of all heads")
-        if qk_norm != "none":
-            sizes = (config.head_dim,) * 2 if qk_norm == "head" else (q.count, kv.count)
-            q_norm, k_norm = (self.norm(config, size) for size in sizes)
-            norms = (q_norm, k_norm)
         # Those of queries and keys alike, so that their products do not change.
         rotated = ("q_proj", "k_proj") if interleaved and cos_sin is not None else ()
         pairs = dict.fromkeys(rotated, config.head_dim)
@@ -173,7 +187,7 @@ class LayerFactory:
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
             qk_norm,
-            norms,
+            self._qk_norms(config, qk_norm, q, kv),
             window,
             self._empty(heads[0].count) if sinks else None,
         )
@@ -185,24 +199,26 @@ class LayerFactory:
             config: has heads, sizes and biases.
             cos_sin: see `cos_sin`.
         """
-        self._refuse_ranks("latent attention")
-        heads, rank = config.num_heads, config.kv_rank
-        queries = heads * (config.nope_dim + config.head_dim)
-        q_part = {"q_proj": queries} if config.q_rank is None else {"q_a_proj": config.q_rank}
-        parts = {**q_part, "kv_a_proj_with_mqa": rank + config.head_dim}
+        heads, _ = self._shard.heads(config.num_heads, 1)
+        rank, queries = config.kv_rank, heads.times(config.nope_dim + config.head_dim)
+        of_cache = {"kv_a_proj_with_mqa": rank + config.head_dim}
+        parts: dict[str, int | Cut] = {"q_proj": queries, **of_cache}
         q_norm = q_up = None
         if config.q_rank is not None:
+            parts = {"q_a_proj": config.q_rank, **of_cache}
             q_norm = self.norm(config, config.q_rank, LATENT_NORM_EPS)
             q_up = self.linear(config.q_rank, {"q_b_proj": queries}, False)
+        values = heads.times(config.value_dim)
         return LatentAttention(
             config,
+            heads.count,
             self._ops,
             self.linear(config.hidden_size, parts, config.qkv_bias),
             q_norm,
             q_up,
             self.norm(config, rank, LATENT_NORM_EPS),
-            HeadMatrices(config),
-            self.linear(heads * config.value_dim, {"o_proj": config.hidden_size}, config.o_bias),
+            HeadMatrices(config, heads),
+            self.linear(values, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
         )
 
@@ -260,8 +276,8 @@ class LayerFactory:
             interleaved: whether rows of gate and up alternate in the stacked weights.
             transposed: whether stacked weights are [E, in, out].
         """
-        self._refuse_ranks("a mixture of experts")
         count, hidden = experts.count, config.hidden_size
+        inner = self._shard.cut(experts.intermediate_size, "the intermediate size of experts")
         correction = None
         if experts.routing.corrected:
             correction = torch.empty(count, device=self._device, dtype=torch.float32)
@@ -273,13 +289,14 @@ class LayerFactory:
                 ExpertsShape(
                     count,
                     hidden,
-                    experts.intermediate_size,
+                    inner.count,
                     () if self.stacked_experts else each,
                     stacked,
                     transposed,
                     biases,
                     interleaved,
                     experts.activation,
+                    None if inner.is_whole else inner,
                 )
             ),
             correction,

@@ -29,6 +29,7 @@ from pagewire.shared.model.paged_attention import (
     attend_decodes_to_latents,
     attend_latent,
 )
+from pagewire.shared.model.shard import Cut
 
 
 class HeadMatrices(Linear):
@@ -39,18 +40,19 @@ class HeadMatrices(Linear):
         values: `[H, C, V]`: the transposed `W_v` of each head.
     """
 
-    __slots__ = ("_config", "keys", "values")
+    __slots__ = ("_config", "_heads", "keys", "values")
 
-    def __init__(self, config: LatentConfig) -> None:
-        out = config.num_heads * (config.nope_dim + config.value_dim)
-        super().__init__(LinearShape(config.kv_rank, {"kv_b_proj": out}, is_matrix=True))
+    def __init__(self, config: LatentConfig, heads: Cut) -> None:
+        out = {"kv_b_proj": heads.times(config.nope_dim + config.value_dim)}
+        super().__init__(LinearShape.of(config.kv_rank, out, is_matrix=True))
         self._config = config
+        self._heads = heads.count
 
     def use(self, method: LinearMethod, conversion: Conversion | None = None) -> None:
         """Take the method that owns the parameters."""
         super().use(method, conversion)
         config = self._config
-        by_head = method.matrix().unflatten(0, (config.num_heads, -1))
+        by_head = method.matrix().unflatten(0, (self._heads, -1))
         self.keys, values = by_head.split([config.nope_dim, config.value_dim], dim=1)
         self.values = values.transpose(1, 2)
 
@@ -60,6 +62,7 @@ class LatentAttention:
     """Attention whose latent vectors and rotated keys are cached.
 
     Attributes:
+        heads: number of heads that this rank has.
         down: projects to queries (or their latent vectors), to the cached latent vectors, and to
             the rotated keys.
         q_norm: normalisation of the queries' latent vectors, or None.
@@ -70,6 +73,7 @@ class LatentAttention:
     """
 
     config: LatentConfig
+    heads: int
     ops: Ops
     down: Linear
     q_norm: Norm | None
@@ -82,7 +86,7 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         config = self.config
-        queries = config.num_heads * (config.nope_dim + config.head_dim)
+        queries = self.heads * (config.nope_dim + config.head_dim)
         self._parts = [config.q_rank or queries, config.kv_rank, config.head_dim]
 
     def forward(
@@ -93,7 +97,7 @@ class LatentAttention:
         q, latent, k = self.down.apply(hidden).split_with_sizes(self._parts, dim=1)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up.apply(self.q_norm(q)[0])
-        by_head = q.unflatten(1, (config.num_heads, -1))
+        by_head = q.unflatten(1, (self.heads, -1))
         q_nope, q_rope = by_head.split_with_sizes([config.nope_dim, config.head_dim], dim=2)
         cache = kv_cache[:, 0, 0]
         self.ops.latent_rotary_and_cache(

@@ -167,5 +167,5 @@ class Methods:
             empty(count, 2 * inner, hidden),
             empty(count, hidden, inner),
             empty(count, 2 * inner) if shape.biases else None,
-            empty(count, hidden) if shape.biases else None,
+            empty(count, hidden).zero_() if shape.biases else None,
         )

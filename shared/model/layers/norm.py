@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.shard import Communicator, Cut
 
 
 @dataclass(eq=False, slots=True)
@@ -79,4 +80,44 @@ class LayerNorm:
         yield self.weight
 
 
-Norm = RmsNorm | LayerNorm
+@dataclass(eq=False, slots=True)
+class SplitRmsNorm:
+    """RMS normalisation of rows of which each rank has a part, in plain torch.
+
+    Attributes:
+        weight: `[part]`; float32 if it multiplies in float32.
+        eps: added to the mean square.
+        cut: the part of a row that this rank has.
+        copies: number of ranks that have the same part.
+        communicator: of the ranks.
+    """
+
+    weight: torch.Tensor
+    eps: float
+    cut: Cut
+    copies: int
+    communicator: Communicator
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of the normalised `x + residual` and of that sum, `[T, part]`."""
+        summed = x if residual is None else x + residual
+        wide = summed.float()
+        squares = self.communicator.reduce(wide.square().sum(-1, keepdim=True))
+        scale = torch.rsqrt(squares / (self.copies * self.cut.size) + self.eps)
+        return ((wide * scale).to(self.weight.dtype) * self.weight).to(x.dtype), summed
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills the weight."""
+        yield "weight", self.weight, (self.cut,)
+
+    def finish(self) -> None:
+        """Do nothing: the weight is stored as a checkpoint has it."""
+
+    def stored(self) -> Iterator[torch.Tensor]:
+        """Yield the weight."""
+        yield self.weight
+
+
+Norm = RmsNorm | LayerNorm | SplitRmsNorm

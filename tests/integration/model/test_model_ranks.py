@@ -25,6 +25,17 @@ OPS = load_ops("torch", "cpu")
 PROMPTS = (1, 9, 40)  # lengths
 ANSWER = 16
 FAMILIES = [
+    ("deepseekv2", "query-latents-biases"),
+    ("deepseekv3", "yarn-without-query-latents"),
+    ("granitemoe", "biases-one-of-three"),
+    ("mixtral", "own-head-size"),
+    ("gptoss", "groups-of-2-odd-vocabulary"),
+    ("gptoss", "windows-by-layer"),
+    ("qwen2moe", "some-dense-layers"),
+    ("qwen3moe", "renormalised-biases"),
+    ("olmoe", "renormalised-biases"),
+    ("olmo2", "groups-of-2-odd-vocabulary"),
+    ("olmo3", "biases"),
     ("qwen2", "groups-of-2-odd-vocabulary"),
     ("qwen3", "biases"),
     ("gemma2", "groups-of-2-odd-vocabulary"),
