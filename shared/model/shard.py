@@ -8,7 +8,7 @@ and routers. torch is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -62,6 +62,24 @@ class Cut:
         """Return the cut of a dimension that has `width` numbers for each of these."""
         return Cut(self.size * width, tuple((a * width, b * width) for a, b in self.ranges))
 
+    def blocks(self, width: int, what: str) -> Cut:
+        """Return the cut of a dimension that has one number for `width` of these.
+
+        Args:
+            width: numbers of a block; the last block may have less.
+            what: what is cut, for the error.
+
+        Raises:
+            ModelLoadError: a part begins or ends within a block; one line.
+        """
+        if any(a % width or (b % width and b != self.size) for a, b in self.ranges):
+            raise ModelLoadError(
+                f"{what}: a rank's part would begin or end within {width} numbers that are "
+                "quantised together; use fewer ranks"
+            )
+        ranges = tuple((a // width, -(-b // width)) for a, b in self.ranges)
+        return Cut(-(-self.size // width), ranges)
+
     @staticmethod
     def joined(cuts: Iterable[Cut]) -> Cut:
         """Return the cut of a dimension that has several, one after the other."""
@@ -77,6 +95,21 @@ class Cut:
 
 # For each dimension of a checkpoint's tensor, the rank's part; None, or no entries: all of it.
 Cuts = tuple[Cut | None, ...]
+
+
+def block_cuts(what: str, cuts: Cuts, widths: Sequence[int | None]) -> Cuts:
+    """Return the cuts of a tensor that has one number for each block of another.
+
+    Args:
+        what: what is cut, for an error.
+        cuts: of the other tensor.
+        widths: numbers of a block, in each dimension; None: all of them.
+
+    Raises:
+        ModelLoadError: a part begins or ends within a block; one line.
+    """
+    pairs = zip(cuts, widths, strict=False)
+    return tuple(None if cut is None or n is None else cut.blocks(n, what) for cut, n in pairs)
 
 
 @dataclass(frozen=True, slots=True)

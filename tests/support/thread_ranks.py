@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
+from pagewire.kernels import BackendName, load_ops
+from pagewire.shared.model.config import load_config
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.shard import Communicator, Shard
 
 WAIT_S = 60.0
@@ -127,3 +132,29 @@ class RankedModel:
 
     def close(self) -> None:
         self._ranks.close()
+
+
+@contextmanager
+def load_ranks(path: Path, count: int, backend: BackendName = "torch") -> Iterator[Any]:
+    """Yield a checkpoint's model, divided among ranks, in float32 on the CPU.
+
+    The type is Any, as tests pass it on in place of a `DecoderModel`.
+    """
+    config = load_config(path)
+
+    def load(shard: Shard, communicator: Communicator) -> DecoderModel:
+        return load_model(
+            path,
+            config,
+            torch.device("cpu"),
+            torch.float32,
+            load_ops(backend, "cpu"),
+            shard=shard,
+            communicator=communicator,
+        )
+
+    model = RankedModel(count, load)
+    try:
+        yield model
+    finally:
+        model.close()

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from pagewire.kernels import Ops
-from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.latent_config import LATENT_NORM_EPS, LatentConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
@@ -80,8 +79,7 @@ class LayerFactory:
     ) -> None:
         self.stacked_experts = stacked_experts
         self._shard = shard
-        if quantization is not None:
-            self._refuse_ranks("a quantised model")
+        self._unit = 1 if quantization is None else quantization.unit
         self._communicator = communicator
         self._device = device
         self._dtype = dtype
@@ -238,7 +236,8 @@ class LayerFactory:
             inner: the layer's intermediate size; None uses that of the configuration.
         """
         hidden, bias = config.hidden_size, config.mlp_bias
-        part = self._shard.cut(inner or config.intermediate_size, "intermediate_size")
+        inner = inner or config.intermediate_size
+        part = self._shard.cut(inner, "the intermediate size", self._unit)
         *first, down = names
         rows = part if len(first) == 2 else Cut.joined((part, part))
         return Mlp(
@@ -277,7 +276,9 @@ class LayerFactory:
             transposed: whether stacked weights are [E, in, out].
         """
         count, hidden = experts.count, config.hidden_size
-        inner = self._shard.cut(experts.intermediate_size, "the intermediate size of experts")
+        inner = self._shard.cut(
+            experts.intermediate_size, "the intermediate size of experts", self._unit
+        )
         correction = None
         if experts.routing.corrected:
             correction = torch.empty(count, device=self._device, dtype=torch.float32)
@@ -318,10 +319,6 @@ class LayerFactory:
         shared = self.mlp(config, inner=config.experts.shared_size)
         gating = None if gate is None else self.linear(config.hidden_size, {gate: 1}, False)
         return WithSharedExpert(experts, shared, gating, name)
-
-    def _refuse_ranks(self, what: str) -> None:
-        if self._shard.count > 1:
-            raise ModelLoadError(f"several ranks cannot run {what} yet; one rank can")
 
     def _reduced(self, part: PartT) -> PartT | Reduced:
         """Return a part of a layer whose outputs the ranks add up."""
@@ -419,7 +416,7 @@ class LayerFactory:
             embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
         embed_tokens = self._empty(config.vocab_size, config.hidden_size)
-        tokens = self._shard.cut(config.vocab_size, "vocab_size")
+        tokens = self._shard.cut(config.vocab_size, "the vocabulary", self._unit)
         lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
             rows = embed_tokens if tokens.is_whole else embed_tokens[slice(*tokens.ranges[0])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from operator import itemgetter
 
@@ -16,6 +16,7 @@ from pagewire.kernels.reference.fp8_linear import dequantised
 from pagewire.shared.model.layers.linear import LinearShape, Unquantized
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Fp8Format
+from pagewire.shared.model.shard import Cuts, block_cuts
 
 E4M3 = torch.float8_e4m3fn
 _CHUNK = 1 << 24  # numbers that are quantised at a time, in float32
@@ -52,6 +53,7 @@ class Fp8Matrix:
         weight: `[sum of the parts, in]` e4m3.
         scale: `[ceil(sum of the parts / rows), ceil(in / columns)]` float32.
         block: these rows and columns.
+        cuts: which rows and columns of a part this rank has, by its name, if not all.
     """
 
     parts: Mapping[str, int]
@@ -59,24 +61,27 @@ class Fp8Matrix:
     weight: torch.Tensor
     scale: torch.Tensor
     block: tuple[int, int]
+    cuts: Mapping[str, Cuts] = field(default_factory=dict)
 
     @classmethod
-    def empty(
-        cls, format: Fp8Format, parts: Mapping[str, int], ins: int, device: torch.device
-    ) -> Fp8Matrix:
+    def empty(cls, format: Fp8Format, shape: LinearShape, device: torch.device) -> Fp8Matrix:
         """Return weights and scales that are not filled."""
-        outs, block = sum(parts.values()), fused_block(format, parts.values(), ins)
+        parts, outs, ins = shape.parts, shape.out_features, shape.in_features
+        block = fused_block(format, parts.values(), ins)
         scales = (-(-outs // block[0]), -(-ins // block[1]))
         weight = torch.empty((outs, ins), device=device, dtype=E4M3)
         scale = torch.empty(scales, device=device, dtype=torch.float32)
-        return cls(parts, format, weight, scale, block)
+        cuts = {part: shape.cuts(part) for part in parts}
+        return cls(parts, format, weight, scale, block, cuts)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills weights and scales: the first of the rows that a part's scales have."""
         for name, weight, scale in self._by_part():
-            yield f"{name}.weight", weight
+            cuts = self.cuts.get(name, ())
+            yield f"{name}.weight", weight, cuts
             rows = self.format.rows or len(weight)
-            yield f"{name}.weight_scale", scale[: -(-len(weight) // rows)]
+            of_scale = block_cuts(name, cuts, self.format.units)
+            yield f"{name}.weight_scale", scale[: -(-len(weight) // rows)], of_scale
 
     def finish(self) -> None:
         """Repeat scales of blocks that are larger in the checkpoint."""
@@ -127,7 +132,7 @@ class Fp8Linear:
         input_scales: `[number of parts]` float32, if the checkpoint has scales of inputs.
     """
 
-    __slots__ = ("_matrix", "_ops", "_quantises_inputs", "_runs", "bias", "input_scales")
+    __slots__ = ("_matrix", "_ops", "_quantises_inputs", "_runs", "_shape", "bias", "input_scales")
 
     def __init__(
         self,
@@ -137,11 +142,11 @@ class Fp8Linear:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        outs, ins = shape.out_features, shape.in_features
-        self._matrix = Fp8Matrix.empty(format, shape.parts, ins, device)
+        self._shape = shape
+        self._matrix = Fp8Matrix.empty(format, shape, device)
         self._ops = ops
         self._quantises_inputs = quantises_inputs(format, dtype)
-        self.bias = torch.empty(outs, device=device, dtype=dtype) if shape.bias else None
+        self.bias = shape.empty_bias(device, dtype)
         self.input_scales: torch.Tensor | None = None
         if format.activations == "static":
             self.input_scales = torch.empty(len(shape.parts), device=device)
@@ -158,13 +163,10 @@ class Fp8Linear:
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills weights, scales and bias."""
         yield from self._matrix.targets()
-        parts = self._matrix.parts
-        if self.bias is not None:
-            rows = self.bias.split(list(parts.values()))
-            yield from ((f"{p}.bias", row) for p, row in zip(parts, rows, strict=True))
+        yield from self._shape.bias_targets(self.bias)
         if self.input_scales is not None:
-            scales = self.input_scales.unbind()
-            yield from ((f"{p}.input_scale", s) for p, s in zip(parts, scales, strict=True))
+            names, scales = self._shape.parts, self.input_scales.unbind()
+            yield from ((f"{name}.input_scale", s) for name, s in zip(names, scales, strict=True))
 
     def finish(self) -> None:
         """Repeat scales, and find out which neighbours share a scale of their inputs."""

@@ -14,6 +14,7 @@ from pagewire.shared.model.layers.experts import ExpertsShape, UnquantizedExpert
 from pagewire.shared.model.layers.fp8 import E4M3, Fp8Matrix, fused_block, quantises_inputs
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Fp8Format
+from pagewire.shared.model.shard import Cuts
 
 
 class Fp8Experts:
@@ -73,11 +74,12 @@ class Fp8Experts:
     def _matrices(self, expert: int) -> tuple[Fp8Matrix, Fp8Matrix]:
         """Return one expert's weights and scales: those of gate and up, and of down."""
         gate, up, down = (part.format(expert) for part in self._shape.each)
-        inner = self._shape.inner
+        inner, cut = self._shape.inner, self._shape.cut
+        rows: dict[str, Cuts] = {gate: (cut, None), up: (cut, None)}
         first, second = self._gate_up.expert(expert), self._down.expert(expert)
         return (
-            Fp8Matrix({gate: inner, up: inner}, self._format, *first[:3]),
-            Fp8Matrix({down: self._shape.hidden}, self._format, *second[:3]),
+            Fp8Matrix({gate: inner, up: inner}, self._format, *first[:3], rows),
+            Fp8Matrix({down: self._shape.hidden}, self._format, *second[:3], {down: (None, cut)}),
         )
 
     def finish(self) -> None:

@@ -12,6 +12,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Int4Format
+from pagewire.shared.model.shard import Cuts, block_cuts
 
 GROUP_INDEX = "g_idx"  # the end of the name of a tensor that has each input's group
 DEQUANTISED_AT_A_TIME = 1 << 24  # numbers, in float32
@@ -49,9 +50,8 @@ class Int4Tensors:
     ) -> None:
         self._format, self._ins = format, shape.in_features
         self.shape = shape
-        self.bias = None
-        if shape.bias:
-            self.bias = torch.empty(shape.out_features, device=device, dtype=dtype)
+        self.bias = shape.empty_bias(device, dtype)
+        self._refuse_order()
         make = _packed_tensors if format.layout == "packed" else _word_tensors
         self._tensors = {
             part: {
@@ -61,6 +61,18 @@ class Int4Tensors:
             for part, outs in shape.parts.items()
         }
         self._put_in_order()
+
+    def _refuse_order(self) -> None:
+        """Refuse to cut inputs that are in any order: each rank would have parts of all groups.
+
+        Raises:
+            ModelLoadError: this is so; one line.
+        """
+        if self._format.ordered and self.shape.columns is not None:
+            raise ModelLoadError(
+                f"{', '.join(self.shape.parts)}: several ranks cannot share groups whose inputs "
+                "are in any order (desc_act or actorder): use one rank, or another checkpoint"
+            )
 
     def _put_in_order(self) -> None:
         """Give each input its usual group, in case that nothing fills these tensors."""
@@ -73,11 +85,28 @@ class Int4Tensors:
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills packed numbers, zeros, scales and biases."""
         for part, tensors in self._tensors.items():
-            yield from ((f"{part}.{name}", tensor) for name, tensor in tensors.items())
-        if self.bias is not None:
-            rows = self.bias.split(list(self.shape.parts.values()))
-            names = (f"{part}.bias" for part in self.shape.parts)
-            yield from zip(names, rows, strict=True)
+            for name, tensor in tensors.items():
+                yield f"{part}.{name}", tensor, self._cuts(part, name)
+        yield from self.shape.bias_targets(self.bias)
+
+    def _cuts(self, part: str, name: str) -> Cuts:
+        """Return which part of a checkpoint's tensor this rank has."""
+        rows, columns = self.shape.cuts(part)
+        group, word = self._format.group, _OF_WORD
+        sizes = {  # by the name's end: rows and columns for one number of the tensor
+            "weight_packed": (1, word),
+            "weight_scale": (1, group),
+            "weight_zero_point": (word, group),
+            "scales": (1, group),
+            "qzeros": (word, group),
+            "qweight": (word, 1) if self._format.layout == "awq" else (1, word),
+        }
+        if name.endswith(GROUP_INDEX):
+            return (columns,)
+        if name not in sizes:
+            return ()
+        cuts = block_cuts(f"{part}.{name}", (rows, columns), sizes[name])
+        return cuts if name.startswith("weight") else cuts[::-1]
 
     def finish(self) -> None:
         """Do nothing: the method that keeps the numbers converts them."""
@@ -134,6 +163,8 @@ class Int4Tensors:
     def _ordered(self, name: str, found: Int4Numbers, groups: torch.Tensor | None) -> Int4Numbers:
         """Return numbers in the order of their groups."""
         usual = torch.arange(self._ins, device=found.numbers.device) // self._group
+        if groups is not None and self.shape.columns is not None and groups.any():
+            groups = groups - self.shape.columns.ranges[0][0] // self._group
         if groups is None or torch.equal(groups, usual.to(groups.dtype)):
             return found
         if not (self._format.ordered or groups.any()):  # as some writers say that all is usual
@@ -171,7 +202,7 @@ class Int4Linear:
         self._order: torch.Tensor | None = None
         if format.ordered:
             self._order = torch.empty(ins, dtype=torch.int64, device=device)
-        self.bias = torch.empty(outs, dtype=dtype, device=device) if shape.bias else None
+        self.bias = shape.empty_bias(device, dtype)
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""

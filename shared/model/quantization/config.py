@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -32,6 +33,11 @@ class Fp8Format:
     columns: int | None
     activations: Activations = "token"
 
+    @property
+    def units(self) -> tuple[int | None, int | None]:
+        """Outputs and inputs that are quantised together; None: all."""
+        return self.rows, self.columns
+
 
 # Of AWQ; of GPTQ, whose first version stores zeros less one; of compressed-tensors.
 Int4Layout = Literal["awq", "gptq", "gptq_v2", "packed"]
@@ -53,6 +59,11 @@ class Int4Format:
     group: int | None
     symmetric: bool = False
     ordered: bool = False
+
+    @property
+    def units(self) -> tuple[int | None, int | None]:
+        """Outputs and inputs that are packed, or quantised together; None: all."""
+        return 8, 8 if self.group is None else math.lcm(8, self.group)
 
 
 WeightFormat = Fp8Format | Int4Format
@@ -97,6 +108,12 @@ class QuantConfig:
     def kinds(self) -> str:
         """The kinds of formats, such as "fp8", with commas between several."""
         return ", ".join(sorted({group.format.name for group in self.groups}))
+
+    @property
+    def unit(self) -> int:
+        """Numbers that are quantised together, in each dimension: weights are cut between them."""
+        formats = (group.format for group in self.groups)
+        return math.lcm(*(size for each in formats for size in each.units if size is not None))
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection's weight; None if it is not quantised.
