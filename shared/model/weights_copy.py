@@ -249,8 +249,10 @@ class _CpuCopier:
     def copy(self, part: _Part, descriptor: int) -> None:
         target = part.target
         if target.dtype == part.dtype and target.is_contiguous():
-            _read(part, descriptor, target.view(-1).view(torch.uint8))
-            return
+            flat = target.view(-1)
+            if flat.stride() == (1,):  # one number of a matrix may have any stride
+                _read(part, descriptor, flat.view(torch.uint8))
+                return
         if self._buffer is None:
             self._buffer = torch.empty(PART_BYTES, dtype=torch.uint8)
         target.copy_(_read(part, descriptor, self._buffer))

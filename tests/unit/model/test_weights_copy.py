@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model import weights_copy
 from pagewire.shared.model.safetensors_header import WeightsFile, read_header
+from pagewire.shared.model.shard import Cut, Cuts
 from pagewire.shared.model.weights_copy import Fill, copy_weights, num_threads
 
 CPU = torch.device("cpu")
@@ -61,6 +62,73 @@ def _target(like: torch.Tensor, layout: str) -> torch.Tensor:
         return torch.full(like.shape[::-1], torch.nan).permute(*reversed(range(like.dim())))
     wide = torch.full((*like.shape[:-1], like.shape[-1] + 5), torch.nan)
     return wide[..., 2 : 2 + like.shape[-1]]
+
+
+CUTS: dict[str, tuple[str, Cuts]] = {
+    "rows": ("matrix", (Cut(70, ((10, 45),)), None)),
+    "columns": ("matrix", (None, Cut(33, ((11, 22),)))),
+    "columns-of-two": ("matrix", (None, Cut(33, ((0, 3), (20, 33))))),
+    "rows-of-two": ("matrix", (Cut(70, ((1, 3), (60, 70))),)),
+    "rows-and-columns": ("matrix", (Cut(70, ((1, 3), (60, 70))), Cut(33, ((32, 33),)))),
+    "no-rows": ("matrix", (Cut(70, ()), None)),
+    "all": ("matrix", (Cut(70, ((0, 70),)), Cut(33, ((0, 33),)))),
+    "numbers": ("vector", (Cut(300, ((7, 207),)),)),
+    "experts-rows": ("experts", (None, Cut(40, ((5, 10), (25, 30))), None)),
+    "experts-columns": ("experts", (None, None, Cut(17, ((4, 9),)))),
+    "some-experts-columns": ("experts", (Cut(3, ((1, 3),)), None, Cut(17, ((4, 9),)))),
+}
+
+
+@pytest.mark.usefixtures("_part_bytes")
+@pytest.mark.parametrize("pages", [4096, 1], ids=["rows-read-whole", "columns-read-alone"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_part_of_a_tensor(
+    tmp_path: Path,
+    name: str,
+    source: torch.dtype,
+    layout: str,
+    pages: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights_copy, "PAGE_BYTES", pages)
+    of, cuts = CUTS[name]
+    file, tensors = _written(tmp_path / "a.safetensors", source)
+    expected = tensors[of].float()
+    for dim, cut in enumerate(cuts):
+        if cut is not None:
+            indices = [index for a, b in cut.ranges for index in range(a, b)]
+            expected = expected.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    target = _target(expected, layout)
+    counted: list[int] = []
+    copy_weights([Fill(file, file.tensors[of], target, cuts)], CPU, counted.append)
+    assert torch.equal(target, expected)
+    assert sum(counted) == expected.numel() * source.itemsize
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_no_more_is_read_than_a_part(
+    tmp_path: Path, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A half of rows, or of columns of whole pages."""
+    values = torch.arange(32.0 * 4096).view(32, 4096)
+    save_file({"x": values}, tmp_path / "a.safetensors")
+    file = read_header(tmp_path / "a.safetensors")
+    half = values.shape[dim] // 2
+    cuts = (*[None] * dim, Cut(2 * half, ((half, 2 * half),)))
+    read: list[int] = []
+    pread = os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        read.append(pread(descriptor, buffers, offset))
+        return read[-1]
+
+    monkeypatch.setattr(os, "preadv", counting)
+    target = torch.empty_like(values.narrow(dim, half, half), memory_format=torch.contiguous_format)
+    copy_weights([Fill(file, file.tensors["x"], target, cuts)], CPU, lambda _count: None)
+    assert torch.equal(target, values.narrow(dim, half, half))
+    assert sum(read) == target.nbytes
 
 
 def test_several_files(tmp_path: Path) -> None:
