@@ -38,6 +38,7 @@ from pagewire.kernels.attention_signatures import (
     PagedDecode,
     PagedPrefill,
 )
+from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.sampling_signatures import (
@@ -65,6 +66,7 @@ BATCH_DEPENDENT = (
     "head_products",
     "experts",
     "fp8_experts",
+    "four_bit_experts",
 )
 
 
@@ -229,6 +231,28 @@ class Fp8Experts(Protocol):
     ) -> torch.Tensor: ...  # [T, H]
 
 
+class FourBitExperts(Protocol):
+    """A mixture of experts as `Experts`, with weights in four bits.
+
+    Products are those of what the weights stand for, rounded to x's dtype.
+
+    Raises:
+        UnsupportedShapeError: the last dimension of x has gaps.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, H], any stride of the rows
+        chosen: torch.Tensor,  # [T, K] int32, from 0 to E - 1
+        weights: torch.Tensor,  # [T, K] float32
+        gate_up: FourBitWeights,  # of [E, 2 I, H]
+        down: FourBitWeights,  # of [E, H, I]
+        activation: GatedSilu = SILU,
+        # whether rows of gate and up alternate; else all of the gate come first
+        interleaved: bool = False,
+    ) -> torch.Tensor: ...  # [T, H]
+
+
 class PackBlocks(Protocol):
     """Gather whole blocks into contiguous staging, followed by a checksum of each.
 
@@ -298,6 +322,7 @@ class Ops:
     route: Route
     experts: Experts
     fp8_experts: Fp8Experts
+    four_bit_experts: FourBitExperts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
     note_tokens: NoteTokens

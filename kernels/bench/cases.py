@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench import fp8_cases
+from pagewire.kernels.bench import four_bit_cases, fp8_cases
 from pagewire.kernels.bench.attention_grid import attend, grid_cases, visible_pairs
 from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
@@ -345,6 +345,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "route": route_cases,
     "experts": expert_cases,
     "fp8_experts": fp8_cases.expert_cases,
+    "four_bit_experts": four_bit_cases.expert_cases,
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
     ),

@@ -21,6 +21,7 @@ from __future__ import annotations
 from pagewire.kernels.invariant.attention import latent_attention, paged_decode, paged_prefill
 from pagewire.kernels.invariant.products import (
     experts,
+    four_bit_experts,
     fp8_experts,
     fp8_linear,
     head_products,
@@ -29,6 +30,7 @@ from pagewire.kernels.invariant.products import (
 
 __all__ = [
     "experts",
+    "four_bit_experts",
     "fp8_experts",
     "fp8_linear",
     "head_products",

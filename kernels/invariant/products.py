@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels import experts as usual_experts
+from pagewire.kernels import four_bit_experts as usual_four_bit_experts
 from pagewire.kernels import fp8_experts as usual_fp8_experts
 from pagewire.kernels import fp8_linear as usual_fp8_linear
 
@@ -23,6 +24,7 @@ from pagewire.kernels import fp8_linear as usual_fp8_linear
 _TILE_ROWS = 64
 experts = partial(usual_experts.experts, tile_rows=_TILE_ROWS)
 fp8_experts = partial(usual_fp8_experts.fp8_experts, mixture=experts, tile_rows=_TILE_ROWS)
+four_bit_experts = partial(usual_four_bit_experts.four_bit_experts, tile_rows=_TILE_ROWS)
 
 _MANY_OUTS = 16384  # fill a GPU's SMs with large tiles
 

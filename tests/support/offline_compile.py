@@ -38,6 +38,7 @@ from pagewire.kernels.bench.inputs import (
     sampling_inputs,
     shaping_inputs,
 )
+from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
@@ -126,8 +127,8 @@ def _emptied(value: Any, device: str) -> Any:
     """Return tensors without memory in place of a tensor or of tables; only in fake tensor mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, Fp8Weights):
-        return Fp8Weights(*(_emptied(each, device) for each in value))
+    if isinstance(value, Fp8Weights | FourBitWeights):
+        return type(value)(*(_emptied(each, device) for each in value))
     if isinstance(value, ShapingTables):
         return ShapingTables(*(_emptied(table, device) for table in value))
     return value
@@ -212,7 +213,7 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
 
 
 def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
-    """Yield products with weights in FP8, which have a scale for each row or block."""
+    """Yield products with weights in FP8, a scale for each row or block, and in four bits."""
 
     def weights(*shape: int, block: tuple[int, int]) -> Fp8Weights:
         scales = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
@@ -229,6 +230,24 @@ def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         for count in (2, 300):
             routed = [chosen[:count], chosen[:count].float(), first, second]
             yield "fp8_experts", ops.fp8_experts, [torch.empty(count, 1024, dtype=dtype), *routed]
+    for kind in ("e2m1", "integers", "in any order"):
+        own = [_in_four_bits(kind, *shape) for shape in ((16, 2, 2048, 1024), (16, 1, 1024, 1024))]
+        tail: list[Any] = [_GPT_OSS, True] if kind == "e2m1" else []
+        for count in (2, 300):
+            routed = [chosen[:count], chosen[:count].float(), *own, *tail]
+            x = torch.empty(count, 1024, dtype=dtype)
+            yield "four_bit_experts", ops.four_bit_experts, [x, *routed]
+
+
+def _in_four_bits(kind: str, experts: int, parts: int, outs: int, ins: int) -> FourBitWeights:
+    pairs = torch.empty(experts, outs, ins // 2, dtype=torch.uint8)
+    scale = torch.empty(experts, outs, ins // 32)
+    if kind == "e2m1":
+        return FourBitWeights(pairs, scale.byte(), ins, 32)
+    order = torch.empty(experts, parts, ins, dtype=torch.int32)
+    return FourBitWeights(
+        pairs, scale, ins, 32, scale.byte(), order if kind == "in any order" else None
+    )
 
 
 def _resources(kernel: Any) -> dict[str, int]:

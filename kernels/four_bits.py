@@ -1,0 +1,47 @@
+"""Numbers of four bits: integers, or e2m1 with a sign, 2 bits of exponent and 1 of mantissa."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # followed by the negative ones
+EXPONENT_BIAS = 127
+
+
+class FourBitWeights(NamedTuple):
+    """Weights of a projection in four bits; those of all experts have a dimension more in front.
+
+    With zeros, numbers are integers and stand for `(number - zero) * scale`. Without, numbers are
+    e2m1 and stand for `number * 2 ** (scale - 127)`, as in MXFP4.
+
+    Attributes:
+        pairs: `[out, ceil(in / 2)]` uint8, contiguous; the first number of a pair has the lower
+            bits.
+        scale: `[out, groups]` contiguous, float32 or, of e2m1, uint8.
+        ins: number of inputs.
+        group: neighbouring inputs that have one scale.
+        zeros: `[out, groups]` uint8, contiguous, or None.
+        group_of: `[parts, in]` int32, contiguous: the group of each input, for as many parts of the
+            outputs; None: groups are of neighbours.
+        bias: `[out]`, or None.
+    """
+
+    pairs: torch.Tensor
+    scale: torch.Tensor
+    ins: int
+    group: int
+    zeros: torch.Tensor | None = None
+    group_of: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def expert(self, number: int) -> FourBitWeights:
+        """Return the weights of one of several experts."""
+        zeros, group_of, bias = (
+            None if each is None else each[number]
+            for each in (self.zeros, self.group_of, self.bias)
+        )
+        pairs, scale = self.pairs[number], self.scale[number]
+        return FourBitWeights(pairs, scale, self.ins, self.group, zeros, group_of, bias)
