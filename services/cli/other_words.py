@@ -34,7 +34,10 @@ _OPTIONS = (
     ("--pipeline-parallel-size --pp-size --pp -pp", _NO_PARALLEL),
     ("--enable-expert-parallel --ep-size --ep --split-mode --tensor-split", _NO_PARALLEL),
     ("--data-parallel-size --dp-size --dp -dp", "use --decode N for N decode workers"),
-    ("-q --load-in-4bit --load-in-8bit", "use --quantization, or a checkpoint in FP8 or INT4"),
+    (
+        "-q --load-in-4bit --load-in-8bit",
+        "use --quantization, or a checkpoint that is quantised",
+    ),
     (
         "--kv-cache-dtype --cache-type-k --cache-type-v",
         "the KV cache has the data type of the weights, see --dtype",

@@ -85,7 +85,7 @@ def _check_modelopt(path: Path) -> None:
     if kind is not None:
         raise ModelLoadError(
             f"{file}: weights that are quantised so ({kind!s:.40}) by ModelOpt are not supported; "
-            "pass an unquantised checkpoint, or one in FP8 or INT4 that docs/models.md lists"
+            "pass an unquantised checkpoint, or one in FP8, INT4 or MXFP4 that docs/models.md lists"
         )
 
 

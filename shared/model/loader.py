@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Literal
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.four_bits import EXPONENT_BIAS
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
@@ -46,9 +48,15 @@ _STACKED = ".experts.gate_up_proj"
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.002
 _DUMMY_STD_OF_NUMBERS = 6.0  # before scales: of random numbers of 4 bits less zeros; in FP8, too
+_DUMMY_STD_OF_E2M1 = 2.9
 _DUMMY_ROWS = 4096  # made at a time in float32
 # Dtypes in a file of what fills a parameter of this dtype; others are filled from any float dtype.
-_FILLED_BY = {E4M3: ("F8_E4M3",), torch.int32: ("I32",), torch.int64: ("I64", "I32")}
+_FILLED_BY = {
+    E4M3: ("F8_E4M3",),
+    torch.uint8: ("U8",),
+    torch.int32: ("I32",),
+    torch.int64: ("I64", "I32"),
+}
 _DUMMY_STD_OF = {EMBEDDING.removesuffix(".weight"): 1.0, HEAD.removesuffix(".weight"): 0.02}
 
 
@@ -207,6 +215,11 @@ def _fill_one(name: str, target: torch.Tensor, generator: torch.Generator) -> No
         for rows in target.split(_DUMMY_ROWS):
             values = torch.empty(rows.shape, device=rows.device, dtype=torch.float32)
             rows.copy_(values.normal_(0.0, _DUMMY_STD_OF_NUMBERS, generator=generator))
+    elif target.dtype == torch.uint8:  # of MXFP4: exponents of powers of two, pairs of numbers
+        if name.endswith("_scales"):
+            target.fill_(EXPONENT_BIAS + round(math.log2(std / _DUMMY_STD_OF_E2M1)))
+        else:
+            target.random_(0, 256, generator=generator)
     elif target.dtype == torch.int32:  # numbers of 4 bits
         if not name.endswith(GROUP_INDEX):
             target.random_(-(2**31), 2**31, generator=generator)

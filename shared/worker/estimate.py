@@ -32,7 +32,7 @@ class Estimate:
 
     Attributes:
         dtype: of activations and KV pool.
-        weight_format: of most weights: that dtype, "fp8" or "int4".
+        weight_format: of most weights: that dtype, "fp8", "int4" or "mxfp4".
         weights: exactly those of the parameters.
         tables: device slots, sampling, rotary angles.
         activations: of the largest step.
@@ -123,8 +123,11 @@ def _stored(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def _dequantised_bytes(stored: list[torch.Tensor], dtype: torch.dtype) -> int:
-    """Return what a product needs whose weights are in INT4, of which bytes have two."""
-    numbers = [2 * each.numel() for each in stored if each.dtype == torch.uint8]
+    """Return what a product needs whose weights are in INT4, of which bytes have two.
+
+    Those of experts, all in one tensor, are dequantised by the kernel that multiplies.
+    """
+    numbers = [2 * each.numel() for each in stored if each.dtype == torch.uint8 and each.dim() == 2]
     return dequantised_bytes(max(numbers, default=0), dtype)
 
 

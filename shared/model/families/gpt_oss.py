@@ -1,4 +1,4 @@
-"""gpt-oss, not quantised: clamped gates, attention sinks, a window in every other layer."""
+"""gpt-oss: clamped gates, attention sinks, a window in every other layer."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.four_bits import FourBitWeights
+from pagewire.kernels.reference.four_bits import DEQUANTISED_AT_A_TIME, dequantised, scaled
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
@@ -15,7 +17,6 @@ from pagewire.shared.model.quantization.config import Int4Format
 from pagewire.shared.model.shard import Cuts, block_cuts
 
 GROUP_INDEX = "g_idx"  # the end of the name of a tensor that has each input's group
-DEQUANTISED_AT_A_TIME = 1 << 24  # numbers, in float32
 _BYTES_OF_NUMBER = 6  # while it is dequantised: of float32, and two copies in 8 bits
 _OF_WORD = 8  # numbers of 4 bits in 32
 # Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
@@ -40,6 +41,12 @@ class Int4Numbers:
     scale: torch.Tensor
     zeros: torch.Tensor
     order: torch.Tensor | None = None
+
+    def in_order_of_inputs(self) -> torch.Tensor:
+        """Return the numbers, inputs in the order in which they are."""
+        if self.order is None:
+            return self.numbers
+        return torch.empty_like(self.numbers).index_copy_(1, self.order, self.numbers)
 
 
 class Int4Tensors:
@@ -117,7 +124,7 @@ class Int4Tensors:
         Raises:
             ModelLoadError: inputs are not in the groups that config.json says; one line.
         """
-        parts = [self._part(name, tensors) for name, tensors in self._tensors.items()]
+        parts = self.by_part()
         if len(parts) == 1:
             return parts[0]
         return Int4Numbers(
@@ -126,10 +133,18 @@ class Int4Tensors:
             torch.cat([each.zeros for each in parts]),
         )
 
+    def by_part(self) -> list[Int4Numbers]:
+        """Return the numbers of each projection.
+
+        Raises:
+            ModelLoadError: inputs are not in the groups that config.json says; one line.
+        """
+        return [self._part(name, tensors) for name, tensors in self._tensors.items()]
+
     def matrix(self) -> torch.Tensor:
         """Return what the weights stand for, in float32."""
         found = self.numbers()
-        weight = _dequantised(found, self._group)
+        weight = scaled(found.numbers, found.scale, found.zeros, self._group)
         return weight if found.order is None else torch.empty_like(weight).index_copy_(
             1, found.order, weight
         )  # fmt: skip
@@ -210,17 +225,10 @@ class Int4Linear:
         return self._ops.linear(x, self._dequantised(x.dtype), self.bias, out)
 
     def _dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return `[out, in]`, inputs in the order of their groups: some rows at a time."""
-        outs, ins = self._shape.out_features, self._shape.in_features
-        weight = torch.empty((outs, ins), dtype=dtype, device=self._pairs.device)
-        step = max(1, DEQUANTISED_AT_A_TIME // ins)
-        for first in range(0, outs, step):
-            rows = slice(first, first + step)
-            pairs = self._pairs[rows]
-            numbers = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, :ins]
-            found = Int4Numbers(numbers, self._scale[rows], self._zeros[rows])
-            weight[rows] = _dequantised(found, self._group)
-        return weight
+        """Return `[out, in]`, inputs in the order of their groups."""
+        ins = self._shape.in_features
+        found = FourBitWeights(self._pairs, self._scale, ins, self._group, self._zeros)
+        return dequantised(found, dtype)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield nothing: the checkpoint's tensors are those of `Int4Tensors`."""
@@ -232,8 +240,7 @@ class Int4Linear:
     def take(self, source: Int4Tensors) -> None:
         """Keep what a checkpoint's tensors hold, in pairs."""
         found = source.numbers()
-        numbers = torch.nn.functional.pad(found.numbers, (0, found.numbers.shape[1] % 2))
-        torch.bitwise_or(numbers[:, 0::2], numbers[:, 1::2] << 4, out=self._pairs)
+        pack_pairs(found.numbers, self._pairs)
         self._scale.copy_(found.scale)
         self._zeros.copy_(found.zeros)
         if found.order is None:
@@ -272,13 +279,10 @@ def dequantised_bytes(count: int, dtype: torch.dtype) -> int:
     return count * dtype.itemsize + min(count, DEQUANTISED_AT_A_TIME) * _BYTES_OF_NUMBER
 
 
-def _dequantised(found: Int4Numbers, group: int) -> torch.Tensor:
-    """Return `[out, in]` float32, inputs in the order of their groups."""
-    ins = found.numbers.shape[1]
-    numbers = torch.nn.functional.pad(found.numbers, (0, -ins % group)).float()
-    groups = numbers.unflatten(1, (-1, group))
-    groups.sub_(found.zeros[..., None]).mul_(found.scale[..., None])
-    return numbers[:, :ins]
+def pack_pairs(numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Write numbers `[out, in]` in pairs, the first in the lower bits: `[out, ceil(in / 2)]`."""
+    numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
+    torch.bitwise_or(numbers[:, 0::2], numbers[:, 1::2] << 4, out=out)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from pagewire.shared.model.layers.experts import (
     ExpertWeights,
     UnquantizedExperts,
 )
+from pagewire.shared.model.layers.four_bit_experts import mxfp4_experts
 from pagewire.shared.model.layers.fp8 import Fp8Linear
 from pagewire.shared.model.layers.fp8_experts import Fp8Experts
 from pagewire.shared.model.layers.int4 import Int4Linear, Int4Tensors
@@ -28,8 +29,9 @@ from pagewire.shared.model.layers.parameters import Conversion, NamedParameters,
 from pagewire.shared.model.quantization.config import (
     Fp8Format,
     Int4Format,
+    LinearFormat,
+    Mxfp4Format,
     QuantConfig,
-    WeightFormat,
 )
 
 
@@ -78,7 +80,7 @@ class Methods:
             self._give(parts[name], format)
         linear.use(Separate(parts))
 
-    def _give(self, linear: Linear, format: WeightFormat | None) -> None:
+    def _give(self, linear: Linear, format: LinearFormat | None) -> None:
         """Give projections of one format their method."""
         shape = linear.shape
         if format is None or (shape.is_matrix and self._is_converted):
@@ -99,10 +101,18 @@ class Methods:
     def _is_converted(self) -> bool:
         return self._quantization is not None and self._quantization.while_loading
 
-    def _format_of(self, name: str) -> WeightFormat | None:
-        return None if self._quantization is None else self._quantization.format_of(name)
+    def _format_of(self, name: str) -> LinearFormat | None:
+        """Return the format of a projection.
 
-    def _stored(self, shape: LinearShape, format: WeightFormat) -> Fp8Linear | Int4Tensors:
+        Raises:
+            ModelLoadError: only experts may have it; one line.
+        """
+        found = None if self._quantization is None else self._quantization.format_of(name)
+        if isinstance(found, Mxfp4Format):
+            raise ModelLoadError(f"{name}: only experts may be in {found.name.upper()}")
+        return found
+
+    def _stored(self, shape: LinearShape, format: LinearFormat) -> Fp8Linear | Int4Tensors:
         """Return what the checkpoint's tensors of quantised projections fill."""
         if isinstance(format, Fp8Format):
             return self._fp8(shape, format)
@@ -146,6 +156,8 @@ class Methods:
             )
         if found is None:
             experts.use(self._unquantised_experts(shape))
+        elif isinstance(found, Mxfp4Format):
+            experts.use(mxfp4_experts(shape, self._ops, self._device, self._dtype))
         elif quantization.while_loading:
             source = partial(self._unquantised_experts, shape)
             method = Fp8Experts(shape, found, self._ops, self._device, self._dtype)

@@ -13,6 +13,7 @@ KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
 _WEIGHT = ".weight"
 _PACKED = (".qweight", ".weight_packed")
 _FP8 = "F8_E4M3"
+_BLOCKS = "_blocks"  # after the name of experts in MXFP4
 # Names that some writers give to scales, and the names here. All multiply: "inv" stands for the
 # inverse of what weights were multiplied by.
 _RENAMED = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
@@ -30,10 +31,10 @@ def settle_formats(
     if quantization is None or quantization.while_loading:
         return checkpoint, quantization
     quantised = frozenset(
-        name.rpartition(".")[0]
+        name.removesuffix(_BLOCKS) if name.endswith(_BLOCKS) else name.rpartition(".")[0]
         for file in checkpoint
         for name, entry in file.tensors.items()
-        if name.endswith(_PACKED) or (name.endswith(_WEIGHT) and entry.dtype == _FP8)
+        if name.endswith((*_PACKED, _BLOCKS)) or (name.endswith(_WEIGHT) and entry.dtype == _FP8)
     )
     return (
         [_with_names(file) for file in checkpoint],

@@ -66,7 +66,15 @@ class Int4Format:
         return 8, 8 if self.group is None else math.lcm(8, self.group)
 
 
-WeightFormat = Fp8Format | Int4Format
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """Weights of experts in MXFP4: numbers of e2m1, with a power of two for each 32 inputs."""
+
+    name: ClassVar[str] = "mxfp4"
+
+
+LinearFormat = Fp8Format | Int4Format  # those that projections may have
+WeightFormat = LinearFormat | Mxfp4Format
 
 
 @dataclass(frozen=True, slots=True)

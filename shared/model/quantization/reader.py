@@ -7,17 +7,19 @@ from pagewire.shared.model.quantization.compressed_tensors import read_compresse
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.quantization.fp8 import read_fp8
 from pagewire.shared.model.quantization.int4 import read_awq, read_gptq
+from pagewire.shared.model.quantization.mxfp4 import read_mxfp4
 
 _READERS = {
     "fp8": read_fp8,
     "compressed-tensors": read_compressed_tensors,
     "awq": read_awq,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 _RIGHT = (
-    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors) or INT4 (awq, gptq, "
-    "compressed-tensors), and unquantised ones, which --quantization fp8 quantises while they are "
-    "loaded"
+    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq, "
+    "compressed-tensors) or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization "
+    "fp8 quantises while they are loaded"
 )
 # Where else a checkpoint says that it is quantised.
 _OTHER_FIELDS = ("compression_config",)
@@ -44,6 +46,5 @@ def read_quantization(fields: Fields) -> QuantConfig | None:
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         named = f" ({method:.40})" if isinstance(method, str) else ""
-        page = "; docs/models.md says how to make such a copy" if method == "mxfp4" else ""
-        raise fields.error(f"this way of quantising{named} is not supported; {_RIGHT}{page}")
+        raise fields.error(f"this way of quantising{named} is not supported; {_RIGHT}")
     return reader(Fields(raw, f"{fields.source}: quantization_config"))

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.reference import four_bits
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
-from pagewire.shared.model.layers import int4
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.worker.estimate import weight_bytes
@@ -86,7 +86,7 @@ def test_bfloat16_rounds_what_the_weights_stand_for(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit as the plain checkpoint; where inputs have another order, up to rounding."""
-    monkeypatch.setattr(int4, "DEQUANTISED_AT_A_TIME", 500)  # of which products have several
+    monkeypatch.setattr(four_bits, "DEQUANTISED_AT_A_TIME", 500)  # of which products have several
     write(tmp_path, name)
     prompts = random_prompts((60, 60), VOCAB)
     ours, plain = (run(load(tmp_path / n, torch.bfloat16), prompts) for n in ("stored", "meant"))

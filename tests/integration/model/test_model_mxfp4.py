@@ -1,92 +1,171 @@
-"""gpt-oss as it is published, with experts in MXFP4: the copy that docs/models.md makes of it."""
+"""gpt-oss as it is published, with experts in MXFP4, against Hugging Face's code.
+
+The truth is the plain checkpoint of what MXFP4 stands for, as Hugging Face's code makes it, too.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GptOssForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.config import load_config
-from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.loader import load_model
-from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.tests.support.documents import blocks
-from pagewire.tests.support.tiny_models import write_tiny_model
+from pagewire.shared.worker.estimate import weight_bytes
+from pagewire.tests.support.float32_reference import random_prompts
+from pagewire.tests.support.hf_greedy import is_greedy
+from pagewire.tests.support.mxfp4_checkpoints import EXPERTS, SIZES, write_mxfp4
+from pagewire.tests.support.quantised_checkpoints import (
+    CPU,
+    WEIGHTS,
+    load,
+    run,
+)
+from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
 
-SOURCE, COPY = "openai/gpt-oss-20b", "gpt-oss-20b-bf16"
-# The OCP Microscaling Formats specification: 32 values share a power of two.
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-GROUP, BIAS = 32, 127
-SIZES = {"hidden_size": 64, "intermediate_size": 96}  # multiples of a group
-CPU = torch.device("cpu")
-CONVERT_S = 300
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-
-def mxfp4(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return experts `[E, in, out]` as blocks and scales of each output, and what they mean."""
-    groups = weights.float().transpose(1, 2).unflatten(-1, (-1, GROUP))  # [E, out, in / 32, 32]
-    exponents = groups.abs().amax(-1).log2().floor() - 2  # the largest value is 6, in 4 to 8
-    scaled = groups / exponents.exp2()[..., None]
-    codes = (scaled[..., None] - E2M1).abs().argmin(-1)
-    blocks = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    meant = E2M1[codes] * exponents.exp2()[..., None]
-    return blocks, (exponents + BIAS).to(torch.uint8), meant.flatten(2).transpose(1, 2)
+TOLERANCE = 1e-4  # of the largest logit, in float32
+SHAPES = ("groups-of-2-odd-vocabulary", "without-biases-own-gate", "windows-by-layer")
+EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
 
-def quantise(source: Path, target: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint as gpt-oss is published; return the weights that it stands for."""
-    meant, stored = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, weight in load_file(source / "model.safetensors").items():
-        value = weight.bfloat16()
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            stored[f"{name}_blocks"], stored[f"{name}_scales"], exact = mxfp4(value)
-            value = exact.bfloat16().contiguous()
-            assert torch.equal(value.float(), exact)
-        else:
-            stored[name] = value
-        meant[name] = value
-    target.mkdir(parents=True)
-    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    config |= {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": kept}}
-    (target / "config.json").write_text(json.dumps(config))
-    for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(demo_model_path() / file, target)
-    return meant
-
-
-def test_the_documented_command_makes_a_copy_that_is_served(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "plain", "gptoss", "groups-of-2-odd-vocabulary", **SIZES)
-    meant = quantise(tmp_path / "plain", tmp_path / SOURCE)
-    with pytest.raises(ModelLoadError, match=r"mxfp4.*docs/models\.md"):
-        load_config(tmp_path / SOURCE)
-    (command,) = [block.code for block in blocks() if "Mxfp4Config" in block.code]
-    assert SOURCE in command and COPY in command
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", command],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=CONVERT_S,
-        check=False,
+def write(path: Path, shape: str = SHAPES[0], **changes: Any) -> Any:
+    """Write a checkpoint to `stored`; return Hugging Face's model that it stands for."""
+    write_tiny_model(path / "plain", "gptoss", shape, **{**SIZES, **changes})
+    write_mxfp4(path / "plain", path / "stored", path / "meant")
+    theirs = GptOssForCausalLM.from_pretrained(
+        path / "meant", dtype=torch.float32, attn_implementation="eager"
     )
-    assert done.returncode == 0, done.stderr
-    copied = load_file(tmp_path / COPY / "model.safetensors")
-    assert copied.keys() == meant.keys()
-    assert all(torch.equal(copied[name], meant[name]) for name in meant)
-    config = load_config(tmp_path / COPY)
-    load_model(tmp_path / COPY, config, CPU, torch.bfloat16, load_ops("torch", "cpu"))
-    assert config.dtype == "bfloat16"
-    before, after = (Tokenizer.from_dir(tmp_path / name) for name in (SOURCE, COPY))
-    text = "Lambda  expressions, 東京 🌍\n"
-    assert after.encode(text) == before.encode(text)
-    assert (tmp_path / COPY / "generation_config.json").exists()
+    set_gates(theirs.eval())
+    return theirs
+
+
+@EACH_SHAPE
+def test_float32_is_what_the_weights_stand_for(tmp_path: Path, shape: str) -> None:
+    theirs = write(tmp_path, shape)
+    prompts = random_prompts((60, 60), VOCAB)
+    with torch.inference_mode():
+        expected = theirs(torch.tensor(prompts)).logits
+    error = (run(load(tmp_path / "stored"), prompts) - expected).abs().max()
+    assert error <= TOLERANCE * expected.abs().max()
+
+
+def test_the_files_mean_to_hugging_face_what_they_mean_here(tmp_path: Path) -> None:
+    write(tmp_path)
+    stored, meant = (load_file(tmp_path / name / WEIGHTS) for name in ("stored", "meant"))
+    names = [name for name in meant if name.endswith(EXPERTS)]
+    assert len(names) == 6
+    for name in names:
+        theirs = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"])
+        assert torch.equal(theirs, meant[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bit_for_bit_as_the_plain_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
+    write(tmp_path)
+    prompts = random_prompts((60, 60), VOCAB)
+    stored, plain = (run(load(tmp_path / name, dtype), prompts) for name in ("stored", "meant"))
+    assert torch.equal(stored, plain)
+
+
+@EACH_SHAPE
+def test_sixty_four_greedy_tokens_are_hugging_faces(tmp_path: Path, shape: str) -> None:
+    theirs = write(tmp_path, shape)
+    prompts = random_prompts((5, 40), VOCAB)
+    llm = LLM(str(tmp_path / "stored"), device="cpu", dtype="float32", max_num_batched_tokens=16)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    for prompt, answer in zip(prompts, llm.generate(prompts, greedy), strict=True):
+        assert is_greedy(theirs, prompt, list(answer.token_ids))
+
+
+def test_chunks_and_batches_change_nothing_in_batch_invariant_mode(tmp_path: Path) -> None:
+    write(tmp_path)
+    prompts = random_prompts((1, 30), VOCAB)
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "batch_invariant": True}
+    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True, logprobs=0)
+    together = LLM(str(tmp_path / "stored"), **settings, max_num_batched_tokens=16)
+    apart = LLM(str(tmp_path / "stored"), **settings)
+    answers = together.generate(prompts, sampled)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        (alone,) = apart.generate([prompt], sampled)
+        assert answer.outputs[0].logprobs == alone.outputs[0].logprobs
+
+
+def test_weights_stay_in_four_bits(tmp_path: Path) -> None:
+    """17 bytes for 32 weights; `estimate` knows it."""
+    write(tmp_path)
+    model = load(tmp_path / "stored", torch.bfloat16)
+    plain = load(tmp_path / "meant", torch.bfloat16)
+    stored, unquantised = (sum(each.nbytes for each in m.stored()) for m in (model, plain))
+    weights = 3 * 5 * 3 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    assert unquantised - stored == weights * 2 - weights * 17 // 32
+    assert weight_bytes(load_config(tmp_path / "stored"), torch.bfloat16) == stored
+
+
+def test_dummy_weights_are_of_a_usual_size(tmp_path: Path) -> None:
+    write(tmp_path)
+    config, ops = load_config(tmp_path / "stored"), load_ops("torch", "cpu")
+    model = load_model(None, config, CPU, torch.bfloat16, ops, "dummy")
+    assert any(each.dtype == torch.uint8 for each in model.stored())
+    assert 0.01 < run(model, random_prompts((20, 20), VOCAB)).std() < 10
+
+
+def test_a_copy_that_is_not_quantised_is_served_whatever_config_json_says(tmp_path: Path) -> None:
+    """Its tensors decide, as those of a checkpoint that was converted to bfloat16."""
+    write(tmp_path)
+    before = load(tmp_path / "meant")
+    config = (tmp_path / "stored" / "config.json").read_text()
+    (tmp_path / "meant" / "config.json").write_text(config)
+    prompts = random_prompts((20, 20), VOCAB)
+    assert torch.equal(run(load(tmp_path / "meant"), prompts), run(before, prompts))
+
+
+def test_fingerprints_are_those_of_the_files(tmp_path: Path) -> None:
+    write(tmp_path)
+    stored, meant = (
+        model_fingerprint(tmp_path / name, load_config(tmp_path / name))
+        for name in ("stored", "meant")
+    )
+    assert stored != meant
+    file = tmp_path / "stored" / WEIGHTS
+    tensors = load_file(file)
+    tensors[next(name for name in tensors if name.endswith("_scales"))][-1, -1, -1] += 1
+    save_file(tensors, file)
+    assert model_fingerprint(file.parent, load_config(file.parent)) != stored
+
+
+def test_sizes_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 80}))
+    with pytest.raises(ModelLoadError, match=r"multiples of 32 \(they have 64 and 80\)"):
+        load(tmp_path / "stored")
+
+
+def test_mixtures_with_a_tensor_for_each_expert_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3moe", "groups-of-2-odd-vocabulary")
+    file = tmp_path / "config.json"
+    fields = {**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match="experts in MXFP4 are supported only in one tensor"):
+        weight_bytes(load_config(tmp_path), torch.bfloat16)
+
+
+def test_other_tensors_in_mxfp4_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = tmp_path / "stored" / WEIGHTS
+    tensors = load_file(file)
+    blocks = torch.zeros(64, 2, 16, dtype=torch.uint8)
+    save_file({**tensors, "model.layers.0.self_attn.o_proj_blocks": blocks}, file)
+    with pytest.raises(ModelLoadError, match=r"0\.self_attn\.o_proj: only experts may be in MXFP4"):
+        load(tmp_path / "stored")

@@ -169,12 +169,12 @@ def test_gpt_oss(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "gpt-oss-as-published": (
-        {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp4"}},
-        "this way of quantising (mxfp4) is not supported; supported are checkpoints in FP8 "
-        "(quant_method fp8, compressed-tensors) or INT4 (awq, gptq, compressed-tensors), and "
-        "unquantised ones, which --quantization fp8 quantises while they are loaded; "
-        "docs/models.md says how to make such a copy",
+    "gpt-oss-quantised-otherwise": (
+        {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp6"}},
+        "this way of quantising (mxfp6) is not supported; supported are checkpoints in FP8 "
+        "(quant_method fp8, compressed-tensors), INT4 (awq, gptq, compressed-tensors) or, of "
+        "gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization fp8 quantises while "
+        "they are loaded",
     ),
     "gpt-oss-more-experts-than-there-are": (
         {**GPT_OSS_20B, "num_experts_per_tok": 33},

@@ -15,6 +15,7 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.quantization.config import (
     Fp8Format,
     Int4Format,
+    Mxfp4Format,
     QuantConfig,
     WeightFormat,
 )
@@ -103,9 +104,7 @@ def test_formats(tmp_path: Path, raw: dict[str, Any], expected: WeightFormat) ->
     assert found.format_of("model.layers.0.mlp.up_proj") == expected
 
 
-ADVICE = (
-    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors) or INT4 (awq, gptq"
-)
+ADVICE = "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq"
 REFUSED = {
     "awq-gemv": ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; only 'gemm'"),
     "awq-of-8-bits": ({**AWQ, "bits": 8}, "weights of 8 bits are not supported; only 4 bits"),
@@ -293,6 +292,15 @@ def test_the_head_of_a_model_that_takes_images_has_a_name_of_its_own(tmp_path: P
 def test_a_quantised_cache_alone_is_no_quantised_weight(tmp_path: Path) -> None:
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
     assert read(tmp_path, compressed(config_groups={}, kv_cache_scheme=cache)) is None
+
+
+def test_only_experts_are_in_mxfp4(tmp_path: Path) -> None:
+    names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.layers.1"]
+    found = read(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": names})
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.experts.down_proj") == Mxfp4Format()
+    for name in ("0.self_attn.q_proj", "0.mlp.router", "0.mlp.up_proj", "1.mlp.experts.down_proj"):
+        assert found.format_of(f"model.layers.{name}") is None
 
 
 def test_fp8_while_loading_is_not_for_checkpoints_in_int4(tmp_path: Path) -> None:
