@@ -1,8 +1,8 @@
-"""Experts with weights in four bits: in MXFP4, as a checkpoint has them."""
+"""Experts with weights in four bits: in MXFP4 as the checkpoint has them, or in INT4."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,8 +12,10 @@ from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.experts import ExpertsShape
+from pagewire.shared.model.layers.int4 import Int4Numbers, Int4Tensors, pack_pairs
+from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
-from pagewire.shared.model.quantization.config import Mxfp4Format
+from pagewire.shared.model.quantization.config import Int4Format, Mxfp4Format
 
 _GROUP = 32  # inputs that share a scale in MXFP4
 
@@ -45,7 +47,9 @@ class FourBitExperts:
         )
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills numbers, scales and biases."""
+        """Yield what fills MXFP4; the checkpoint's tensors in INT4 are `Int4ExpertTensors`."""
+        if self.gate_up.zeros is not None:
+            return
         for name, weights in zip(self.shape.stacked, (self.gate_up, self.down), strict=True):
             yield f"{name}_blocks", weights.pairs.unflatten(2, (-1, _GROUP // 2))
             yield f"{name}_scales", weights.scale
@@ -53,13 +57,57 @@ class FourBitExperts:
                 yield f"{name}_bias", weights.bias
 
     def finish(self) -> None:
-        """Do nothing: weights are stored as a checkpoint has them."""
+        """Do nothing: MXFP4 is stored as a checkpoint has it, and `take` fills INT4."""
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales and what else there is."""
         for each in (*self.gate_up, *self.down):
             if isinstance(each, torch.Tensor):
                 yield each
+
+    def take(self, source: Int4ExpertTensors) -> None:
+        """Keep what a checkpoint's tensors in INT4 hold.
+
+        Raises:
+            ModelLoadError: inputs are not in the groups that config.json says; one line.
+        """
+        has_order = False
+        for number, (gate_up, down) in enumerate(source.experts):
+            for weights, tensors in ((self.gate_up, gate_up), (self.down, down)):
+                parts = tensors.by_part()
+                has_order |= any(part.order is not None for part in parts)
+                _fill(weights.expert(number), parts)
+        if not has_order:
+            self.gate_up = self.gate_up._replace(group_of=None)
+            self.down = self.down._replace(group_of=None)
+
+
+class Int4ExpertTensors:
+    """The tensors of experts in INT4, each with its own, as a checkpoint has them.
+
+    Attributes:
+        experts: those of each one's gate and up projection, and of its down projection.
+    """
+
+    def __init__(
+        self, shape: ExpertsShape, format: Int4Format, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.experts: list[tuple[Int4Tensors, Int4Tensors]] = []
+        for number in range(shape.count):
+            gate, up, down = (name.format(number) for name in shape.each)
+            first = LinearShape(shape.hidden, {gate: shape.inner, up: shape.inner})
+            second = LinearShape(shape.inner, {down: shape.hidden})
+            make = partial(Int4Tensors, format=format, device=device, dtype=dtype)
+            self.experts.append((make(first), make(second)))
+
+    def targets(self) -> Iterator[NamedTarget]:
+        """Yield what fills packed numbers, zeros and scales."""
+        for expert in self.experts:
+            for tensors in expert:
+                yield from tensors.targets()
+
+    def finish(self) -> None:
+        """Do nothing: the method that keeps the numbers converts them."""
 
 
 def mxfp4_experts(
@@ -94,3 +142,50 @@ def mxfp4_experts(
 
     gate_up, down = empty(2 * shape.inner, shape.hidden), empty(shape.hidden, shape.inner)
     return FourBitExperts(shape, ops, gate_up, down)
+
+
+def int4_experts(
+    shape: ExpertsShape, format: Int4Format, ops: Ops, device: torch.device
+) -> FourBitExperts:
+    """Return experts in INT4 whose parameters are not filled.
+
+    Args:
+        shape: names and sizes; each expert has tensors of its own.
+        format: of the checkpoint.
+        ops: kernels that suit the device.
+        device: for the parameters.
+    """
+
+    def empty(parts: int, outs: int, ins: int) -> FourBitWeights:
+        make, group = partial(torch.empty, device=device), format.group or ins
+        scales = (shape.count, outs, -(-ins // group))
+        order = None
+        if format.ordered:
+            order = make((shape.count, parts, ins), dtype=torch.int32)
+        return FourBitWeights(
+            make((shape.count, outs, -(-ins // 2)), dtype=torch.uint8),
+            make(scales, dtype=torch.float32),
+            ins,
+            group,
+            make(scales, dtype=torch.uint8),
+            order,
+        )
+
+    gate_up, down = empty(2, 2 * shape.inner, shape.hidden), empty(1, shape.hidden, shape.inner)
+    return FourBitExperts(shape, ops, gate_up, down)
+
+
+def _fill(weights: FourBitWeights, parts: Sequence[Int4Numbers]) -> None:
+    """Fill one expert's projection of its parts, inputs in the order in which they are."""
+    if weights.zeros is None:
+        return
+    pack_pairs(torch.cat([part.in_order_of_inputs() for part in parts]), weights.pairs)
+    torch.cat([part.scale for part in parts], out=weights.scale)
+    torch.cat([part.zeros for part in parts], out=weights.zeros)
+    if weights.group_of is not None:
+        usual = torch.arange(weights.ins, dtype=torch.int32, device=weights.pairs.device)
+        usual //= weights.group
+        for part, group_of in zip(parts, weights.group_of, strict=True):
+            group_of.copy_(usual)
+            if part.order is not None:
+                group_of.index_copy_(0, part.order, usual)

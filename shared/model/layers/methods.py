@@ -15,7 +15,11 @@ from pagewire.shared.model.layers.experts import (
     ExpertWeights,
     UnquantizedExperts,
 )
-from pagewire.shared.model.layers.four_bit_experts import mxfp4_experts
+from pagewire.shared.model.layers.four_bit_experts import (
+    Int4ExpertTensors,
+    int4_experts,
+    mxfp4_experts,
+)
 from pagewire.shared.model.layers.fp8 import Fp8Linear
 from pagewire.shared.model.layers.fp8_experts import Fp8Experts
 from pagewire.shared.model.layers.int4 import Int4Linear, Int4Tensors
@@ -150,25 +154,25 @@ class Methods:
                     f"{names[0]} and {name} have different formats: all experts of a layer must "
                     "have the same"
                 )
-        if isinstance(found, Int4Format):
-            raise ModelLoadError(
-                f"{names[0]}: experts in INT4 are not supported; only in FP8, or unquantised ones"
-            )
         if found is None:
             experts.use(self._unquantised_experts(shape))
         elif isinstance(found, Mxfp4Format):
             experts.use(mxfp4_experts(shape, self._ops, self._device, self._dtype))
-        elif quantization.while_loading:
-            source = partial(self._unquantised_experts, shape)
+        elif quantization.while_loading and isinstance(found, Fp8Format):
+            plain = partial(self._unquantised_experts, shape)
             method = Fp8Experts(shape, found, self._ops, self._device, self._dtype)
-            experts.use(method, Conversion(source, method.take))
-        elif shape.each:
-            experts.use(Fp8Experts(shape, found, self._ops, self._device, self._dtype))
-        else:
+            experts.use(method, Conversion(plain, method.take))
+        elif not shape.each:
             raise ModelLoadError(
-                f"{names[0]}: experts in FP8 must have tensors of their own, such as "
-                "experts.0.up_proj.weight; those of all experts in one tensor are not supported"
+                f"{names[0]}: experts in {found.name.upper()} must have tensors of their own, such "
+                "as experts.0.up_proj.weight; those of all experts in one tensor are not supported"
             )
+        elif isinstance(found, Int4Format):
+            packed = int4_experts(shape, found, self._ops, self._device)
+            source = partial(Int4ExpertTensors, shape, found, self._device, self._dtype)
+            experts.use(packed, Conversion(source, packed.take))
+        else:
+            experts.use(Fp8Experts(shape, found, self._ops, self._device, self._dtype))
 
     def _unquantised_experts(self, shape: ExpertsShape) -> UnquantizedExperts:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype)

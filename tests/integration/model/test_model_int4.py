@@ -56,13 +56,34 @@ LAYOUTS = {
         Int4Layout("packed", 8, symmetric=True, skipped=r"lm_head|.*experts.*"),
     ),
 }  # fmt: skip
-EACH_LAYOUT = pytest.mark.parametrize("name", LAYOUTS)
+MIXTURES = {
+    "qwen3moe-awq": ("qwen3moe", "groups-of-2-odd-vocabulary", Int4Layout("awq", 16)),
+    "qwen3moe-gptq": ("qwen3moe", "every-second-yarn", Int4Layout("gptq", 16, symmetric=True)),
+    "qwen3moe-gptq-ordered": (
+        "qwen3moe", "groups-of-2-odd-vocabulary", Int4Layout("gptq", 16, ordered=True)
+    ),
+    "deepseekv2-gptq-v2-ordered": (
+        "deepseekv2", "lite-yarn", Int4Layout("gptq_v2", 32, ordered=True)
+    ),
+    "deepseekv3-packed": ("deepseekv3", "groups-of-2-odd-vocabulary", Int4Layout("packed", 32)),
+    "mixtral-packed-ordered": (
+        "mixtral", "window", Int4Layout("packed", 8, symmetric=True, ordered=True)
+    ),
+    "qwen2moe-packed-of-rows": (
+        "qwen2moe", "some-dense-layers", Int4Layout("packed", None, skipped="lm_head|.*gate")
+    ),
+    "deepseekv2-awq-some-layers": (
+        "deepseekv2", "groups-of-experts", Int4Layout("awq", 8, skipped=r"lm_head|.*layers\.1\..*")
+    ),
+}  # fmt: skip
+EACH_LAYOUT = pytest.mark.parametrize("name", [*LAYOUTS, *MIXTURES])
 
 
 def write(path: Path, name: str) -> Any:
     """Write a checkpoint to `stored`; return Hugging Face's model that it stands for."""
-    family, shape, layout = LAYOUTS[name]
-    kind = type(write_tiny_model(path / "plain", family, shape))
+    family, shape, layout = {**LAYOUTS, **MIXTURES}[name]
+    sizes = {"moe_intermediate_size": 40} if family == "qwen3moe" else {}  # AWQ packs 8 outputs
+    kind = type(write_tiny_model(path / "plain", family, shape, **sizes))
     write_int4(path / "plain", path / "stored", path / "meant", layout)
     return kind.from_pretrained(
         path / "meant", dtype=torch.float32, attn_implementation="eager"
@@ -81,7 +102,10 @@ def test_float32_is_what_the_weights_stand_for(tmp_path: Path, name: str) -> Non
     assert error <= TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["llama-awq", "llama-gptq-ordered", "cohere-packed"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-awq", "llama-gptq-ordered", "cohere-packed", "qwen3moe-awq", "mixtral-packed-ordered"],
+)
 def test_bfloat16_rounds_what_the_weights_stand_for(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,7 +128,9 @@ def test_estimated_bytes_are_those_of_the_loaded_model(tmp_path: Path, name: str
     assert weight_bytes(config, torch.bfloat16) == sum(each.nbytes for each in model.stored())
 
 
-@pytest.mark.parametrize("name", ["qwen3-awq-some-ignored", "qwen3-gptq-v2-ordered"])
+@pytest.mark.parametrize(
+    "name", ["qwen3-awq-some-ignored", "qwen3-gptq-v2-ordered", "qwen3moe-gptq-ordered"]
+)
 def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     check_greedy_tokens(tmp_path)
@@ -112,7 +138,14 @@ def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3-awq-some-ignored", "llama-gptq-ordered", "gemma3-packed-asymmetric", "llama-gptq-head"],
+    [
+        "qwen3-awq-some-ignored",
+        "llama-gptq-ordered",
+        "gemma3-packed-asymmetric",
+        "llama-gptq-head",
+        "qwen3moe-gptq-ordered",
+        "deepseekv3-packed",
+    ],
 )
 def test_dummy_weights_are_of_a_usual_size(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
@@ -186,8 +219,38 @@ def test_groups_that_are_not_those_of_the_configuration_are_refused(tmp_path: Pa
         load(tmp_path / "stored")
 
 
-def test_experts_in_int4_are_refused_by_name(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "plain", "qwen3moe", "groups-of-2-odd-vocabulary")
-    write_int4(tmp_path / "plain", tmp_path / "s", tmp_path / "m", Int4Layout("awq", 16))
-    with pytest.raises(ModelLoadError, match=r"mlp\.experts\.0\.gate_proj: experts in INT4 are"):
+def test_experts_whose_inputs_are_in_order_have_no_order(tmp_path: Path) -> None:
+    """Though config.json says that they may have any."""
+    write(tmp_path, "qwen3moe-gptq")
+    file = tmp_path / "stored" / "config.json"
+    before = load(tmp_path / "stored")
+    file.write_text(file.read_text().replace('"desc_act": false', '"desc_act": true'))
+    after = load(tmp_path / "stored")
+    first, second = ([x for x in m.stored() if x.dim() == 3] for m in (before, after))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_an_expert_in_other_groups_is_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3moe-gptq")
+    name = "model.layers.1.mlp.experts.3.up_proj.g_idx"
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    edit(tmp_path, {name: tensors[name].flip(0).contiguous()})
+    with pytest.raises(ModelLoadError, match=r"experts\.3\.up_proj: its g_idx does not put 16 "):
+        load(tmp_path / "stored")
+
+
+def test_experts_of_one_layer_in_different_formats_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "plain", "deepseekv2", "lite-yarn")
+    layout = Int4Layout("gptq", 16, skipped=r"lm_head|.*experts\.2\.up_proj")
+    write_int4(tmp_path / "plain", tmp_path / "s", tmp_path / "m", layout)
+    with pytest.raises(ModelLoadError, match=r"experts\.2\.up_proj have different formats"):
         load(tmp_path / "s")
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "granitemoe", "multipliers-of-1")
+    file = tmp_path / "config.json"
+    described = {"quant_method": "awq", "bits": 4, "group_size": 16}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
+    with pytest.raises(ModelLoadError, match="experts in INT4 must have tensors of their own"):
+        weight_bytes(load_config(tmp_path), torch.bfloat16)
