@@ -61,6 +61,19 @@ class ExpertsShape:
             return None
         return self.cut.times(2) if self.interleaved else Cut.joined((self.cut, self.cut))
 
+    def bias_targets(
+        self, gate_up: torch.Tensor | None, down: torch.Tensor | None
+    ) -> Iterator[NamedTarget]:
+        """Yield what fills biases `[E, 2 I]` and `[E, H]`, the latter zeros before."""
+        if gate_up is None or down is None:
+            return
+        names = [f"{name}_bias" for name in self.stacked]
+        yield names[0], gate_up, (None, self.gate_up_cut)
+        if self.cut is None or self.cut.ranges[0][0] == 0:
+            yield names[1], down
+        else:  # stays zeros, as that of the first rank is added
+            yield names[1], down[:, :0], (None, Cut(self.hidden, ()))
+
 
 class ExpertsMethod(Method, Protocol):
     """The parameters of a mixture's experts in some format, and how they are computed."""
@@ -122,12 +135,7 @@ class UnquantizedExperts:
         else:
             yield gate_up, self.gate_up, (None, rows, None)
             yield down, self.down, (None, None, columns)
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            yield f"{gate_up}_bias", self.gate_up_bias, (None, rows)
-            if columns is None or columns.ranges[0][0] == 0:
-                yield f"{down}_bias", self.down_bias
-            else:  # zeros, as that of the first rank is added
-                yield f"{down}_bias", self.down_bias[:, :0], (None, Cut(shape.hidden, ()))
+        yield from shape.bias_targets(self.gate_up_bias, self.down_bias)
 
     def _each_target(self, each: tuple[str, str, str]) -> Iterator[NamedTarget]:
         """Yield what fills each expert's three projections."""

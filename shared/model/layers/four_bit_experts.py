@@ -16,6 +16,7 @@ from pagewire.shared.model.layers.int4 import Int4Numbers, Int4Tensors, pack_pai
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Int4Format, Mxfp4Format
+from pagewire.shared.model.shard import Cuts, block_cuts
 
 _GROUP = 32  # inputs that share a scale in MXFP4
 
@@ -50,11 +51,14 @@ class FourBitExperts:
         """Yield what fills MXFP4; the checkpoint's tensors in INT4 are `Int4ExpertTensors`."""
         if self.gate_up.zeros is not None:
             return
-        for name, weights in zip(self.shape.stacked, (self.gate_up, self.down), strict=True):
-            yield f"{name}_blocks", weights.pairs.unflatten(2, (-1, _GROUP // 2))
-            yield f"{name}_scales", weights.scale
-            if weights.bias is not None:
-                yield f"{name}_bias", weights.bias
+        shape = self.shape
+        cuts: tuple[Cuts, Cuts] = ((shape.gate_up_cut, None), (None, shape.cut))
+        parts = zip(shape.stacked, (self.gate_up, self.down), cuts, strict=True)
+        for name, weights, cut in parts:
+            of_groups = (None, *block_cuts(name, cut, Mxfp4Format().units))
+            yield f"{name}_blocks", weights.pairs.unflatten(2, (-1, _GROUP // 2)), of_groups
+            yield f"{name}_scales", weights.scale, of_groups
+        yield from shape.bias_targets(self.gate_up.bias, self.down.bias)
 
     def finish(self) -> None:
         """Do nothing: MXFP4 is stored as a checkpoint has it, and `take` fills INT4."""
@@ -95,8 +99,9 @@ class Int4ExpertTensors:
         self.experts: list[tuple[Int4Tensors, Int4Tensors]] = []
         for number in range(shape.count):
             gate, up, down = (name.format(number) for name in shape.each)
-            first = LinearShape(shape.hidden, {gate: shape.inner, up: shape.inner})
-            second = LinearShape(shape.inner, {down: shape.hidden})
+            inner = shape.cut or shape.inner
+            first = LinearShape.of(shape.hidden, {gate: inner, up: inner})
+            second = LinearShape.of(inner, {down: shape.hidden})
             make = partial(Int4Tensors, format=format, device=device, dtype=dtype)
             self.experts.append((make(first), make(second)))
 
@@ -134,7 +139,7 @@ def mxfp4_experts(
 
     def empty(outs: int, ins: int) -> FourBitWeights:
         make = partial(torch.empty, device=device, dtype=torch.uint8)
-        bias = make((shape.count, outs), dtype=dtype) if shape.biases else None
+        bias = make((shape.count, outs), dtype=dtype).zero_() if shape.biases else None
         pairs = make((shape.count, outs, ins // 2))
         return FourBitWeights(
             pairs, make((shape.count, outs, ins // _GROUP)), ins, _GROUP, bias=bias

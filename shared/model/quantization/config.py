@@ -72,6 +72,11 @@ class Mxfp4Format:
 
     name: ClassVar[str] = "mxfp4"
 
+    @property
+    def units(self) -> tuple[int | None, int | None]:
+        """Outputs and inputs that are quantised together."""
+        return 1, 32
+
 
 LinearFormat = Fp8Format | Int4Format  # those that projections may have
 WeightFormat = LinearFormat | Mxfp4Format

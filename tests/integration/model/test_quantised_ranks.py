@@ -12,9 +12,10 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
 from pagewire.tests.support.int4_checkpoints import Int4Layout, write_int4
+from pagewire.tests.support.mxfp4_checkpoints import write_mxfp4
 from pagewire.tests.support.quantised_checkpoints import run
 from pagewire.tests.support.thread_ranks import load_ranks
-from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
+from pagewire.tests.support.tiny_models import VOCAB, set_gates, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,7 +24,7 @@ CT, FP8 = "compressed-tensors", "fp8"
 # All of what is quantised together is within a rank's part: heads are of 32, and inner sizes have
 # five parts of 32.
 SIZES = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 160}
-LAYOUTS: dict[str, tuple[str, Layout | Int4Layout]] = {
+LAYOUTS: dict[str, tuple[str, Layout | Int4Layout | None]] = {
     "fp8-blocks": ("qwen3", Layout(FP8, (32, 32))),
     "fp8-fused-blocks": ("phi3", Layout(CT, (32, 32))),
     "fp8-channels-biases": ("qwen2", Layout(CT, (1, None))),
@@ -38,23 +39,38 @@ LAYOUTS: dict[str, tuple[str, Layout | Int4Layout]] = {
     "gptq-v2-of-rows": ("phi3", Int4Layout("gptq_v2", None)),
     "packed": ("cohere", Int4Layout("packed", 32, symmetric=True)),
     "packed-asymmetric": ("qwen3", Int4Layout("packed", 16)),
+    "awq-experts": ("qwen3moe", Int4Layout("awq", 16)),
+    "gptq-experts": ("qwen3moe", Int4Layout("gptq", 16)),
+    "packed-experts": (
+        "deepseekv2",
+        Int4Layout("packed", 8, symmetric=True, skipped="lm_head|.*self_attn.*"),
+    ),
+    "mxfp4-experts": ("gptoss", None),
 }
 
 
-def write(path: Path, family: str, layout: Layout | Int4Layout, **changes: Any) -> Any:
-    """Write a checkpoint to `stored`; return Hugging Face's model that it stands for."""
+def write(path: Path, family: str, layout: Layout | Int4Layout | None, **changes: Any) -> Any:
+    """Write a checkpoint to `stored`; return Hugging Face's model that it stands for.
+
+    Without a layout, its experts are in MXFP4.
+    """
     changes = {**SIZES, **changes}
     if family == "qwen3moe":
         changes["moe_intermediate_size"] = 96
     if family == "deepseekv2":
         del changes["head_dim"]
     plain = write_tiny_model(path / "plain", family, "groups-of-2-odd-vocabulary", **changes)
-    write = write_fp8 if isinstance(layout, Layout) else write_int4
-    write(path / "plain", path / "stored", path / "meant", layout)
+    paths = (path / "plain", path / "stored", path / "meant")
+    if layout is None:
+        write_mxfp4(*paths)
+    else:
+        write = write_fp8 if isinstance(layout, Layout) else write_int4
+        write(*paths, layout)
     theirs = type(plain).from_pretrained(
         path / "meant", dtype=torch.float32, attn_implementation="eager"
     )
-    return theirs.eval()
+    set_gates(theirs.eval())
+    return theirs
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -12,7 +12,7 @@ from pagewire.kernels.latent_sizes import keys_are_cheaper, longest_absorbed, wo
 DEEPSEEK = (128, 128, 512, 64)  # numbers of a key, a value, a latent vector and a rotated key
 
 
-def products(length: int, context: int, sizes: tuple[int, int, int, int]) -> tuple[int, int]:
+def products(length: int, context: int, sizes: tuple[int, int, int, int]) -> tuple[float, float]:
     """Count the products of a head in both forms, query by query."""
     key, value, rank, rotated = sizes
     pairs = sum(2 * position - 1 for position in range(context - length + 1, context + 1)) / 2
