@@ -155,9 +155,11 @@ class _ReportingExporter:
         result = self._exporter.export(spans)
         failed = result is not SpanExportResult.SUCCESS
         if failed and not self._is_failing:
-            logger.warning("spans do not reach %s; they are dropped until they do", self._endpoint)
+            logger.warning(
+                "cannot export spans to %s; dropping them until it answers", self._endpoint
+            )
         elif self._is_failing and not failed:
-            logger.info("spans are exported again")
+            logger.info("exporting spans again")
         self._is_failing = failed
         return result
 

@@ -126,7 +126,7 @@ class Registry:
                 self._redis.get(self._record_prefix + worker_id), self._timeout_s
             )
         except RedisUnavailableError as exc:
-            logger.warning("the earlier record of %s cannot be read: %s", worker_id, exc)
+            logger.warning("cannot read the earlier record of %s: %s", worker_id, exc)
             return now
         earlier = None if raw is None else self._epoch_in(worker_id, raw)
         return now if earlier is None or earlier == MAX_EPOCH else max(now, earlier + 1)
@@ -295,7 +295,7 @@ class RecordPublisher:
         except RedisUnavailableError as exc:
             self.failed_renewals += 1
             if not self._failing:
-                logger.warning("the worker record cannot be renewed: %s", exc)
+                logger.warning("cannot renew the worker record: %s", exc)
             self._failing = True
         else:
             if self._failing:

@@ -141,7 +141,7 @@ class RouterDirectory:
             self._answers = True
         except (RedisUnavailableError, *WRONG_REPLY) as exc:  # the worker directory warns of it
             self._answers = False
-            logger.debug("the routers' records cannot be renewed: %s", exc)
+            logger.debug("cannot renew the routers' records: %s", exc)
 
     async def _exchange(self) -> None:
         record = self._seal.seal(self._place(self._router_id), msgspec.msgpack.encode(self.own()))
@@ -173,7 +173,10 @@ class RouterDirectory:
             except SealError:
                 unsealed.append(field)
             except UNDECODABLE:
-                logger.debug("the record of %s is of another release, which sweeps it", router_id)
+                logger.debug(
+                    "ignoring the record of %s: written by another release, which will remove it",
+                    router_id,
+                )
             else:
                 if record.expires_ms > now:
                     alive[router_id] = record

@@ -133,6 +133,6 @@ class ZapHandler:
         )
         if not allowed:
             self.denied += 1
-            logger.debug("a client without the cluster's key was turned away")
+            logger.debug("refused a client without the cluster's key")
         status = [b"200", b"OK"] if allowed else [b"400", b"denied"]
         self._link.send([_ZAP_VERSION, request_id, *status, b"", b""])

@@ -266,7 +266,7 @@ class ControlServer:
         now = time.monotonic()
         if now >= self._next_version_warning:
             self._next_version_warning = now + _WARN_INTERVAL_S
-            logger.warning("turned away %r: %s", peer.decode(), exc)
+            logger.warning("refused the connection of %r: %s", peer.decode(), exc)
 
     def _count_malformed(self, peer: bytes, reason: str) -> None:
         self.malformed_frames += 1

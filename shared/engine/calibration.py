@@ -65,7 +65,7 @@ def calibrate(
         if step.before >= 0 and timer.has_time_for(costs.prices.step_s(step.work)):
             costs.learn(step.work, timer.seconds(step))
     steps, seconds = costs.published.steps, clock() - began_s
-    logger.info("learnt from %d kinds of steps in %.2f s how long steps take", steps, seconds)
+    logger.info("timed %d kinds of steps in %.2f s, to predict how long steps take", steps, seconds)
 
 
 @dataclass(frozen=True, slots=True)

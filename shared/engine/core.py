@@ -148,7 +148,7 @@ class EngineCore(LiveSequences):
             try:
                 self.hooks_busy |= hook.after_launch(plan)
             except Exception:  # any, here and below: the other requests go on
-                logger.exception("a step hook failed, and with it the requests of this step")
+                logger.exception("a step hook failed: failing this step's requests")
                 self._contain(schedule.sequences)
         has_news, self._has_news = self._has_news, False
         return has_news
@@ -158,7 +158,7 @@ class EngineCore(LiveSequences):
         try:
             schedule = self.scheduler.schedule()
         except SchedulingError as exc:
-            logger.exception("scheduling failed, and with it what it had changed")
+            logger.exception("scheduling failed: failing the requests that it had changed")
             touched = [self._sequences[name] for name in exc.request_ids if name in self._sequences]
             self._contain(touched)
             return Schedule()
@@ -241,7 +241,7 @@ class EngineCore(LiveSequences):
         try:
             self._accept(launched, result)
         except Exception:
-            logger.exception("postprocessing failed, and with it the requests of this step")
+            logger.exception("reading a step's result failed: failing this step's requests")
             self._contain(launched.schedule.sequences)
 
     def _accept(self, launched: Launched, result: StepResult) -> None:

@@ -256,7 +256,7 @@ class MaskFiller:
             pairs = [(matcher, tokens) for _, matcher, tokens in work]
             masks = fill_masks(executor, pairs, mask_words(self.vocab_size))
         except Exception as exc:  # an error in pagewire or llguidance: these rows fail
-            logger.exception("masks could not be filled")
+            logger.exception("cannot fill grammar masks")
             for _, matcher, _ in work:
                 matcher.problem = f"the grammar cannot be followed: {exc}"
         took_s = (time.perf_counter() - started) / len(work)
@@ -286,7 +286,7 @@ class MaskFiller:
         except InvalidRequestError as exc:
             follower.problem, follower.is_busy = exc.message, False
         except Exception as exc:  # see _fill_many
-            logger.exception("a grammar could not be compiled")
+            logger.exception("cannot compile a grammar")
             follower.problem, follower.is_busy = f"the grammar cannot be compiled: {exc}", False
         else:
             self._fill(follower, matcher, output_ids)
@@ -301,7 +301,7 @@ class MaskFiller:
             matcher.follow(tokens)
             mask = matcher.fill_mask(mask_words(self.vocab_size))
         except Exception as exc:  # see _fill_many
-            logger.exception("a mask could not be filled")
+            logger.exception("cannot fill a grammar mask")
             matcher.problem = f"the grammar cannot be followed: {exc}"
         follower.is_slow = time.thread_time() - started > QUICK_CPU_S
         follower.note(mask)

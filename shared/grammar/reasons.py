@@ -14,7 +14,7 @@ _IN_PLAIN_WORDS = (
     ),
     (
         r"Too many items \(limit (\d+)",
-        "an answer can be read in too many ways: {} steps are possible for each token",
+        "grammar too ambiguous: the parser takes more than {} steps for a token",
     ),
     (
         "too many expressions constructed",

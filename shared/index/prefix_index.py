@@ -256,7 +256,7 @@ class PrefixIndex:
                 *workers,
             )
         except RedisUnavailableError as exc:
-            logger.debug("an optimistic entry was not written: %s", exc)
+            logger.debug("cannot write an optimistic index entry: %s", exc)
 
     async def _run(self, script: str, timeout: float, *arguments: Any) -> Any:
         # The script itself, not its digest: a server that was flushed or restarted knows none.

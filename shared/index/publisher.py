@@ -100,7 +100,9 @@ class IndexPublisher:
         try:
             await self._index.withdraw(self._worker_id)
         except RedisUnavailableError as exc:
-            logger.info("index entries of %s stay until they expire: %s", self._worker_id, exc)
+            logger.info(
+                "cannot remove the index entries of %s; they will expire: %s", self._worker_id, exc
+            )
 
     def _note(self, hashes: Iterable[BlockHash], cached: bool) -> None:
         with self._lock:
@@ -125,7 +127,7 @@ class IndexPublisher:
             except RedisUnavailableError as exc:
                 self.failed_flushes += 1
                 if backoff == _BACKOFF_S[0]:
-                    logger.warning("the prefix index takes no entries: %s", exc)
+                    logger.warning("cannot write to the prefix index: %s", exc)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, _BACKOFF_S[1])
                 continue

@@ -127,7 +127,9 @@ def _find_checkpoint(
     if without_head(checkpoint):
         checkpoint = [rename_tensors(file, {"": "model."}) for file in checkpoint]
         config = dataclasses.replace(config, tie_word_embeddings=True)
-        logger.warning("the weights have no output head: only embeddings mean something")
+        logger.warning(
+            "checkpoint has no lm_head: generated text would be random, use it for embeddings only"
+        )
     checkpoint, quantization = settle_formats(config.quantization, checkpoint)
     config = dataclasses.replace(config, quantization=quantization)
     return checkpoint, settle_tie(config, checkpoint, dtype)
@@ -149,8 +151,8 @@ def _note_long_factors(config: ModelConfig, positions: int) -> None:
     if config.rope.is_long(positions):
         original = config.rope.original_max_position_embeddings
         logger.warning(
-            "all sequences have longrope's long factors, as up to %d tokens are served: answers "
-            "within %d differ from Hugging Face's. --max-model-len %d takes the short factors",
+            "using longrope's long factors for all sequences, since up to %d tokens are served: "
+            "answers within %d differ from Hugging Face's. --max-model-len %d takes the short ones",
             positions,
             original,
             original,
@@ -292,7 +294,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill
     )
     if found.ignored:
         counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())
-        logger.info("tensors that %s does not use are not loaded: %s", config.architecture, counts)
+        logger.info("skipping tensors that %s does not use: %s", config.architecture, counts)
     return {
         name: Fill(file, file.tensors[name], targets[name].tensor, targets[name].cuts)
         for name, file in found.holders.items()

@@ -99,7 +99,7 @@ async def report_crash(worker: socket.socket, memory: mmap.mmap) -> None:
     try:
         await _publish(setup, report)
     except (RedisSetupError, RedisUnavailableError) as exc:
-        logger.warning("the crash of %s cannot be reported: %s", setup.worker_id, exc)
+        logger.warning("cannot report the crash of %s: %s", setup.worker_id, exc)
     names = "" if step is None else ", ".join(step.log_names)
     logger.error("%s: %s; suspected requests: %s", setup.worker_id, report.error, names or "none")
     for handler in logging.getLogger().handlers:

@@ -98,7 +98,7 @@ async def open_endpoint(
         except (ConfigError, TransferError) as exc:
             if settings.kv_transport != "auto":
                 raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
-            logger.warning("KV blocks do not cross by %s: %s", name, exc)
+            logger.warning("cannot open the KV carrier %s, using the others: %s", name, exc)
             continue
         stack.callback(carrier.close)
         for fd in carrier.fds():

@@ -207,7 +207,9 @@ class PrefillLinks:
                 self._lose(link, message.error)
             case _:
                 name = type(message).__name__
-                logger.warning("unexpected %s message from %s", name, link.record.worker_id)
+                logger.warning(
+                    "ignoring an unexpected %s message from %s", name, link.record.worker_id
+                )
 
     def _on_blamed(self, message: Blamed) -> None:
         def suspect(_core: EngineCore) -> None:

@@ -316,7 +316,9 @@ class WorkerRuntime:
             if self._is_lost:
                 return 1
             if self._is_worn_out():
-                logger.error("too many KV links ended in mid-transfer for this process")
+                logger.error(
+                    "restarting: too many UCX workers of this process broke during a transfer"
+                )
                 return 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), watch.interval_s)

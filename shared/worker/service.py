@@ -86,7 +86,9 @@ class WorkerService:
             case PrefillSoon():
                 self.engine.thread.expect_work()
             case _:
-                logger.warning("unexpected %s message from %s", type(message).__name__, peer_id)
+                logger.warning(
+                    "ignoring an unexpected %s message from %s", type(message).__name__, peer_id
+                )
 
     def on_peer_lost(self, peer_id: str) -> None:
         """Free what a peer owned: a router's requests, or another worker's link and its jobs."""

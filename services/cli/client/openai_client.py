@@ -322,4 +322,4 @@ async def _read_end(parts: AsyncIterator[bytes]) -> None:
             async for _ in parts:
                 pass
     except (TimeoutError, httpx.HTTPError) as exc:
-        logger.debug("a connection is not used again: %s", reason(exc))
+        logger.debug("closing a connection instead of reusing it: %s", reason(exc))

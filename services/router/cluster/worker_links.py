@@ -110,7 +110,7 @@ class WorkerLink:
                 self.lose(message.error, is_explained=True)
             case _:
                 name = type(message).__name__
-                logger.warning("unexpected %s message from %s", name, self.worker_id)
+                logger.warning("ignoring an unexpected %s message from %s", name, self.worker_id)
 
     def _collect(self, outputs: list[TokenOutput]) -> None:
         now = time.monotonic()

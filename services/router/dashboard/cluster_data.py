@@ -89,7 +89,7 @@ async def _read(client: httpx.AsyncClient, record: RouterRecord) -> LivePage | N
     try:
         return decode_live(await _fetch(client, f"{record.metrics_endpoint}{LIVE_PATH}"))
     except (httpx.HTTPError, httpx.InvalidURL, ProtocolError, TimeoutError) as exc:
-        logger.debug("%s shows no numbers: %s", record.router_id, exc)
+        logger.debug("cannot read the metrics of %s: %s", record.router_id, exc)
         return None
 
 

@@ -69,7 +69,7 @@ def decode_body(
         check_tools_size(memoryview(fields["tools"]).nbytes)
     unknown = fields.keys() - {*kind.__struct_fields__, *(refused or ())}
     if unknown:
-        logger.debug("fields that are not known: %s", reprlib.repr(sorted(unknown)))
+        logger.debug("ignoring unknown request fields: %s", reprlib.repr(sorted(unknown)))
     return body, fields, len(unknown)
 
 

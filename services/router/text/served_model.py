@@ -166,5 +166,5 @@ def _pooling(path: Path) -> PoolingRules | str:
     try:
         return load_pooling(path)
     except ConfigError as exc:
-        logger.warning("/v1/embeddings answers 400: %s", exc)
+        logger.warning("/v1/embeddings will refuse all requests with 400: %s", exc)
         return str(exc)

@@ -40,7 +40,7 @@ def settle_threads(model: LoadedModel, device: torch.device) -> None:
     current = torch.get_num_threads()
     useful = 1 + parameters // PARAMETERS_PER_THREAD
     if useful < current and not threads_are_chosen() and current in _defaults():
-        logger.info("torch takes %d of %d threads: the model is small", useful, current)
+        logger.info("using %d of %d torch threads: the model is small", useful, current)
         torch.set_num_threads(useful)
 
 
@@ -53,5 +53,5 @@ def _defaults() -> set[int]:
     try:
         defaults.add(len({Path(TOPOLOGY.format(core)).read_text() for core in cores}))
     except OSError:  # a sandbox may hide it
-        logger.debug("the physical cores cannot be counted")
+        logger.debug("cannot count the physical cores")
     return defaults

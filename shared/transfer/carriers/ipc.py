@@ -234,7 +234,7 @@ class _IpcOutbound(Outbound):
             device_memory.unmap(self.address, self.staging.memory.device)
         except TransferError as exc:
             pid = self.offer.receiver.pid
-            logger.warning("the KV staging of process %d stays mapped: %s", pid, exc)
+            logger.warning("cannot unmap the KV staging of process %d: %s", pid, exc)
 
 
 class _IpcInbound(Inbound):

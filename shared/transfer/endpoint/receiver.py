@@ -210,7 +210,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             except (ProtocolError, TransferError) as exc:
                 self._lose(link, str(exc))
             except Exception as exc:  # whatever a device or a library raises: this link alone
-                logger.exception("a message from %s cannot be handled", link.peer)
+                logger.exception("cannot handle a message from %s", link.peer)
                 self._lose(link, str(exc))
             self._unpack_received()
         self._unpack_received()
@@ -275,7 +275,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         try:
             unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after)
         except Exception:  # whatever a device raises: the sender packs the segment again
-            logger.exception("a KV segment from %s cannot be unpacked", link.peer)
+            logger.exception("cannot unpack a KV segment from %s", link.peer)
             self._acknowledge(link, segment, "corrupt")
             return
         if job is not None:

@@ -227,7 +227,7 @@ class KvSender(KvHalf[SenderLink]):
         except TransferError as exc:
             self._lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
-            logger.exception("the blocks of job %s cannot be packed", job.name)
+            logger.exception("cannot pack the KV blocks of job %s", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
         else:
             job.link.sent[sent.segment.credit] = sent

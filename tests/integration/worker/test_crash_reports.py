@@ -90,7 +90,7 @@ def test_a_crash_that_cannot_be_reported_still_writes_the_stack(
     assert "Fatal Python error" in ended.stderr
     assert "in main" in ended.stderr
     assert "Traceback" not in ended.stderr
-    why = "cannot be reported" if way == "segfault" else "the crash reporter has ended"
+    why = "cannot report the crash" if way == "segfault" else "the crash reporter has ended"
     assert why in ended.stderr
 
 

@@ -176,7 +176,7 @@ REFUSED: dict[str, tuple[StructuredOutputs, str]] = {
     ),
     "ambiguous": (
         StructuredOutputs(grammar=GRAMMARS["rules-500"]),
-        "an answer can be read in too many ways: 256000 steps are possible",
+        "grammar too ambiguous: the parser takes more than 256000 steps",
     ),
     "counts": (
         StructuredOutputs(regex=REGEXES["counted"]),

@@ -78,7 +78,7 @@ class ChildPool:
         try:
             process.close()
         except (OSError, subprocess.TimeoutExpired):
-            logger.exception("a process of the router could not be ended")
+            logger.exception("cannot stop a process that parses request bodies")
 
     def close(self) -> None:
         """End all, busy ones included: their threads then end as well."""

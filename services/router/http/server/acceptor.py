@@ -77,7 +77,7 @@ class Acceptor:
             except (BlockingIOError, ConnectionAbortedError):  # others were faster, or it left
                 break
             except OSError as exc:
-                logger.warning("no connection can be accepted: %s", exc.strerror)
+                logger.warning("cannot accept connections: %s", exc.strerror)
                 pause_s = REST_S
                 break
             task = start_task(self._open(connection), "new connection")

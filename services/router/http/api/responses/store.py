@@ -101,14 +101,14 @@ class ResponseStore:
         stored = StoredResponse(owner, holder, msgspec.Raw(response), msgspec.Raw(items), ends_s)
         value = self._seal.seal(self._prefix + response_id, msgspec.json.encode(stored))
         if len(value) > MAX_STORED_BYTES:
-            logger.info("a response of %d bytes is too large to be stored", len(value))
+            logger.info("not storing a response of %d bytes: too large", len(value))
             return False
         bounds = self._max_bytes, holder, self._max_each
         arguments = (self._prefix, self._sets, response_id, value, TTL_S * 1000, *bounds)
         try:
             return bool(await self._run(PUT, (self._sums, self._ends), *arguments) == 1)
         except StoreUnavailableError as exc:
-            logger.warning("a response is not stored: %s", exc)
+            logger.warning("cannot store a response: %s", exc)
             return False
 
     async def get(self, response_id: str, owner: str | None, param: str | None) -> StoredResponse:
