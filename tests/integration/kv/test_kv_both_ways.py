@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.control.protocol import LoadReport, Role
-from pagewire.shared.costs.load import NO_LOAD, Load
+from pagewire.shared.costs.load import Load
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.job_messages import Prefill
@@ -69,12 +69,12 @@ def test_a_worker_reports_all_of_its_load_whatever_its_role() -> None:
     loads = LoadReports(3, thread)
     core.add(make_sequence("r", LONG))
     report = loads.current()
-    assert report == LoadReport(3, 0, Load(tokens=40), report.age_s)
-    assert loads.recent().load == NO_LOAD
+    assert report == LoadReport(3, 0, Load(tokens=40, room=core.scheduler.room), report.age_s)
+    assert loads.recent().load == Load(room=core.scheduler.room)
     while core.scheduler.num_queued_tokens:
         core.step()
     core.step()
-    assert loads.current().load == Load(blocks=11, rows=1)
+    assert loads.current().load == Load(blocks=11, rows=1, room=core.scheduler.room)
 
 
 def test_a_request_of_a_worker_that_is_linked_to_none_is_answered_although_it_names_some() -> None:
