@@ -64,13 +64,30 @@ MIXTURES = {
     "deepseekv3-blocks": ("deepseekv3", "groups-of-2-odd-vocabulary", Layout(FP8, (32, 32))),
     "deepseekv2-channel": ("deepseekv2", "query-latents-biases", Layout(CT, (1, None))),
 }
+# As DeepSeek-V3 is published: no size of latent attention or of an expert is of whole blocks.
+RAGGED = {
+    "hidden_size": 320, "intermediate_size": 400, "moe_intermediate_size": 200,
+    "q_lora_rank": 136, "kv_lora_rank": 144, "qk_nope_head_dim": 44, "qk_rope_head_dim": 24,
+    "v_head_dim": 52,
+}  # fmt: skip
+LARGER = {
+    "deepseekv3-128": Layout(FP8, (128, 128)),
+    "deepseekv3-128-some-ignored": Layout(
+        FP8,
+        (128, 128),
+        skipped=r"lm_head|.*kv_b_proj|.*1\.self_attn.*|.*q_a_proj|.*shared_experts.*",
+    ),
+    "deepseekv3-128-some-experts": Layout(FP8, (128, 128), skipped=r"lm_head|.*2\.mlp\.experts.*"),
+}
 EACH_LAYOUT = pytest.mark.parametrize("name", LAYOUTS)
 
 
 def write(path: Path, name: str) -> tuple[Any, Layout, dict[str, torch.Tensor]]:
     """Write a checkpoint to `stored`; return the model that it stands for, and its layout."""
-    family, shape, layout = {**LAYOUTS, **MIXTURES}[name]
-    kind = type(write_tiny_model(path / "plain", family, shape))
+    sizes = RAGGED if name in LARGER else {}
+    larger = {n: ("deepseekv3", "groups-of-2-odd-vocabulary", each) for n, each in LARGER.items()}
+    family, shape, layout = {**LAYOUTS, **MIXTURES, **larger}[name]
+    kind = type(write_tiny_model(path / "plain", family, shape, **sizes))
     scales = write_fp8(path / "plain", path / "stored", path / "meant", layout)
     theirs = kind.from_pretrained(path / "meant", dtype=torch.float32, attn_implementation="eager")
     set_gates(theirs.eval())
@@ -84,7 +101,7 @@ def logits_of(model: Any, prompts: list[list[int]]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *MIXTURES])
+@pytest.mark.parametrize("name", [*LAYOUTS, *MIXTURES, *LARGER])
 def test_float32_is_what_the_weights_stand_for(tmp_path: Path, name: str) -> None:
     theirs, _, _ = write(tmp_path, name)
     model = load(tmp_path / "stored")
@@ -173,7 +190,9 @@ def _numbers(model: DecoderModel) -> int:
     return sum(each.numel() for each in model.stored() if each.dtype == torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize("name", ["llama-some-ignored", "qwen3-blocks", "qwen3moe-blocks"])
+@pytest.mark.parametrize(
+    "name", ["llama-some-ignored", "qwen3-blocks", "qwen3moe-blocks", "deepseekv3-128"]
+)
 def test_greedy_tokens_of_the_engine(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     check_greedy_tokens(tmp_path)
@@ -188,6 +207,23 @@ def test_the_demo_model_answers_in_fp8() -> None:
     apart = LLM(**settings, batch_invariant=True)
     answers = [each.token_ids for each in together.generate(prompts, greedy)]
     assert answers == [apart.generate([prompt], greedy)[0].token_ids for prompt in prompts]
+
+
+def test_a_layer_that_predicts_a_second_token_is_left_out(tmp_path: Path) -> None:
+    """It is quantised, too, and config.json does not count it."""
+    write(tmp_path, "deepseekv3-blocks")
+    prompts = random_prompts((20, 20), VOCAB)
+    before = run(load(tmp_path / "stored"), prompts)
+    file = tmp_path / "stored" / WEIGHTS
+    tensors = load_file(file)
+    further = {
+        name.replace("layers.2.", "layers.3."): each.clone()
+        for name, each in tensors.items()
+        if name.startswith("model.layers.2.")
+    }
+    assert any(name.endswith("weight_scale_inv") for name in further)
+    save_file({**tensors, **further, "model.layers.3.eh_proj.weight": torch.ones(2, 4)}, file)
+    assert torch.equal(run(load(tmp_path / "stored"), prompts), before)
 
 
 def test_dummy_weights_are_alike_in_size(tmp_path: Path) -> None:
