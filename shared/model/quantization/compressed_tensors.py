@@ -19,6 +19,12 @@ from pagewire.shared.model.quantization.names import Names, read_names
 
 _FORMATS = ("float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
+# What formats that are not supported are called elsewhere.
+_NAMES = {
+    "int-quantized": "INT8",
+    "mxfp4-pack-quantized": "MXFP4",
+    "nvfp4-pack-quantized": "NVFP4",
+}
 _LINEAR = "Linear"
 
 
@@ -77,9 +83,11 @@ def _read_format(fields: Fields, stored: object) -> WeightFormat:
     if (kind, bits, stored) == ("int", 4, _PACKED):
         return _read_packed(fields, weights)
     if kind != "float" or bits != 8 or stored not in _FORMATS:
+        named = f" ({_NAMES[stored]})" if isinstance(stored, str) and stored in _NAMES else ""
         raise fields.error(
-            f"weights of {bits!r:.20} bits of type {kind!r:.20} in format {stored!r:.40} are not "
-            f"supported; only 8 bits of type 'float' (FP8) in format {' or '.join(_FORMATS)}"
+            f"weights of {bits!r:.20} bits of type {kind!r:.20} in format {stored!r:.40}{named} "
+            f"are not supported; supported are FP8 (8 bits of type 'float' in format "
+            f"{' or '.join(_FORMATS)}) and INT4 (4 bits of type 'int' in format {_PACKED})"
         )
     if weights.raw.get("symmetric", True) is not True or weights.raw.get("dynamic"):
         raise fields.error("weights must be symmetric and not dynamic")

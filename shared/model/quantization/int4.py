@@ -85,7 +85,10 @@ def _read_ignored(fields: Fields) -> Names:
 def _check_bits(fields: Fields) -> None:
     bits = fields.raw.get("bits", fields.raw.get("w_bit", 4))
     if bits != 4:
-        raise fields.error(f"weights of {bits!r:.20} bits are not supported; only 4 bits")
+        method = fields.raw.get("quant_method")
+        raise fields.error(
+            f"weights of {bits!r:.20} bits ({method}) are not supported; only 4 bits (INT4)"
+        )
 
 
 def _group_size(fields: Fields) -> int | None:

@@ -16,7 +16,7 @@ _READERS = {
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
 }
-_RIGHT = (
+SUPPORTED = (
     "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq, "
     "compressed-tensors) or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization "
     "fp8 quantises while they are loaded"
@@ -38,7 +38,7 @@ def read_quantization(fields: Fields) -> QuantConfig | None:
     if raw is None:
         for name in _OTHER_FIELDS:
             if fields.raw.get(name) is not None:
-                raise fields.error(f"{name} is not supported; {_RIGHT}")
+                raise fields.error(f"{name} is not supported; {SUPPORTED}")
         return None
     if not isinstance(raw, dict):
         raise fields.error(f"quantization_config must be an object, not {raw!r:.80}")
@@ -46,5 +46,5 @@ def read_quantization(fields: Fields) -> QuantConfig | None:
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         named = f" ({method:.40})" if isinstance(method, str) else ""
-        raise fields.error(f"this way of quantising{named} is not supported; {_RIGHT}")
+        raise fields.error(f"this way of quantising{named} is not supported; {SUPPORTED}")
     return reader(Fields(raw, f"{fields.source}: quantization_config"))

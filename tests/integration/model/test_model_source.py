@@ -202,10 +202,22 @@ def test_no_name_is_not_the_working_directory() -> None:
 
 
 def test_file_instead_of_its_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
+    file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(ModelLoadError, match="is a file; pass the directory that it lies in"):
         resolve_model(str(file))
+
+
+def test_weights_in_gguf_alone_are_refused_with_what_is_supported(tmp_path: Path) -> None:
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.touch()
+    for name in (file, tmp_path):
+        with pytest.raises(ModelLoadError) as caught:
+            resolve_model(str(name))
+        assert "GGUF (model-Q4_K_M.gguf), which is not supported; supp" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "model.safetensors").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
 
 
 def test_hub_id_is_downloaded_without_what_is_not_read(user: HubUser) -> None:

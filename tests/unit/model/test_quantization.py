@@ -107,10 +107,16 @@ def test_formats(tmp_path: Path, raw: dict[str, Any], expected: WeightFormat) ->
 ADVICE = "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq"
 REFUSED = {
     "awq-gemv": ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; only 'gemm'"),
-    "awq-of-8-bits": ({**AWQ, "bits": 8}, "weights of 8 bits are not supported; only 4 bits"),
+    "awq-of-8-bits": (
+        {**AWQ, "bits": 8},
+        "weights of 8 bits (awq) are not supported; only 4 bits (INT4)",
+    ),
     "awq-without-zeros": ({**AWQ, "zero_point": False}, "zero_point must be true"),
     "awq-groups": ({**AWQ, "group_size": "x"}, "group_size must be a positive integer, not 'x'"),
-    "gptq-of-3-bits": ({**GPTQ, "bits": 3}, "weights of 3 bits are not supported"),
+    "gptq-of-3-bits": (
+        {**GPTQ, "bits": 3},
+        "weights of 3 bits (gptq) are not supported; only 4 bits (INT4)",
+    ),
     "gptq-marlin": (
         {**GPTQ, "checkpoint_format": "marlin"},
         "checkpoint_format 'marlin' is not supported; only gptq, gptq_v2",
@@ -120,6 +126,11 @@ REFUSED = {
         "dynamic has '+:.*down_proj', which is not supported; only names that begin with '-:'",
     ),
     "gguf": ({"quant_method": "gguf"}, f"(gguf) is not supported; {ADVICE}"),
+    "modelopt-fp4": (
+        {"quant_method": "modelopt_fp4"},
+        "(modelopt_fp4) is not supported; supported",
+    ),
+    "quark": ({"quant_method": "quark"}, f"(quark) is not supported; {ADVICE}"),
     "modelopt": ({"quant_method": "modelopt"}, f"(modelopt) is not supported; {ADVICE}"),
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "(bitsandbytes) is not supported"),
     "no-method": ({"bits": 4}, f"this way of quantising is not supported; {ADVICE}"),
@@ -140,7 +151,15 @@ REFUSED = {
     ),
     "int8": (
         weights(type="int"),
-        "weights of 8 bits of type 'int' in format 'float-quantized' are not supported; only 8",
+        "weights of 8 bits of type 'int' in format 'float-quantized' are not supported; supported",
+    ),
+    "int8-as-written": (
+        compressed({"format": "int-quantized", "weights": {**WEIGHTS_IN_FP8, "type": "int"}}),
+        "weights of 8 bits of type 'int' in format 'int-quantized' (INT8) are not supported; suppo",
+    ),
+    "mxfp4-of-any-projection": (
+        compressed({"format": "mxfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}),
+        "in format 'mxfp4-pack-quantized' (MXFP4) are not supported; supported are FP8",
     ),
     "packed-float": (compressed(format="pack-quantized"), "in format 'pack-quantized' are not"),
     "packed-with-inputs": (
@@ -153,7 +172,9 @@ REFUSED = {
     "packed-in-some-order": (packed(actorder="x"), "actorder 'x' is not supported"),
     "nvfp4": (
         compressed({"format": "nvfp4-pack-quantized", "weights": {"num_bits": 4, "type": "float"}}),
-        "weights of 4 bits of type 'float' in format 'nvfp4-pack-quantized' are not supported",
+        "weights of 4 bits of type 'float' in format 'nvfp4-pack-quantized' (NVFP4) are not "
+        "supported; supported are FP8 (8 bits of type 'float' in format float-quantized or "
+        "naive-quantized) and INT4 (4 bits of type 'int' in format pack-quantized)",
     ),
     "groups": (weights(strategy="group", group_size=128), "strategy 'group' is not supported"),
     "asymmetric": (weights(symmetric=False), "weights must be symmetric"),
