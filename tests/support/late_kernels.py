@@ -56,6 +56,8 @@ def _in_fp8(**fields: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": "fp8", **fields}}
 
 
+_MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+_AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
 SHAPES: dict[str, dict[str, Any]] = {
     **{name: shape for name, shape in shapes.SHAPES.items() if name != "qwen2-7b"},
     "gemma2-9b": _published("gemma-2-9b-it"),
@@ -65,6 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "granite-moe": _published("granite-3.1-3b-a800m-instruct"),
     "olmo2": _published("olmo-2-1124-7b-instruct"),
     "qwen3-30b-a3b-fp8": _published("qwen3-30b-a3b") | _in_fp8(weight_block_size=[128, 128]),
+    "gpt-oss-20b-mxfp4": _published("gpt-oss-20b") | _MXFP4,
+    "qwen3-30b-a3b-int4": _published("qwen3-30b-a3b") | _AWQ,
     "phi3-mini-fp8": _published("phi-3-mini-4k-instruct") | _in_fp8(activation_scheme="static"),
 }
 

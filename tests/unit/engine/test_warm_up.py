@@ -47,6 +47,11 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
+            [*FEW, "--shapes", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-int4"],
+            id="experts-in-four-bits",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             [*MANY, "--no-cuda-graphs", "--shapes", "llama-8b", "granite-moe"],
             id="others-without-graphs",
             marks=pytest.mark.exhaustive,
