@@ -52,7 +52,7 @@ def write_compressed(
     compressor.update_config(str(folder))
     described = json.loads((folder / "config.json").read_text())["quantization_config"]
     compressor.decompress_model(tree)
-    values = {f"{name}.weight": tree.get_submodule(name).weight.detach() for name in names}
+    values = {f"{name}.weight": tree.get_parameter(f"{name}.weight").detach() for name in names}
     write_pair(plain, (stored, written), (meant, {**tensors, **values}), described)
 
 

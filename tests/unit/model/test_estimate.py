@@ -24,6 +24,7 @@ from pagewire.shared.worker.estimate import estimate, weight_bytes
 from pagewire.tests.support.tiny_models import CASES, write_tiny_model
 
 GIB = 1 << 30
+PUBLISHED = Path(__file__).parents[2] / "support" / "published_configs"
 IMAGES = ("vision_tower", "multi_modal_projector")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -135,6 +136,29 @@ def test_weights_in_int4_are_dequantised_for_each_product(tmp_path: Path) -> Non
     # The largest product dequantises gate and up, some rows of it as numbers at a time.
     fewest = 2 * 2 * 4096 * 14336
     assert fewest < quantised.activations - plain.activations < 2 * fewest
+
+
+FOUR_BITS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gpt-oss": ("gpt-oss-20b", {"quant_method": "mxfp4"}, "mxfp4"),
+    "qwen3": ("qwen3-30b-a3b", {"quant_method": "awq", "bits": 4, "group_size": 128}, "int4"),
+}
+
+
+@pytest.mark.parametrize(("name", "described", "kind"), FOUR_BITS.values(), ids=FOUR_BITS)
+def test_experts_in_four_bits_are_not_dequantised_in_memory(
+    tmp_path: Path, name: str, described: dict[str, Any], kind: str
+) -> None:
+    content = json.loads((PUBLISHED / f"{name}.json").read_text())
+    found = []
+    for more in ({"quantization_config": None}, {"quantization_config": described}):
+        (tmp_path / "config.json").write_text(json.dumps({**content, **more}))
+        found.append(estimate(load_config(tmp_path), WorkerSettings(), 140 * GIB))
+    plain, quantised = found
+    assert quantised.weight_format == kind
+    largest = 2048 * (4096 + 2 * 512) if kind == "int4" else 0  # of queries, keys and values
+    assert quantised.activations - plain.activations == 8 * largest
+    saved = plain.weights - quantised.weights
+    assert quantised.kv_pool - plain.kv_pool == pytest.approx(saved, rel=0.01)
 
 
 def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
