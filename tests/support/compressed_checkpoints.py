@@ -22,7 +22,7 @@ from pagewire.tests.support.quantised_checkpoints import WEIGHTS, write_pair
 
 
 def write_compressed(
-    plain: Path, stored: Path, meant: Path, scheme: QuantizationScheme, ignored: list[str]
+    plain: Path, stored: Path, meant: Path, schemes: list[QuantizationScheme], ignored: list[str]
 ) -> None:
     """Quantise a checkpoint.
 
@@ -30,7 +30,7 @@ def write_compressed(
         plain: the unquantised one, in one file.
         stored: where the quantised one goes.
         meant: where the plain one goes that the library makes of it.
-        scheme: of all projections that are not ignored.
+        schemes: of the projections that they name and that are not ignored.
         ignored: names of projections, or regular expressions after "re:".
     """
     tensors = load_file(plain / WEIGHTS)
@@ -40,7 +40,8 @@ def write_compressed(
         if tensor.dim() == 2 and "embed" not in name
     ]
     tree = _linears({name: tensors.pop(f"{name}.weight") for name in names})
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=ignored)
+    groups = {f"group_{number}": scheme for number, scheme in enumerate(schemes)}
+    config = QuantizationConfig(config_groups=groups, ignore=ignored)
     apply_quantization_config(tree, config)
     for name in names:
         _calibrate(tree.get_submodule(name))

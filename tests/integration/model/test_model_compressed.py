@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-4  # of the largest logit, in float32
 HEAD = ["lm_head", "re:.*\\.gate$"]
 SOME = [*HEAD, "model.layers.1.self_attn.q_proj", "re:.*layers\\.0\\.mlp.*"]
+MIXED, EXPERTS = "deepseekv3-fp8-and-int4-experts", "re:.*mlp\\.experts.*"
 PLAIN = "groups-of-2-odd-vocabulary"
 # The library reads whole blocks only.
 OF_BLOCKS = {
@@ -40,6 +41,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], list[str]]] = {
     "llama-fp8-static": ("llama", "biases", "FP8", {}, HEAD),
     "qwen3-fp8-some": ("qwen3", "biases", "FP8_DYNAMIC", {}, SOME),
     "qwen3moe-fp8": ("qwen3moe", PLAIN, "FP8_DYNAMIC", {}, HEAD),
+    MIXED: ("deepseekv3", PLAIN, "W4A16", {"group_size": 4}, HEAD),
     "deepseekv3-fp8-blocks": ("deepseekv3", PLAIN, "FP8_BLOCK", {"block_structure": [8, 32]}, HEAD),
 }  # fmt: skip
 
@@ -49,15 +51,25 @@ def write(path: Path, name: str) -> Any:
     family, shape, preset, changes, ignored = CASES[name]
     sizes = OF_BLOCKS if preset == "FP8_BLOCK" else {}
     kind = type(write_tiny_model(path / "plain", family, shape, **sizes))
-    fields = preset_name_to_scheme(preset, ["Linear"]).model_dump()
-    fields["weights"].update(changes)
-    if "block_structure" in changes:
-        fields["input_activations"]["group_size"] = changes["block_structure"][1]
-    scheme = QuantizationScheme(**fields)
-    write_compressed(path / "plain", path / "stored", path / "meant", scheme, ignored)
+    schemes = [_scheme(preset, changes)]
+    if name == MIXED:
+        schemes = [
+            _scheme("FP8_DYNAMIC", {}, "re:.*self_attn.*"),
+            _scheme(preset, changes, EXPERTS),
+        ]
+    write_compressed(path / "plain", path / "stored", path / "meant", schemes, ignored)
     return kind.from_pretrained(
         path / "meant", dtype=torch.float32, attn_implementation="eager"
     ).eval()
+
+
+def _scheme(preset: str, changes: dict[str, Any], target: str = "Linear") -> QuantizationScheme:
+    """Return the library's scheme of a name, with these changes of weights."""
+    fields = preset_name_to_scheme(preset, [target]).model_dump()
+    fields["weights"].update(changes)
+    if "block_structure" in changes:
+        fields["input_activations"]["group_size"] = changes["block_structure"][1]
+    return QuantizationScheme(**fields)
 
 
 @pytest.mark.parametrize("name", CASES)
