@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels.bench.four_bit_cases import random_weights
 from pagewire.kernels.bench.inputs import PagedCase, decode_case, sampling_inputs
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.routing import Routing
@@ -100,6 +101,27 @@ def test_experts_replay_with_another_routing(tokens, kernels, reference, assert_
 
     def run(ops):
         return ops.experts(hidden, *ops.route(logits, routing), gate_up, down)
+
+    graph, out = _capture(lambda: run(kernels))
+    for _ in range(3):
+        logits.normal_()
+        hidden.normal_()
+        graph.replay()
+        assert_close(out, run(reference))
+
+
+@pytest.mark.parametrize("kind", ["e2m1", "integers"])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_experts_in_four_bits_replay_with_another_routing(
+    tokens, kind, kernels, reference, assert_close
+):
+    routing = Routing(top_k=2, renormalise=True)
+    logits = torch.zeros(tokens, 16, device="cuda", dtype=torch.bfloat16)
+    hidden = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    gate_up, down = random_weights(16, 512, 512, kind), random_weights(16, 512, 256, kind)
+
+    def run(ops):
+        return ops.four_bit_experts(hidden, *ops.route(logits, routing), gate_up, down)
 
     graph, out = _capture(lambda: run(kernels))
     for _ in range(3):
