@@ -60,7 +60,7 @@ def _dequantise(
 
 
 @triton.jit
-def _product_kernel(
+def _four_bit_product_kernel(
     x_ptr,  # [tokens, ins], or, not gated, [pairs, ins] by their place in `order`
     pairs_ptr,  # [experts, outs, half]
     scale_ptr,  # [experts, outs, groups]
@@ -189,7 +189,7 @@ def _project(
     width = outs if activation is None else outs // 2
     out = torch.empty((len(tiles.order), width), dtype=x.dtype, device=x.device)
     block = 32 if x.dtype == torch.float32 else 64
-    _product_kernel[(triton.cdiv(width, block), len(tiles.tiles))](
+    _four_bit_product_kernel[(triton.cdiv(width, block), len(tiles.tiles))](
         x,
         weights.pairs,
         weights.scale,

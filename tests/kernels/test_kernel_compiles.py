@@ -21,7 +21,9 @@ OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES + Q
     [
         pytest.param(ATTENTION, {"_paged_decode_kernel", "_hopper_prefill_kernel"}, id="attention"),
         pytest.param(MIXTURES, {"_route_kernel", "_few_down_kernel", "_down_kernel"}, id="experts"),
-        pytest.param(QUANTISED, {"_quantise_kernel", "_fp8_product_kernel"}, id="quantised"),
+        pytest.param(
+            QUANTISED, {"_fp8_product_kernel", "_four_bit_product_kernel"}, id="quantised"
+        ),
         pytest.param(
             OTHERS, {"_linear_kernel", "_draw_kernel", "_move_blocks_kernel"}, id="others"
         ),
