@@ -13,6 +13,8 @@ The signatures of attention and sampling are in `attention_signatures.py` and
 A layer's paged caches are strided views `[NB, KH, BS, D]` of the block-major pool
 `[NB, L, 2, KH, BS, D]`, or one view `[NB, BS, C + R]` where latent vectors are cached; kernels take
 their strides and assume nothing but `stride(-1) == 1`.
+They have the dtype of q, or e4m3 (FP8), in which a number stands for itself times the layer's scale
+of keys or values.
 A KV slot is `block * BS + offset`; -1 means "do not write". Block tables are int32
 `[B, max_blocks]`, entries past a sequence's last block are arbitrary but in range; with a window,
 those before it are arbitrary.
@@ -39,7 +41,7 @@ from pagewire.kernels.attention_signatures import (
     PagedPrefill,
 )
 from pagewire.kernels.four_bits import FourBitWeights
-from pagewire.kernels.fp8_numbers import Fp8Weights
+from pagewire.kernels.fp8_numbers import UNSCALED, Fp8Weights, KvScales
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.sampling_signatures import (
     EnterTokens,
@@ -96,6 +98,9 @@ class RotaryAndCache(Protocol):
     The first R dimensions of a head are rotated (R <= D), the others stay; without a cos_sin_cache
     nothing is rotated. With q_norm and k_norm (both or neither), each head of q and k is
     RMS-normalised first, as `RmsNorm` does with a row.
+
+    Caches in FP8 get the numbers that others would get, times the inverse of their scale, limited
+    to 448 and rounded to e4m3.
     """
 
     def __call__(
@@ -112,6 +117,7 @@ class RotaryAndCache(Protocol):
         q_norm: torch.Tensor | None = None,  # [D]
         k_norm: torch.Tensor | None = None,  # [D]
         eps: float = 0.0,  # of the norms
+        kv_scales: KvScales = UNSCALED,
     ) -> None: ...
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,6 +23,8 @@ class PagedDecode(Protocol):
     query of the sequence sees are not read, nor is their entry in the block table. With a soft cap,
     a score s (after `scale`) becomes `soft_cap * tanh(s / soft_cap)`. A head's sink is a further
     score, without a value: it is a part of the sum by which the weights are divided.
+
+    Numbers of caches in FP8 are multiplied by their scale.
     """
 
     def __call__(
@@ -35,6 +39,7 @@ class PagedDecode(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,  # [H] float
+        kv_scales: KvScales = UNSCALED,
     ) -> torch.Tensor: ...
 
 
@@ -44,7 +49,7 @@ class PagedPrefill(Protocol):
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
     are already in the cache. Rows of `out` before `cu_query_lens[0]` and from `cu_query_lens[-1]`
-    on are left as they are. Window, soft cap and sinks are those of `PagedDecode`.
+    on are left as they are. Window, soft cap, sinks and scales are those of `PagedDecode`.
     """
 
     def __call__(
@@ -61,6 +66,7 @@ class PagedPrefill(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,  # [H] float
+        kv_scales: KvScales = UNSCALED,
     ) -> torch.Tensor: ...
 
 

@@ -12,6 +12,19 @@ LARGEST = 448.0
 LEAST_SCALE = 1e-30
 
 
+class KvScales(NamedTuple):
+    """What the numbers of a KV cache in FP8 are multiplied by; other caches have no scales.
+
+    They are constants of a layer, so that what is cached of a token depends on the token alone.
+    """
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+UNSCALED = KvScales()
+
+
 class Fp8Weights(NamedTuple):
     """The weights of a projection in FP8; those of all experts have a dimension more in front.
 

@@ -14,16 +14,18 @@ def gather_context(
     block_ids: torch.Tensor,  # [max_blocks]
     start: int,
     stop: int,
+    scale: float = 1.0,
 ) -> torch.Tensor:
     """Return one sequence's rows from `start` to `stop`, `[KH, stop - start, D]` float32.
 
-    Blocks before that of `start` are not looked up.
+    Blocks before that of `start` are not looked up. In FP8, numbers are multiplied by the scale.
     """
     _, heads, block_size, head_dim = cache.shape
     first, end = start // block_size, -(-stop // block_size)
     rows = cache[block_ids[first:end].long()].transpose(0, 1)  # [KH, blocks, BS, D]
     flat = rows.reshape(heads, (end - first) * block_size, head_dim)
-    return flat[:, start - first * block_size : stop - first * block_size].float()
+    found = flat[:, start - first * block_size : stop - first * block_size].float()
+    return found * scale if cache.dtype == torch.float8_e4m3fn else found
 
 
 def window_start(position: int, window: int | None) -> int:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.kernels.reference import experts as usual_experts
 from pagewire.kernels.reference import four_bit_experts as usual_four_bit_experts
 from pagewire.kernels.reference import fp8_experts as usual_fp8_experts
@@ -97,11 +98,12 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Return causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
     out = torch.empty_like(q) if out is None else out
     own, tables, lengths = _queries(block_tables, cu_query_lens, seq_lens)
-    options = (window, soft_cap, sinks)
+    options = (window, soft_cap, sinks, kv_scales)
     paged_decode(q[own], k_cache, v_cache, tables, lengths, scale, out[own], *options)
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.kernels.reference._attention import attend, gather_context, window_start
 
 
@@ -18,6 +19,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Return the attention of one query token per sequence to its paged context.
 
@@ -31,7 +33,7 @@ def paged_decode(
             out[row].zero_()
             continue
         first = window_start(context_len - 1, window)
-        keys = gather_context(k_cache, block_tables[row], first, context_len)
-        values = gather_context(v_cache, block_tables[row], first, context_len)
+        keys = gather_context(k_cache, block_tables[row], first, context_len, kv_scales.keys)
+        values = gather_context(v_cache, block_tables[row], first, context_len, kv_scales.values)
         out[row : row + 1] = attend(q[row : row + 1], keys, values, scale, window, soft_cap, sinks)
     return out

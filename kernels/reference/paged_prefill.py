@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.kernels.reference._attention import attend, gather_context, window_start
 
 
@@ -20,6 +21,7 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Return causal attention of packed query chunks over their paged context.
 
@@ -33,7 +35,7 @@ def paged_prefill(
         if start == stop:
             continue
         first = window_start(context_len - (stop - start), window)
-        keys = gather_context(k_cache, block_tables[row], first, context_len)
-        values = gather_context(v_cache, block_tables[row], first, context_len)
+        keys = gather_context(k_cache, block_tables[row], first, context_len, kv_scales.keys)
+        values = gather_context(v_cache, block_tables[row], first, context_len, kv_scales.values)
         out[start:stop] = attend(q[start:stop], keys, values, scale, window, soft_cap, sinks)
     return out

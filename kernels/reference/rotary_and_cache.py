@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pagewire.kernels.fp8_numbers import LARGEST, UNSCALED, KvScales
 from pagewire.kernels.reference.rms_norm import rms_norm
 
 
@@ -27,6 +28,7 @@ def rotary_and_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: KvScales = UNSCALED,
 ) -> None:
     """Rotate q in place, and write rotated k, and v, into their KV slots.
 
@@ -43,5 +45,16 @@ def rotary_and_cache(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     blocks, offsets = slots // block_size, slots % block_size
-    k_cache[blocks, :, offsets] = k[kept]
-    v_cache[blocks, :, offsets] = v[kept]
+    for cache, rows, scale in zip((k_cache, v_cache), (k, v), kv_scales, strict=True):
+        if cache.dtype == torch.float8_e4m3fn:
+            in_fp8 = quantised(rows[kept], scale).view(torch.uint8)
+            # As bytes: torch cannot index numbers in FP8 to write them.
+            cache.view(torch.uint8)[blocks, :, offsets] = in_fp8
+        else:
+            cache[blocks, :, offsets] = rows[kept]
+
+
+def quantised(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the numbers in FP8 that, times the scale, stand for those of x."""
+    scaled = x.float() * (1.0 / scale)
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

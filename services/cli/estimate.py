@@ -39,6 +39,7 @@ SIZES = (
     "revision",
     "dtype",
     "quantization",
+    "kv_cache_dtype",
     "block_size",
     "gpu_memory_utilization",
     "max_model_len",
@@ -76,7 +77,9 @@ def estimate(
         given = {name: value for name, value in ctx.params.items() if name not in OWN}
         settings = load_settings(WorkerSettings, given)
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
-        config = load_config(path, quantization=settings.quantization)
+        config = load_config(
+            path, quantization=settings.quantization, kv_cache_dtype=settings.kv_cache_dtype
+        )
         if settings.dtype == "auto" and not has_dtype(path):
             raise ConfigError(
                 "the model's config.json names no dtype, and no weights here have one that a "
@@ -123,7 +126,7 @@ def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int, most: i
     kind = first.weight_format
     console = Console()
     console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind})")
-    console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token")
+    console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token, {first.kv_dtype}")
     table = Table()
     sequences = f"sequences of {length}, at most {most}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):

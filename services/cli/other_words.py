@@ -38,10 +38,7 @@ _OPTIONS = (
         "-q --load-in-4bit --load-in-8bit",
         "use --quantization, or a checkpoint that is quantised",
     ),
-    (
-        "--kv-cache-dtype --cache-type-k --cache-type-v",
-        "the KV cache has the data type of the weights, see --dtype",
-    ),
+    ("--cache-type-k --cache-type-v", "use --kv-cache-dtype"),
     ("--enable-lora --lora-modules --lora-paths --lora --max-loras --max-lora-rank", _NO_ADAPTERS),
     ("--speculative-config --speculative-model --num-speculative-tokens", _NO_DRAFTS),
     ("--speculative-algorithm --speculative-draft-model-path --model-draft -md", _NO_DRAFTS),

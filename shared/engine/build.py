@@ -22,7 +22,11 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.builds import count_kernels
 from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS
 from pagewire.shared.engine.execution.device_state import DeviceState
-from pagewire.shared.engine.execution.kernel_choice import check_invariance, choose_ops
+from pagewire.shared.engine.execution.kernel_choice import (
+    check_invariance,
+    check_kv_dtype,
+    choose_ops,
+)
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.torch_threads import settle_threads
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
@@ -183,6 +187,7 @@ class _Loaded:
     path: Path
     config: ModelConfig
     device: torch.device
+    dtype: torch.dtype
     ops: Ops
     model: LoadedModel
     layout: KvLayout
@@ -193,12 +198,13 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
     """Choose device, dtype and kernels, and load the model."""
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
-    config = load_config(path, settings.model_impl, settings.quantization)
+    config = load_config(path, settings.model_impl, settings.quantization, settings.kv_cache_dtype)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config)
     full_model_len = choose_max_model_len(settings.max_model_len, config)
     check_invariance(config, settings.batch_invariant)
     ops = choose_ops(settings.kernels, device, settings.batch_invariant)
+    check_kv_dtype(config, ops, device)
     if ops.backend == "triton":
         count_kernels()
     progress("loading weights")
@@ -214,6 +220,7 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
         path=path,
         config=config,
         device=device,
+        dtype=dtype,
         ops=ops,
         model=model,
         layout=config.kv_layout(settings.block_size, str(dtype).removeprefix("torch.")),
@@ -246,7 +253,7 @@ def _identity(loaded: _Loaded) -> ModelIdentity:
         fingerprint=model_fingerprint(
             loaded.path, loaded.config, settings.load_format, loaded.full_model_len
         ),
-        dtype=layout.dtype,
+        dtype=str(loaded.dtype).removeprefix("torch."),
         kv_format=layout.dtype,
         block_size=layout.block_size,
         batch_invariant=settings.batch_invariant,
@@ -267,7 +274,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """Return the dtype of weights, activations and KV cache."""
+    """Return the dtype of weights and activations."""
     dtype: torch.dtype = getattr(torch, config.dtype if name == "auto" else name)
     return dtype
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
+from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
@@ -21,11 +22,13 @@ from pagewire.shared.model.transformers_model.config import (
     why_refused,
 )
 from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
-from pagewire.shared.settings.types import ModelImpl, Quantization
+from pagewire.shared.settings.types import KvCacheDtype, ModelImpl, Quantization
 
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_FILE = "generation_config.json"
+
+FP8_KV = "float8_e4m3fn"
 
 _WITH_LAYER_TYPES = {
     "MistralForCausalLM": "MinistralForCausalLM",
@@ -36,7 +39,10 @@ _SAMPLE_BYTES = 4096
 
 
 def load_config(
-    path: Path, model_impl: ModelImpl = "auto", quantization: Quantization = "auto"
+    path: Path,
+    model_impl: ModelImpl = "auto",
+    quantization: Quantization = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> ModelConfig:
     """Read the configuration in a Hugging Face model directory.
 
@@ -45,6 +51,7 @@ def load_config(
         model_impl: whose code computes the model. `auto` takes only Pagewire's own; transformers'
             code is slower and must be chosen by name.
         quantization: `fp8` quantises an unquantised checkpoint while it is loaded.
+        kv_cache_dtype: `fp8` stores keys and values in FP8.
 
     Raises:
         ModelLoadError: a file is missing or malformed, or the model is of a kind that is not
@@ -70,6 +77,13 @@ def load_config(
                 "out, or choose another --model-impl"
             )
         config = dataclasses.replace(config, quantization=FP8_WHILE_LOADING)
+    if kv_cache_dtype == "fp8":
+        if isinstance(config, LatentConfig):
+            raise fields.error(
+                f"--kv-cache-dtype fp8 is not for {config.architecture}, whose cache has latent "
+                "vectors in place of keys and values: leave it out"
+            )
+        config = dataclasses.replace(config, kv_dtype=FP8_KV)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 
 

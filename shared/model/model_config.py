@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from pagewire.kernels.fp8_numbers import KvScales
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.model.fields import MAX_COUNT, MAX_TOKENS, MAX_WIDTH, Fields
 from pagewire.shared.model.quantization.config import QuantConfig
@@ -55,6 +56,8 @@ class ModelConfig:
         logits_divisor: divisor of logits.
         logits_cap: as `scores_cap`, for logits.
         quantization: which weights are quantised; None: none.
+        kv_dtype: of the KV cache; None: that of activations.
+        kv_scales: of each layer's KV cache, if the checkpoint has some and the cache is in FP8.
     """
 
     architecture: str
@@ -86,6 +89,8 @@ class ModelConfig:
     logits_divisor: float = 1.0
     logits_cap: float | None = None
     quantization: QuantConfig | None = None
+    kv_dtype: str | None = None
+    kv_scales: tuple[KvScales, ...] = ()
 
     @property
     def cached_token(self) -> CachedToken:
@@ -97,7 +102,7 @@ class ModelConfig:
 
         Args:
             block_size: tokens of a block.
-            dtype: name of the numbers' dtype.
+            dtype: name of the activations' dtype, which the numbers have unless they are in FP8.
             shard: the part of the model that the rank has.
 
         Raises:
@@ -106,7 +111,7 @@ class ModelConfig:
         token = self.cached_token
         _, heads = shard.heads(self.num_heads, token.heads)
         token = msgspec.structs.replace(token, heads=heads.count)
-        return KvLayout.of(self.windows, token, block_size, dtype)
+        return KvLayout.of(self.windows, token, block_size, self.kv_dtype or dtype)
 
     def attention_bytes(self, tokens: int, element_size: int) -> int:
         """Return what an attention layer holds at once of these tokens, its input not counted."""

@@ -48,6 +48,7 @@ from pagewire.shared.settings.types import (
     Gap,
     GenerationConfig,
     Kernels,
+    KvCacheDtype,
     KvNetwork,
     KvTransport,
     LoadFormat,
@@ -83,12 +84,18 @@ class EngineSettings(Settings):
     model_impl: ModelImpl = MODEL_IMPL
     device: Device = described("auto", "auto takes CUDA where there is a GPU.", panel=ENGINE)
     dtype: Dtype = described(
-        "auto", "Data type of weights and KV cache; auto takes the checkpoint's.", panel=ENGINE
+        "auto", "Data type of weights and activations; auto takes the checkpoint's.", panel=ENGINE
     )
     quantization: Quantization = described(
         "auto",
         "auto: as the checkpoint has them. fp8: weights of an unquantised checkpoint are quantised "
         "to FP8 while they are loaded. The same in all workers.",
+        panel=ENGINE,
+    )
+    kv_cache_dtype: KvCacheDtype = described(
+        "auto",
+        "auto: the KV cache has the data type of activations. fp8: it is in FP8 (e4m3), with half "
+        "the bytes of bfloat16. The same in all workers.",
         panel=ENGINE,
     )
     load_format: LoadFormat = described(

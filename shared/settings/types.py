@@ -133,6 +133,7 @@ ReasoningParserName = Literal[
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Quantization = Literal["auto", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 LoadFormat = Literal["safetensors", "dummy"]
 ModelImpl = Literal["auto", "pagewire", "transformers"]
 Kernels = Literal["auto", "triton", "torch"]

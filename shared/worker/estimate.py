@@ -31,7 +31,8 @@ class Estimate:
     """A worker's memory on one GPU, in bytes unless it says tokens.
 
     Attributes:
-        dtype: of activations and KV pool.
+        dtype: of activations.
+        kv_dtype: of the KV pool.
         weight_format: of most weights: that dtype, "fp8", "int4" or "mxfp4".
         weights: exactly those of the parameters.
         tables: device slots, sampling, rotary angles.
@@ -46,6 +47,7 @@ class Estimate:
     """
 
     dtype: str
+    kv_dtype: str
     weight_format: str
     total: int
     weights: int
@@ -68,7 +70,8 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     """
     dtype = choose_dtype(settings.dtype, config)
     model_len = choose_max_model_len(settings.max_model_len, config)
-    layout = config.kv_layout(settings.block_size, str(dtype).removeprefix("torch."))
+    name = str(dtype).removeprefix("torch.")
+    layout = config.kv_layout(settings.block_size, name)
     stored = _stored(config, dtype)
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
@@ -88,8 +91,9 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     longest = layout.longest_sequence(blocks, settings.max_num_batched_tokens)
     context = min(model_len, longest)
     return Estimate(
-        dtype=layout.dtype,
-        weight_format=layout.dtype if config.quantization is None else config.quantization.kinds,
+        dtype=name,
+        kv_dtype=layout.dtype,
+        weight_format=name if config.quantization is None else config.quantization.kinds,
         total=total,
         weights=weights,
         tables=tables,

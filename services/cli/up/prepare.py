@@ -37,7 +37,7 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model, revision=worker.revision)
-    load_config(model_path, worker.model_impl, worker.quantization)
+    load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)
     if worker.model_impl == "transformers":
         require_transformers()
     load_sampling_defaults(model_path, router.generation_config)

@@ -33,6 +33,21 @@ def _triton_is_interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def check_kv_dtype(config: ModelConfig, ops: Ops, device: torch.device) -> None:
+    """Refuse a KV cache in FP8 where the kernels cannot convert its numbers.
+
+    Raises:
+        ConfigError: one line.
+    """
+    if config.kv_dtype is None or ops.backend != "triton" or device.type == "cpu":
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"{torch.cuda.get_device_name(device)} does not convert FP8: --kv-cache-dtype fp8 "
+            "needs a GPU of compute capability 8.9 or newer (Ada, Hopper); leave it out"
+        )
+
+
 def check_invariance(config: ModelConfig, batch_invariant: bool) -> None:
     """Refuse batch invariance for models that transformers' code computes.
 

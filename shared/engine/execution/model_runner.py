@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.kv_staging import as_words
 from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
 from pagewire.shared.engine.execution.cuda_graph import (
@@ -142,7 +143,8 @@ class ModelRunner:
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
-        self.kv_pool.index_copy_(0, targets, self.kv_pool.index_select(0, sources))
+        words = as_words(self.kv_pool)  # torch on a CPU cannot copy rows of FP8 by index
+        words.index_copy_(0, targets, words.index_select(0, sources))
 
     def _launch(self, plan: StepPlan) -> PendingTokens | PendingSupply:
         slots, chunks = plan.decodes, plan.chunks

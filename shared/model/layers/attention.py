@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.norm import Norm
@@ -43,6 +44,7 @@ class Attention:
         norms: tuple[Norm, Norm] | None,
         window: int | None,
         sinks: torch.Tensor | None,
+        kv_scales: KvScales = UNSCALED,
     ) -> None:
         self._ops = ops
         self._cos_sin = cos_sin  # [max_positions, R]; None: nothing is rotated
@@ -55,7 +57,8 @@ class Attention:
         self.o_proj = o_proj
         self.norms = norms
         self.sinks = sinks
-        options = {"window": window, "soft_cap": config.scores_cap, "sinks": sinks}
+        self._scales = {} if kv_scales == UNSCALED else {"kv_scales": kv_scales}
+        options = {"window": window, "soft_cap": config.scores_cap, "sinks": sinks, **self._scales}
         self._options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
         # Heads are normalised by the kernel that rotates them.
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()
@@ -85,6 +88,7 @@ class Attention:
             v_cache,
             batch.slot_mapping,
             *self._head_norms,
+            **self._scales,
         )
         out = torch.empty(
             tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from pagewire.kernels import Ops
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.shared.model.experts_config import ExpertsConfig, MoeConfig
 from pagewire.shared.model.latent_config import LATENT_NORM_EPS, LatentConfig
 from pagewire.shared.model.layers.attention import Attention, QkNorm
@@ -156,6 +157,7 @@ class LayerFactory:
         window: int | None = None,
         sinks: bool = False,
         interleaved: bool = False,
+        kv_scales: KvScales = UNSCALED,
     ) -> Attention:
         """Return attention over the paged KV cache.
 
@@ -168,6 +170,7 @@ class LayerFactory:
             sinks: whether each head has an attention sink.
             interleaved: whether neighbours of a head are rotated as pairs, instead of its halves,
                 if anything is rotated.
+            kv_scales: of a KV cache in FP8.
         """
         heads = self._shard.heads(config.num_heads, config.num_kv_heads)
         q, kv = (each.times(config.head_dim) for each in heads)
@@ -188,6 +191,7 @@ class LayerFactory:
             self._qk_norms(config, qk_norm, q, kv),
             window,
             self._empty(heads[0].count) if sinks else None,
+            kv_scales,
         )
 
     def latent_attention(self, config: LatentConfig, cos_sin: torch.Tensor) -> LatentAttention:
@@ -390,15 +394,22 @@ class LayerFactory:
             for rope in set(config.ropes)
             if rope is not None
         }
+        scales = config.kv_scales or (UNSCALED,) * config.num_layers
         layers = [
             make_layer(
                 config,
                 self.attention(
-                    config, None if rope is None else tables[rope], window=window, **attention
+                    config,
+                    None if rope is None else tables[rope],
+                    window=window,
+                    kv_scales=kv_scales,
+                    **attention,
                 ),
                 make_mlp() if sparse else self.mlp(config),
             )
-            for rope, window, sparse in zip(config.ropes, config.windows, is_sparse, strict=True)
+            for rope, window, sparse, kv_scales in zip(
+                config.ropes, config.windows, is_sparse, scales, strict=True
+            )
         ]
         return self.model(config, layers, embedding_multiplier)
 

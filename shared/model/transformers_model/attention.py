@@ -100,8 +100,9 @@ class PagedAttention:
         if self.checks:
             self._check(module, query, key, value, options)
         k_cache, v_cache = self._caches[layer]
+        # Values come from a projection, so they have the model's dtype; a cache may be in FP8.
         q, k, v = (
-            part[0].transpose(0, 1).to(k_cache.dtype).contiguous() for part in (query, key, value)
+            part[0].transpose(0, 1).to(value.dtype).contiguous() for part in (query, key, value)
         )
         self._ops.rotary_and_cache(
             batch.positions, q, k, v, None, k_cache, v_cache, batch.slot_mapping
