@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
 from pagewire.kernels._launch import (
     await_predecessor,
     check_attention_shapes,
@@ -23,6 +24,7 @@ from pagewire.kernels._launch import (
     sm_count,
 )
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
 # One tile of keys, and one of values, in bytes.
 _TILE_BYTES = 16384
@@ -52,6 +54,7 @@ def _paged_decode_kernel(
     lse_ptr,  # [B, H, splits] float32, base 2
     splits,
     scale_log2,
+    v_scale,  # of a cache in FP8
     q_stride_row,
     q_stride_head,
     k_stride_block,
@@ -104,6 +107,7 @@ def _paged_decode_kernel(
     if DIM < DIM_PAD:
         q_mask = q_mask & (dims < DIM)[None, :]
     q = tl.load(q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0)  # [G, D]
+    q, scale_log2 = as_operand(q, scale_log2, k_ptr)
     k_base = k_ptr + kv_head.to(tl.int64) * k_stride_head
     v_base = v_ptr + kv_head.to(tl.int64) * v_stride_head
     table = tables_ptr + row64 * tables_stride
@@ -124,7 +128,7 @@ def _paged_decode_kernel(
             k_mask = k_mask & (dims < DIM)[:, None]
             v_mask = v_mask & (dims < DIM)[None, :]
         keys = tl.load(k_rows[None, :] + dims[:, None], mask=k_mask, other=0.0)  # [D, TILE]
-        scores = tl.dot(q, keys, input_precision="ieee")  # [G, TILE]
+        scores = tl.dot(q, keys.to(q.dtype), input_precision="ieee")  # [G, TILE]
         scores = scores * scale_log2
         if CAP > 0:
             scores = soft_capped(scores, CAP)
@@ -135,14 +139,14 @@ def _paged_decode_kernel(
         l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
         values = tl.load(v_rows[:, None] + dims[None, :], mask=v_mask, other=0.0)  # [TILE, D]
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision="ieee")
         m_i = m_new
 
     if SINGLE and sinks_ptr is not None:
         l_i += sink_weight(tl.load(sinks_ptr + heads, mask=member_mask, other=0.0), m_i)
     # An empty sequence has an `l_i` of 0 and yields zeros.
     safe_l = tl.where(l_i > 0.0, l_i, 1.0)
-    result = acc / safe_l[:, None]
+    result = unscaled(acc / safe_l[:, None], v_scale, v_ptr)
     if SINGLE:
         out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)
@@ -245,7 +249,7 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
 
 
 def choose_stages_and_warps(
-    programs: int, splits: int, group_pad: int, itemsize: int, sms: int
+    programs: int, splits: int, group_pad: int, itemsize: int, sms: int, converted_dim: int = 0
 ) -> tuple[int, int]:
     """Return the stages and the warps of a program.
 
@@ -255,10 +259,12 @@ def choose_stages_and_warps(
         group_pad: query heads of a program, padded.
         itemsize: bytes of a number.
         sms: streaming multiprocessors of the device.
+        converted_dim: size of heads whose numbers are converted; 0 if they are not.
     """
     are_many = splits == 1 and programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
-    # Two warps have registers for 16 query heads, in 16 bits.
-    return (_STAGES_OF_MANY, 2) if are_many and group_pad == 16 and itemsize == 2 else (_STAGES, 4)
+    # Two warps have registers for 16 query heads in 16 bits, and to convert heads of up to 128.
+    two_fit = group_pad == 16 and itemsize == 2 and converted_dim <= 128
+    return (_STAGES_OF_MANY, 2) if are_many and two_fit else (_STAGES, 4)
 
 
 def paged_decode(
@@ -272,6 +278,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Attend one query token per sequence to its paged context.
 
@@ -298,7 +305,10 @@ def paged_decode(
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
     group = heads // kv_heads
     group_pad = max(16, next_power_of_2(group))
-    stages, warps = choose_stages_and_warps(programs, splits, group_pad, q.element_size(), sms)
+    converted_dim = 0 if k_cache.dtype == q.dtype else dim_pad
+    stages, warps = choose_stages_and_warps(
+        programs, splits, group_pad, q.element_size(), sms, converted_dim
+    )
     _paged_decode_kernel[(kv_heads, splits, rows)](
         q,
         k_cache,
@@ -309,7 +319,8 @@ def paged_decode(
         partial,
         lse,
         splits,
-        scale * LOG2_E,
+        scores_factor(scale, k_cache, kv_scales),
+        kv_scales.values,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
 
 @triton.jit
@@ -40,7 +42,8 @@ def _attend_tiles(
     k_stride_token,
     v_stride_block,
     v_stride_token,
-    scale_log2,
+    scale_log2,  # [BLOCK_M, 1] if `ROW_SCALES`
+    ROW_SCALES: tl.constexpr,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -77,10 +80,14 @@ def _attend_tiles(
             else:
                 keys = tl.load(k_rows[:, None] + dims[None, :])  # [BLOCK_N, D]
                 values = tl.load(v_rows[:, None] + dims[None, :])
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        keys = tl.trans(keys.to(q.dtype))
+        scores = tl.dot(q, keys, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         factor = scale_log2
         if CAP > 0:
             scores = soft_capped(scores * scale_log2, CAP)
+            factor = 1.0
+        elif ROW_SCALES:
+            scores = scores * scale_log2
             factor = 1.0
         if MASKED:
             # A position past the context is past every query too.
@@ -96,7 +103,7 @@ def _attend_tiles(
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision="ieee")
         m_i = m_new
     return acc, l_i, m_i
 
@@ -111,6 +118,7 @@ def _paged_prefill_kernel(
     seq_lens_ptr,
     out_ptr,
     scale_log2,
+    v_scale,  # of a cache in FP8
     q_stride_row,
     q_stride_head,
     k_stride_block,
@@ -152,6 +160,8 @@ def _paged_prefill_kernel(
     if DIM < DIM_PAD:
         q_mask = q_mask & (dims < DIM)[None, :]
     q = tl.load(q_rows[:, None] + dims[None, :], mask=q_mask, other=0.0)  # [BLOCK_M, D]
+    q, scale_log2 = as_operand(q, scale_log2, k_ptr)
+    ROW_SCALES: tl.constexpr = q.dtype != q_ptr.dtype.element_ty
     kv_head = (head // GROUP).to(tl.int64)
     k_base = k_ptr + kv_head * k_stride_head
     v_base = v_ptr + kv_head * v_stride_head
@@ -173,24 +183,24 @@ def _paged_prefill_kernel(
         acc, l_i, m_i = _attend_tiles(
             q, acc, l_i, m_i, lowest // BLOCK_N * BLOCK_N, start, positions, lowest, seq_len,
             k_base, v_base, table, k_stride_block, k_stride_token, v_stride_block, v_stride_token,
-            scale_log2, True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
+            scale_log2, ROW_SCALES, True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
         )  # fmt: skip
     acc, l_i, m_i = _attend_tiles(
         q, acc, l_i, m_i, start, unmasked, positions, lowest, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        False, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
+        ROW_SCALES, False, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
     )  # fmt: skip
     acc, l_i, m_i = _attend_tiles(
         q, acc, l_i, m_i, unmasked, stop, positions, lowest, seq_len, k_base, v_base, table,
         k_stride_block, k_stride_token, v_stride_block, v_stride_token, scale_log2,
-        True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
+        ROW_SCALES, True, DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, STAGES, WINDOW, CAP,
     )  # fmt: skip
     if sinks_ptr is not None:
         l_i += sink_weight(tl.load(sinks_ptr + head), m_i)
     if WINDOW > 0:
         l_i = tl.where(l_i > 0.0, l_i, 1.0)  # rows past the chunk may have seen no key
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
-    out = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
+    out = unscaled(acc / l_i[:, None], v_scale, v_ptr).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
 
 
@@ -208,14 +218,23 @@ class _Config:
     stages: int
 
 
-def _choose_config(dim: int, element_size: int, max_query_len: int) -> _Config:
-    """Return the tiles for a head dimension, an element's bytes and the longest chunk."""
+def _choose_config(dim: int, element_size: int, max_query_len: int, converts: bool) -> _Config:
+    """Return the tiles for a head dimension, an element's bytes and the longest chunk.
+
+    Args:
+        dim: padded.
+        element_size: of a query's number.
+        max_query_len: longest chunk.
+        converts: whether numbers of keys and values are converted, which takes registers.
+    """
     if element_size == 4:  # no tensor cores: tiles that fit into registers
         return _Config(block_m=16 if dim > 128 else 32, block_n=32, num_warps=4, stages=2)
     if max_query_len <= 16:
         return _Config(block_m=16, block_n=64 if dim <= 128 else 32, num_warps=4, stages=3)
-    if max_query_len <= 64 or dim > 128:
-        return _Config(block_m=64, block_n=64, num_warps=4, stages=2 if dim > 128 else 3)
+    if dim > 128:
+        return _Config(block_m=64, block_n=32 if converts else 64, num_warps=4, stages=2)
+    if max_query_len <= 64:
+        return _Config(block_m=64, block_n=64, num_warps=4, stages=3)
     return _Config(block_m=128, block_n=64, num_warps=8, stages=5)
 
 
@@ -245,6 +264,7 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks over their paged context.
 
@@ -268,7 +288,8 @@ def paged_prefill(
         )  # fmt: skip
         return out
     dim_pad = next_power_of_2(dim)
-    config = _choose_config(dim_pad, q.element_size(), max_query_len)
+    converts = k_cache.dtype != q.dtype
+    config = _choose_config(dim_pad, q.element_size(), max_query_len, converts)
     _paged_prefill_kernel[(heads, -(-max_query_len // config.block_m), sequences)](
         q,
         k_cache,
@@ -277,7 +298,8 @@ def paged_prefill(
         cu_query_lens,
         seq_lens,
         out,
-        scale * LOG2_E,
+        scores_factor(scale, k_cache, kv_scales),
+        kv_scales.values,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],

@@ -7,11 +7,13 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._fp8_kv import to_cache
 from pagewire.kernels._launch import (
     await_predecessor,
     next_power_of_2,
     overlap_options,
 )
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
 _HEADS_PER_PROGRAM = 8
 
@@ -35,6 +37,7 @@ def _write_heads(
     cos,
     sin,
     eps,
+    inverse_scale,  # if the target is in FP8
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
     TAIL: tl.constexpr,
@@ -73,10 +76,16 @@ def _write_heads(
         wide_second = second.to(tl.float32)
         rotated_first = (wide_first * cos - wide_second * sin).to(first.dtype)
         rotated_second = (wide_second * cos + wide_first * sin).to(first.dtype)
-        tl.store(target + dims, rotated_first, mask=mask)
-        tl.store(target + HALF + dims, rotated_second, mask=mask)
+        tl.store(target + dims, to_cache(rotated_first, inverse_scale, target), mask=mask)
+        tl.store(target + HALF + dims, to_cache(rotated_second, inverse_scale, target), mask=mask)
     if WRITE_TAIL:
-        tl.store(target + rest, tail, mask=rest_mask)
+        tl.store(target + rest, to_cache(tail, inverse_scale, target), mask=rest_mask)
+
+
+@triton.jit
+def _copy_values(source, target, dims, mask, inverse_scale):
+    values = tl.load(source + dims, mask=mask)
+    tl.store(target + dims, to_cache(values, inverse_scale, target), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -92,6 +101,8 @@ def _rotary_and_cache_kernel(
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    k_inverse_scale,
+    v_inverse_scale,
     q_stride_token,
     q_stride_head,
     k_stride_token,
@@ -133,7 +144,7 @@ def _rotary_and_cache_kernel(
         heads = part * BLOCK_HEADS + lanes
         q_rows = q_ptr + token * q_stride_token + heads * q_stride_head
         _write_heads(
-            q_rows, q_rows, heads < Q_HEADS, q_norm_ptr, cos, sin, eps,
+            q_rows, q_rows, heads < Q_HEADS, q_norm_ptr, cos, sin, eps, 1.0,
             HALF, HALF_PAD, TAIL, TAIL_PAD, NORM, NORM and TAIL > 0,
         )  # fmt: skip
     else:
@@ -147,7 +158,7 @@ def _rotary_and_cache_kernel(
             k_out = k_cache_ptr + block * k_cache_stride_block + offset * k_cache_stride_token
             k_out += heads * k_cache_stride_head
             _write_heads(
-                k_rows, k_out, in_range, k_norm_ptr, cos, sin, eps,
+                k_rows, k_out, in_range, k_norm_ptr, cos, sin, eps, k_inverse_scale,
                 HALF, HALF_PAD, TAIL, TAIL_PAD, NORM, TAIL > 0,
             )  # fmt: skip
             v_rows = v_ptr + token * v_stride_token + heads * v_stride_head
@@ -155,13 +166,12 @@ def _rotary_and_cache_kernel(
             v_out += heads * v_cache_stride_head
             if HALF > 0:
                 mask = in_range & (dims < HALF)
-                tl.store(v_out + dims, tl.load(v_rows + dims, mask=mask), mask=mask)
-                second = HALF + dims
-                tl.store(v_out + second, tl.load(v_rows + second, mask=mask), mask=mask)
+                _copy_values(v_rows, v_out, dims, mask, v_inverse_scale)
+                _copy_values(v_rows, v_out, HALF + dims, mask, v_inverse_scale)
             if TAIL > 0:
                 rest = 2 * HALF + tl.arange(0, TAIL_PAD)[None, :]
                 mask = in_range & (rest < 2 * HALF + TAIL)
-                tl.store(v_out + rest, tl.load(v_rows + rest, mask=mask), mask=mask)
+                _copy_values(v_rows, v_out, rest, mask, v_inverse_scale)
 
 
 def rotary_and_cache(
@@ -176,6 +186,7 @@ def rotary_and_cache(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: KvScales = UNSCALED,
 ) -> None:
     """Rotate q in place, and write rotated k, and v, into their KV slots.
 
@@ -202,6 +213,8 @@ def rotary_and_cache(
         q_norm if normed else q,
         k_norm if normed else k,
         eps,
+        1.0 / kv_scales.keys,
+        1.0 / kv_scales.values,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],

@@ -36,9 +36,10 @@ sys.dont_write_bytecode = False
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    from pagewire.tests.support.interpreter import keep_look_ups
+    from pagewire.tests.support.interpreter import convert_to_fp8_exactly, keep_look_ups
 
     keep_look_ups()
+    convert_to_fp8_exactly()
 
 # Hypothesis without a clock: a busy machine makes no test fail.
 for profile, examples in (("some", 60), ("many", 1000)):

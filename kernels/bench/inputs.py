@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pagewire.kernels.fp8_numbers import KvScales
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
 
 # Layers of the inputs' pool, of which the last one is used: its cache is a strided view.
@@ -31,7 +32,7 @@ class PagedInputs:
 
 @dataclass(frozen=True, slots=True)
 class PagedCase:
-    """Lengths, shapes and options of one attention call."""
+    """Lengths, shapes and options of one attention call; with `kv_scales`, the cache is in FP8."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -42,13 +43,14 @@ class PagedCase:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    kv_scales: KvScales | None = None
 
     def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> PagedInputs:
         """Return random tensors, the same ones on each device of one kind.
 
         Args:
             device: device of the tensors.
-            dtype: dtype of queries and cache.
+            dtype: dtype of queries, and of a cache that is not in FP8.
             poison: fill what no sequence owns with NaN: the spare block 0, to which unused table
                 entries point, and KV slots past each sequence's end. Likewise KV slots before the
                 window of a sequence's first query; table entries of whole blocks there are -1.
@@ -68,6 +70,8 @@ class PagedCase:
         if poison:
             pool[0] = torch.nan
             self._poison_hidden(pool, tables)
+        if self.kv_scales is not None:
+            pool = pool.to(torch.float8_e4m3fn)
         width = self.heads + 2 * self.kv_heads
         tokens = sum(self.query_lens)
         fused = torch.randn(
@@ -97,7 +101,11 @@ class PagedCase:
             table[:whole] = -1
 
     def _options(self, generator: torch.Generator) -> dict[str, Any]:
-        options: dict[str, Any] = {"window": self.window, "soft_cap": self.soft_cap}
+        options: dict[str, Any] = {
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "kv_scales": self.kv_scales,
+        }
         if self.has_sinks:
             options["sinks"] = torch.randn(self.heads, generator=generator, device=generator.device)
         return {name: value for name, value in options.items() if value is not None}

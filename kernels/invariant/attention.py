@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels import latent_attention as latent
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
+from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
 _MOST_SEQUENCES = 1 << 16  # of a decode step
 
@@ -52,6 +54,7 @@ def _attention_kernel(
     out_ptr,
     sinks_ptr,  # [H], None without
     scale_log2,
+    v_scale,  # of a cache in FP8
     q_stride_row,
     q_stride_head,
     k_stride_block,
@@ -94,6 +97,7 @@ def _attention_kernel(
     row_mask = valid[:, None] & (dims < DIM)[None, :]
     q_rows = q_ptr + tokens_of_rows * q_stride_row + heads * q_stride_head
     q = tl.load(q_rows[:, None] + dims[None, :], mask=row_mask, other=0.0)  # [BLOCK_M, D]
+    q, scale_log2 = as_operand(q, scale_log2, k_ptr)
     k_base = k_ptr + kv_head * k_stride_head
     v_base = v_ptr + kv_head * v_stride_head
     table = tables_ptr + sequence.to(tl.int64) * tables_stride
@@ -118,7 +122,8 @@ def _attention_kernel(
         v_rows = v_base + block * v_stride_block + offset * v_stride_token
         keys = tl.load(k_rows[:, None] + dims[None, :], mask=mask, other=0.0)  # [TILE, D]
         values = tl.load(v_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale_log2
+        keys = tl.trans(keys.to(q.dtype))
+        scores = tl.dot(q, keys, input_precision="ieee") * scale_log2
         if CAP > 0:
             scores = soft_capped(scores, CAP)
         # A position past the context is past every query too.
@@ -133,12 +138,12 @@ def _attention_kernel(
         rescale = tl.exp2(m_i - m_new)
         l_i = l_i * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+        acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision="ieee")
         m_i = m_new
     if sinks_ptr is not None:
         l_i += sink_weight(tl.load(sinks_ptr + heads), m_i)
     # An empty sequence has an `l_i` of 0 and yields zeros.
-    out = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+    out = unscaled(acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None], v_scale, v_ptr)
     out_rows = out_ptr + tokens_of_rows * out_stride_row + heads * out_stride_head
     tl.store(out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
@@ -156,6 +161,7 @@ def paged_prefill(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`.
 
@@ -179,7 +185,8 @@ def paged_prefill(
         seq_lens,
         out,
         sinks,
-        scale * LOG2_E,
+        scores_factor(scale, k_cache, kv_scales),
+        kv_scales.values,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
@@ -210,6 +217,7 @@ def paged_decode(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    kv_scales: KvScales = UNSCALED,
 ) -> torch.Tensor:
     """Attention of one query a sequence; see `pagewire.kernels.PagedDecode`.
 
@@ -218,7 +226,8 @@ def paged_decode(
     """
     starts = _one_query_each(q.device, q.shape[0])
     caches = (k_cache, v_cache, block_tables)
-    return paged_prefill(q, *caches, starts, seq_lens, 1, scale, out, window, soft_cap, sinks)
+    options = (window, soft_cap, sinks, kv_scales)
+    return paged_prefill(q, *caches, starts, seq_lens, 1, scale, out, *options)
 
 
 def latent_attention(

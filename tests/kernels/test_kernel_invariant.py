@@ -16,6 +16,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from pagewire.kernels import BATCH_DEPENDENT, Ops, load_ops
 from pagewire.kernels.bench.inputs import LatentCase, LatentInputs, PagedCase, PagedInputs
+from pagewire.kernels.fp8_numbers import KvScales
 from pagewire.kernels.gated_silu import GatedSilu
 
 LENGTH = 70
@@ -30,6 +31,7 @@ CASES = {
     "all-options": {
         "heads": 6, "kv_heads": 2, "dim": 32, "window": 33, "soft_cap": 1.5, "has_sinks": True,
     },
+    "fp8": {"heads": 4, "kv_heads": 2, "dim": 16, "window": 33, "kv_scales": KvScales(0.5, 3.0)},
 }  # fmt: skip
 
 

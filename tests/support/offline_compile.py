@@ -18,6 +18,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +40,7 @@ from pagewire.kernels.bench.inputs import (
     shaping_inputs,
 )
 from pagewire.kernels.four_bits import FourBitWeights
-from pagewire.kernels.fp8_numbers import Fp8Weights
+from pagewire.kernels.fp8_numbers import UNSCALED, Fp8Weights
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.routing import Routing
@@ -50,6 +51,7 @@ from pagewire.tests.support.unlaunched import HopperDriver
 _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes that a thread of these kernels may spill; benchmarks include these spills.
 _SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
+_SPILLS |= {"_paged_prefill_kernel": 192}  # with heads of 256 over a cache in FP8
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # it spills more than 3.6 and 3.7
     _SPILLS |= {"_hopper_prefill_kernel": 160, "_each_kernel": 16}
 _SPECIALISED = {"_hopper_prefill_kernel"}  # warps take different branches on purpose
@@ -85,6 +87,18 @@ PREFILLS = (
     PagedCase((3000,), (3000,), dim=64, window=100, has_sinks=True),
     PagedCase((3000,), (3000,), 16, dim=256, window=100, soft_cap=50.0),
     PagedCase((200,), (300,), dim=96, window=100),
+    *(
+        PagedCase((chunk,), (3000,), 16, dim=dim, window=window, soft_cap=cap, kv_scales=UNSCALED)
+        for chunk in (2, 1000)
+        for dim, window, cap in ((64, 100, None), (128, None, None), (256, 100, 50.0))
+    ),
+)
+DECODES = (
+    decode_case((600,) * 2),
+    *(
+        replace(decode_case((600,) * rows, dim=dim), kv_scales=UNSCALED)
+        for rows, dim in ((2, 64), (200, 128), (200, 256))
+    ),
 )
 _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 
@@ -160,14 +174,17 @@ def _mixtures(ops: Ops, dtype: torch.dtype, names: list[str]) -> Iterator[tuple[
 
 
 def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
-    x = decode_case((600,) * 2).build("cpu", dtype)
-    context = [x.q, x.k_cache, x.v_cache, x.block_tables]
-    yield "paged_decode", ops.paged_decode, [*context, x.seq_lens, x.scale]
+    for case in DECODES:
+        x = case.build("cpu", dtype, poison=False)
+        context = [x.q, x.k_cache, x.v_cache, x.block_tables]
+        options = [None, None, None, None, case.kv_scales or UNSCALED]
+        yield "paged_decode", ops.paged_decode, [*context, x.seq_lens, x.scale, *options]
     for case in PREFILLS:
         x = case.build("cpu", dtype, poison=False)
         context = [x.q, x.k_cache, x.v_cache, x.block_tables]
         lengths = [x.cu_query_lens, x.seq_lens, x.max_query_len]
         options = [x.options.get(name) for name in ("window", "soft_cap", "sinks")]
+        options.append(case.kv_scales or UNSCALED)
         yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, *options]
     for chunks in (None, (40, 40)):
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
@@ -179,8 +196,9 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
     q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
     slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)
     norm = torch.empty(128, dtype=dtype)
-    tail: list[Any] = [cos_sin, *caches, slots, norm, norm, 1e-6]
-    yield "rotary_and_cache", ops.rotary_and_cache, [slots, q, kv, kv, *tail]
+    for each in (caches, [cache.to(torch.float8_e4m3fn) for cache in caches]):
+        tail: list[Any] = [cos_sin, *each, slots, norm, norm, 1e-6]
+        yield "rotary_and_cache", ops.rotary_and_cache, [slots, q, kv, kv, *tail]
     cached, norm = torch.empty(2, 576, dtype=dtype), torch.empty(512, dtype=dtype)
     args: list[Any] = [slots, torch.empty(2, 16, 64, dtype=dtype), cached[:, :512], cached[:, 512:]]
     args += [torch.empty(64, 64), torch.empty(8, 16, 576, dtype=dtype), slots, norm, 1e-6, True]
