@@ -14,6 +14,7 @@ from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
+from pagewire.shared.model.quantization.reader import check_kv_scheme
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
 from pagewire.shared.model.tokenizer_loading import end_token
 from pagewire.shared.model.transformers_model.config import (
@@ -83,6 +84,7 @@ def load_config(
                 f"--kv-cache-dtype fp8 is not for {config.architecture}, whose cache has latent "
                 "vectors in place of keys and values: leave it out"
             )
+        check_kv_scheme(fields)
         config = dataclasses.replace(config, kv_dtype=FP8_KV)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 

@@ -16,6 +16,7 @@ from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import EXPONENT_BIAS
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
+from pagewire.shared.model.kv_scales import has_kv_scales, take_kv_scales
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.layers.fp8 import E4M3
@@ -132,6 +133,13 @@ def _find_checkpoint(
         )
     checkpoint, quantization = settle_formats(config.quantization, checkpoint)
     config = dataclasses.replace(config, quantization=quantization)
+    if config.kv_dtype is not None:
+        checkpoint, scales = take_kv_scales(checkpoint, config.num_layers)
+        config = dataclasses.replace(config, kv_scales=scales)
+    elif has_kv_scales(checkpoint):
+        logger.info(
+            "the checkpoint has scales for a KV cache in FP8, which --kv-cache-dtype fp8 uses"
+        )
     return checkpoint, settle_tie(config, checkpoint, dtype)
 
 

@@ -7,8 +7,9 @@ import dataclasses
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.safetensors_header import WeightsFile
 
-# Scales of the KV cache, which has the model's dtype here.
-KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".output_scale")
+# Scales of a KV cache in FP8, which are not used if it has the dtype of activations, or if they are
+# of other things: of queries, or of the output of a fused projection.
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 
 _WEIGHT = ".weight"
 _PACKED = (".qweight", ".weight_packed")

@@ -25,6 +25,27 @@ SUPPORTED = (
 _OTHER_FIELDS = ("compression_config",)
 
 
+def check_kv_scheme(fields: Fields) -> None:
+    """Refuse a description of a KV cache whose scales are not those of FP8.
+
+    Args:
+        fields: of config.json.
+
+    Raises:
+        ModelLoadError: it is so; one line.
+    """
+    described = fields.raw.get("quantization_config")
+    scheme = described.get("kv_cache_scheme") if isinstance(described, dict) else None
+    if not isinstance(scheme, dict):
+        return
+    kind, bits = scheme.get("type"), scheme.get("num_bits")
+    if (kind, bits) != ("float", 8):
+        raise fields.error(
+            f"kv_cache_scheme has {bits!r:.20} bits of type {kind!r:.20}: --kv-cache-dtype fp8 is "
+            "only for scales of 8 bits of type 'float', or a checkpoint without them; leave it out"
+        )
+
+
 def read_quantization(fields: Fields) -> QuantConfig | None:
     """Return how a checkpoint's weights are quantised; None if they are not.
 

@@ -67,13 +67,15 @@ def values_of(output: RequestOutput) -> list[list[dict[int, float]]]:
     ]
 
 
-def test_triton_kernels_in_an_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_triton_kernels_in_an_engine(tmp_path: Path, kv_cache_dtype: str) -> None:
     """In the interpreter, where there is no GPU. Answers are forked from one prompt, too."""
     write_tiny_model(tmp_path, "llama", "biases", head_dim=16, num_hidden_layers=1)
     asked = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=3, ignore_eos=True, logprobs=2)
     prompts = [[(7 * n + length) % 90 + 3 for n in range(length)] for length in (37, 18)]
     settings: dict[str, Any] = {"device": "auto", "dtype": "float16", "kernels": "triton"}
     settings |= {"batch_invariant": True, "num_blocks": 64, "max_model_len": 128}
+    settings["kv_cache_dtype"] = kv_cache_dtype
     outputs = LLM(str(tmp_path), **settings).generate(prompts, asked)
     cut = LLM(str(tmp_path), **settings, max_num_batched_tokens=11)
     [alone] = cut.generate(prompts[:1], asked)

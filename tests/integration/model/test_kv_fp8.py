@@ -6,11 +6,13 @@ preemption and cached prefixes change no token.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
@@ -18,6 +20,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.hf_greedy import is_greedy
+from pagewire.tests.support.quantised_checkpoints import WEIGHTS
 from pagewire.tests.support.rounded_caches import rounded_caches
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
 from pagewire.tools.demo_model.prompts import standard_prompts
@@ -86,6 +89,97 @@ def test_the_demo_model_answers_as_in_one_pass() -> None:
     with rounded_caches(theirs):
         for prompt, answer in zip(prompts, whole, strict=True):
             assert is_greedy(theirs, prompt, answer)
+
+
+SCALE_NAMES = {
+    "compressed-tensors": ("{}.k_scale", "{}.v_scale"),
+    "modelopt": ("{}.k_proj.k_scale", "{}.v_proj.v_scale"),
+    "of-outputs": ("{}.k_proj.output_scale", "{}.v_proj.output_scale"),
+}
+
+
+def edit(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(load_file(path / WEIGHTS) | tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("names", SCALE_NAMES.values(), ids=SCALE_NAMES)
+def test_scales_of_the_checkpoint_are_used(
+    tmp_path: Path, names: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    theirs.set_attn_implementation("eager")
+    prompts = tiny_prompts()
+    scales = [(0.003, 2.0), (0.017, 0.25), (0.0071, 0.001)]
+    tensors = {
+        name.format(f"model.layers.{layer}.self_attn"): torch.tensor(scale).bfloat16()[None]
+        for layer, of_layer in enumerate(scales)
+        for name, scale in zip(names, of_layer, strict=True)
+    }
+    edit(tmp_path, tensors)
+    rounded = [(torch.tensor(each).bfloat16().tolist()) for each in scales]
+    with caplog.at_level("INFO", "pagewire"):
+        found = answers(make(tmp_path, max_num_batched_tokens=32), prompts)
+    assert "scales of the KV cache in FP8: 6 of 6 are the checkpoint's" in caplog.text
+    assert "not loaded" not in caplog.text
+    with rounded_caches(theirs, rounded):
+        for prompt, answer in zip(prompts, found, strict=True):
+            assert is_greedy(theirs, prompt, answer)
+
+
+def test_missing_scales_are_1_and_unused_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny_model(tmp_path, "phi3", "groups-of-2-odd-vocabulary")
+    edit(
+        tmp_path,
+        {
+            "model.layers.0.self_attn.qkv_proj.output_scale": torch.ones(1),
+            "model.layers.1.self_attn.kv_scale": torch.full((), 0.5),
+        },
+    )
+    with caplog.at_level("INFO", "pagewire"):
+        scales = make(tmp_path).engine.runner.model.config.kv_scales
+    assert scales == ((1.0, 1.0), (0.5, 0.5), (1.0, 1.0))
+    assert "scales of the KV cache in FP8: 2 of 6 are the checkpoint's" in caplog.text
+    assert "not loaded: 1 of *.output_scale" in caplog.text
+
+
+def test_scales_alone_do_not_switch_it_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, {"model.layers.0.self_attn.k_scale": torch.ones(1)})
+    with caplog.at_level("INFO", "pagewire"):
+        layout = LLM(tmp_path, device="cpu", dtype="float32").engine.layout
+    assert layout.dtype == "float32"
+    assert "which --kv-cache-dtype fp8 uses" in caplog.text
+
+
+WRONG_SCALES = {
+    "of-each-head": (torch.ones(2), r"k_scale is F32 \[2\]: a KV cache in FP8 has one scale"),
+    "of-zero": (torch.zeros(1), "k_scale is 0.0, and a scale must be above 0"),
+    "of-nan": (torch.full((1,), torch.nan), "k_scale is nan, and a scale must be above 0"),
+}
+
+
+@pytest.mark.parametrize(("scale", "message"), WRONG_SCALES.values(), ids=WRONG_SCALES)
+def test_wrong_scales_are_refused(tmp_path: Path, scale: torch.Tensor, message: str) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, {"model.layers.1.self_attn.k_scale": scale})
+    with pytest.raises(ModelLoadError, match=message):
+        make(tmp_path)
+
+
+def test_scales_of_int8_are_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert LLM(tmp_path, device="cpu", dtype="float32").engine.layout.dtype == "float32"
+    with pytest.raises(ModelLoadError, match="kv_cache_scheme has 8 bits of type 'int'"):
+        make(tmp_path)
 
 
 def test_a_block_has_half_the_bytes_of_bfloat16() -> None:

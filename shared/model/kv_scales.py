@@ -1,0 +1,80 @@
+"""The scales that a checkpoint has for a KV cache in FP8: of keys and of values, for each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+
+import torch
+
+from pagewire.kernels.fp8_numbers import KvScales
+from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.safetensors_header import WeightsFile
+from pagewire.shared.model.weights_copy import Fill, copy_weights
+from pagewire.shared.model.weights_match import FLOAT_DTYPES
+
+logger = logging.getLogger(__name__)
+
+# compressed-tensors, vLLM and ModelOpt name attention or the projection; older writers say that it
+# is the scale of the projection's output, or have one for keys and values.
+_NAME = re.compile(
+    r"model\.layers\.(?P<layer>\d+)\.\w+\."
+    r"(?:(?:\w+\.)?(?P<part>k|v|kv)_scale|(?P<projection>k|v)_proj\.output_scale)"
+)
+_CPU = torch.device("cpu")
+
+
+def has_kv_scales(checkpoint: list[WeightsFile]) -> bool:
+    """Whether some layer has scales of keys or values."""
+    return any(_NAME.fullmatch(name) for file in checkpoint for name in file.tensors)
+
+
+def take_kv_scales(
+    checkpoint: list[WeightsFile], num_layers: int
+) -> tuple[list[WeightsFile], tuple[KvScales, ...]]:
+    """Return the files without scales of keys and values, and each layer's scales.
+
+    What the checkpoint has no scale for has 1, also if its scale is that of a fused projection. How
+    many there are is logged.
+
+    Raises:
+        ModelLoadError: a scale is not one positive number; one line.
+    """
+    places: dict[tuple[int, str], torch.Tensor] = {}
+    fills, others = [], []
+    for file in checkpoint:
+        names = {name: match for name in file.tensors if (match := _NAME.fullmatch(name))}
+        for name, match in names.items():
+            fill = _fill(file, name)
+            fills.append(fill)
+            for part in match["part"] or match["projection"]:  # "kv" stands for both
+                places[int(match["layer"]), part] = fill.target
+        kept = {name: each for name, each in file.tensors.items() if name not in names}
+        others.append(dataclasses.replace(file, tensors=kept))
+    copy_weights(fills, _CPU, lambda _bytes: None)
+    for _, entry, target in fills:
+        if not (target > 0 and target.isfinite()):
+            raise ModelLoadError(f"{entry.name} is {target.item()}, and a scale must be above 0")
+    ones = torch.ones(())
+    scales = tuple(
+        KvScales(*(places.get((layer, part), ones).item() for part in "kv"))
+        for layer in range(num_layers)
+    )
+    logger.info(
+        "scales of the KV cache in FP8: %d of %d are the checkpoint's, the others 1",
+        sum((layer, part) in places for layer in range(num_layers) for part in "kv"),
+        2 * num_layers,
+    )
+    return others, scales
+
+
+def _fill(file: WeightsFile, name: str) -> Fill:
+    entry = file.tensors[name]
+    if math.prod(entry.shape) != 1 or entry.dtype not in FLOAT_DTYPES:
+        raise ModelLoadError(
+            f"{name} is {entry.dtype} {list(entry.shape)}: a KV cache in FP8 has one scale for all "
+            "keys of a layer, and one for all values; leave --kv-cache-dtype out"
+        )
+    return Fill(file, entry, torch.empty(entry.shape, dtype=torch.float32))
