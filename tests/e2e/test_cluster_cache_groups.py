@@ -11,6 +11,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,14 @@ from pagewire.tests.support.local_cluster import (
     complete_all,
     local_cluster,
 )
+from pagewire.tests.support.rounded_caches import rounded_caches
 from pagewire.tests.support.sse import arriving_events
 from pagewire.tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(240)
 
 ANSWER, TIMEOUT_S = 60, 100.0
+IN_FP8 = "some windows in fp8"
 WORKERS = 3
 # Device and carrier.
 CARRIERS = {
@@ -60,10 +63,11 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "all windows": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}, 14),
     "latents": ("deepseekv2", "lite-yarn", {}, 20),
 }
+SHAPES[IN_FP8] = SHAPES["some windows"]
 
 
 # A carrier moves bytes, whatever they are: on a CPU, UCX moves those of one group and of several.
-EXHAUSTIVE = {("no windows", "ucx"), ("all windows", "ucx")}
+EXHAUSTIVE = {("no windows", "ucx"), ("all windows", "ucx"), (IN_FP8, "ucx")}
 
 
 def cases() -> Iterator[Any]:
@@ -85,12 +89,14 @@ class Tried:
 
     Attributes:
         few_blocks: of each pool, which do not hold all answers at once.
+        kv_dtype: of the KV cache.
         theirs: the model as Hugging Face has it.
         answers: to all prompts; filled by the first `check`.
     """
 
     path: Path
     few_blocks: int
+    kv_dtype: str
     theirs: Any = field(repr=False)
     answers: list[list[int]] = field(default_factory=list)
 
@@ -98,7 +104,8 @@ class Tried:
         """Check that all prompts have Hugging Face's greedy answers."""
         if not self.answers:
             assert [len(answer) for answer in answers] == [ANSWER] * len(PROMPTS)
-            assert all(map(partial(is_greedy, self.theirs), PROMPTS, answers))
+            with rounded_caches(self.theirs) if self.kv_dtype == "fp8" else nullcontext():
+                assert all(map(partial(is_greedy, self.theirs), PROMPTS, answers))
             self.answers.extend(answers)
         assert answers == self.answers
 
@@ -111,7 +118,8 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     theirs = write_tiny_model(path, family, shape, vocab_size=vocab_size, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
-    return Tried(path, few_blocks, theirs)
+    theirs.set_attn_implementation("eager")
+    return Tried(path, few_blocks, "fp8" if request.param == IN_FP8 else "auto", theirs)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +131,16 @@ def carrier(request: pytest.FixtureRequest) -> tuple[str, str]:
 def cluster(tried: Tried, carrier: tuple[str, str]) -> Iterator[LocalCluster]:
     device, transport = carrier
     options = ("--model", str(tried.path), "--device", device, "--dtype", "float32")
-    options += ("--prefill", "1", "--decode", "2", "--kv-transport", transport)
+    options += (
+        "--kv-cache-dtype",
+        tried.kv_dtype,
+        "--prefill",
+        "1",
+        "--decode",
+        "2",
+        "--kv-transport",
+        transport,
+    )
     options += ("--num-blocks", str(tried.few_blocks), "--max-num-batched-tokens", "32")
     with local_cluster(*options, *ONE_ROUTER, "--max-model-len", "208") as running:
         yield running
