@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,10 @@ def test_tables_and_blocks_are_those_that_an_engine_allocates() -> None:
     tensors = [state._inputs, state.block_tables, state._parameters]
     tensors += [stage._shaped, stage._masks, stage._mask_of_row, *stage.shaping.tables]
     assert found.tables == angles + sum(each.nbytes for each in tensors)
-    pool = allocate_pool(config.kv_layout(16, config.dtype), 1, cpu)
-    assert found.kv_bytes_per_token * 16 == pool.nbytes
+    for kv_dtype in (None, "float8_e4m3fn"):
+        each = replace(config, kv_dtype=kv_dtype)
+        pool = allocate_pool(each.kv_layout(16, config.dtype), 1, cpu)
+        assert estimate(each, settings, GIB * 8).kv_bytes_per_token * 16 == pool.nbytes
 
 
 def test_other_processes_and_graphs_take_from_the_pool() -> None:
@@ -124,6 +127,18 @@ def test_weights_in_fp8_leave_more_for_the_pool(tmp_path: Path) -> None:
     assert plain["weights"] - stored["weights"] == projections - 4 * projections // 128**2
     assert online["kv_pool"] - plain["kv_pool"] > 0.99 * (plain["weights"] - online["weights"])
     assert "bytes, fp8)" in _run(name).stdout
+
+
+def test_a_kv_cache_in_fp8_holds_twice_as_much(tmp_path: Path) -> None:
+    name = _write(tmp_path)
+    (plain,) = json.loads(_run(name, "--json", "--memory", "80").stdout)["gpus"].values()
+    in_fp8 = "--kv-cache-dtype", "fp8"
+    (small,) = json.loads(_run(name, "--json", "--memory", "80", *in_fp8).stdout)["gpus"].values()
+    assert (plain["kv_dtype"], small["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
+    assert (small["dtype"], small["weights"]) == ("bfloat16", plain["weights"])
+    assert 2 * small["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
+    assert 2 <= small["kv_tokens"] / plain["kv_tokens"] < 2.05
+    assert "bytes a token, float8_e4m3fn" in _run(name, *in_fp8).stdout
 
 
 def test_weights_in_int4_are_dequantised_for_each_product(tmp_path: Path) -> None:
