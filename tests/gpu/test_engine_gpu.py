@@ -54,13 +54,15 @@ def _prompts(llm: LLM, count: int, longest: int) -> list[list[int]]:
     return [ids[start : start + n] for n in lengths for start in [rng.randrange(len(ids) - n)]]
 
 
-def test_demo_tokens_equal_the_cpus() -> None:
-    cpu = LLM("demo", device="cpu")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_demo_tokens_equal_the_cpus(kv_cache_dtype: str) -> None:
+    kv: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype}
+    cpu = LLM("demo", device="cpu", **kv)
     prompts = _prompts(cpu, 32, 1500)
     greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     truth = [output.token_ids for output in cpu.generate(prompts, greedy)]
     for options in ({}, {"cuda_graphs": False}, {"num_blocks": 300, "max_num_batched_tokens": 100}):
-        llm = LLM("demo", device="cuda", **POOL | options)
+        llm = LLM("demo", device="cuda", **POOL | kv | options)
         got = [output.token_ids for output in llm.generate(prompts, greedy)]
         different = [i for i, (a, b) in enumerate(zip(got, truth, strict=True)) if a != b]
         assert not different, f"{options}: prompts {different}"

@@ -96,6 +96,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
         "max_num_batched_tokens": args.budget,
         "cuda_graphs": args.cuda_graphs,
         "batch_invariant": args.batch_invariant,
+        "kv_cache_dtype": args.kv_cache_dtype,
     }
 
 
@@ -146,6 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="published sizes; without traffic")
     parser.add_argument("--no-cuda-graphs", dest="cuda_graphs", action="store_false")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     parser.add_argument(
         "--unprepared", dest="prepare", action="store_false", help="run no first step"
     )

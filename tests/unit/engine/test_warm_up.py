@@ -30,6 +30,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
         ),
         pytest.param([*FEW, "--no-cuda-graphs", "--shapes", "llama-8b"], id="without-graphs"),
         pytest.param([*FEW, "--batch-invariant", "--shapes", "gpt-oss-20b"], id="batch-invariant"),
+        pytest.param([*FEW, "--kv-cache-dtype", "fp8", "--shapes", "gpt-oss-20b"], id="kv-in-fp8"),
         pytest.param([*FEW, "--max-num-seqs", "1", "--shapes", "qwen2-0.5b"], id="one-sequence"),
         pytest.param(
             [*MANY, "--shapes", "llama-8b", "gemma2-9b", "gpt-oss-20b"],
