@@ -22,7 +22,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         fingerprint: hash of the model's configuration and weights.
         weight_version: counts replacements of the weights in running workers; so far always 0.
         dtype: of weights and activations, as torch names it without the prefix, e.g. "bfloat16".
-        kv_format: how the KV cache stores numbers; so far always the dtype.
+        kv_format: dtype of the KV cache.
         block_size: tokens of a block.
         batch_invariant: whether blocks do not depend on the batches that computed them.
     """

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.hf_greedy import is_greedy
@@ -180,6 +182,18 @@ def test_scales_of_int8_are_refused(tmp_path: Path) -> None:
     assert LLM(tmp_path, device="cpu", dtype="float32").engine.layout.dtype == "float32"
     with pytest.raises(ModelLoadError, match="kv_cache_scheme has 8 bits of type 'int'"):
         make(tmp_path)
+
+
+def test_workers_whose_caches_differ_have_different_identities() -> None:
+    """By which the router and the other side of a link name what differs."""
+    one, other = (
+        LLM("demo", device="cpu", kv_cache_dtype=dtype).engine.model_identity
+        for dtype in ("fp8", "auto")
+    )
+    difference = first_difference(one, other, "it", "decode-0")
+    assert difference == "it has kv_format float8_e4m3fn, decode-0 float32"
+    same = {"kv_format": other.kv_format}
+    assert msgspec.structs.replace(one, **same) == other
 
 
 def test_a_block_has_half_the_bytes_of_bfloat16() -> None:
