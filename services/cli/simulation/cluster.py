@@ -175,7 +175,8 @@ class SimulatedCluster:
         request.local_tokens = placement.local_tokens
         computing = next(iter(request.prefills), decode.name)
         prefill_load = placement.prefill_load(prompt, computing)
-        request.prefill_load = router.in_flight.add(computing, prefill_load)
+        expected_s = placement.expected_s.get(computing)
+        request.prefill_load = router.in_flight.add(computing, prefill_load, expected_s)
         router.note_sent(prompt, {decode.name, computing})
         add = partial(self._add, request, decode)
         self.events.after(self.machine.host.start_ms * 1e-3, lambda: decode.submit(add))
@@ -201,7 +202,7 @@ class SimulatedCluster:
 
     def _on_first_token(self, request: Request, prefill: Worker, report: LoadReport) -> None:
         """Handle a prefill worker's first token, which the router has now."""
-        request.unload(prefill_only=True)
+        request.end_prompt()
         request.router.in_flight.note_report(prefill.name, report)
 
     def _on_outputs(self, decode: Worker, outputs: StepOutputs) -> None:
@@ -239,9 +240,9 @@ class SimulatedCluster:
             if is_running or any(each.router is router for each in special):
                 router.in_flight.note_report(decode.name, report)
         for request in special:
-            has_ended = request.answer.outcome == "ok"
-            request.unload(prefill_only=not has_ended)
-            if has_ended:
+            request.end_prompt()
+            if request.answer.outcome == "ok":
+                request.unload()
                 delay_s = self.machine.host.answer_ms * 1e-3
                 self.events.after(delay_s, partial(self._next_turn, request))
 

@@ -63,11 +63,15 @@ class Request:
         sequence.block_hashes = list(self.client.hashes)  # so that no engine hashes them again
         return sequence
 
-    def unload(self, prefill_only: bool = False) -> None:
-        """Have the router count less of it, as `Attempt` does."""
+    def end_prompt(self) -> None:
+        """Have the router note that its first token has arrived, as `Attempt` does."""
         if self.prefill_load is not None:
-            self.router.in_flight.remove(self.prefill_load)
+            self.router.in_flight.end_prompt(self.prefill_load)
             self.prefill_load = None
-        if self.load is not None and not prefill_only:
-            self.router.in_flight.remove(self.load)
-            self.load = None
+
+    def unload(self) -> None:
+        """Have the router count nothing of it any more, as `Attempt` does."""
+        for entry in (self.prefill_load, self.load):
+            if entry is not None:
+                self.router.in_flight.remove(entry)
+        self.prefill_load = self.load = None

@@ -206,7 +206,8 @@ class Router:
     def _candidate(self, worker: Worker) -> Candidate:
         load = self.in_flight.load(worker.name, self._records[worker.name])
         load = load.plus(self.index.reserved_by_others(self.number, worker.name))
-        return Candidate(worker.name, load, self._forecasts.get(worker.name))
+        pace = self.in_flight.pace(worker.name)
+        return Candidate(worker.name, load, self._forecasts.get(worker.name), pace=pace)
 
     def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish which workers compute a prompt, and their load."""

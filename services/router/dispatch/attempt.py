@@ -79,15 +79,18 @@ class Attempt:
     _prefill_load: Entry | None = None
 
     def start(
-        self, request: Generate | Embed, load: Load, prefill: tuple[str, Load] | None = None
+        self,
+        request: Generate | Embed,
+        load: Load,
+        prefill: tuple[str, Load, float | None] | None = None,
     ) -> None:
         """Send the request.
 
         Args:
             request: the message; its request id is this attempt's.
             load: what the request adds to the link's worker until it ends.
-            prefill: the worker that computes the prompt, and what that adds there until the first
-                token.
+            prefill: the worker that computes the prompt, what that adds there until the first
+                token, and in how many seconds that token is expected, see `Entry`.
 
         Raises:
             ChannelError: the worker cannot be reached.
@@ -126,10 +129,11 @@ class Attempt:
             self._tokens_to_clear -= len(output.token_ids)
             if self._tokens_to_clear < 0:
                 self.strikes = 0
+        if self._prefill_load is not None and output.token_ids:
+            self.in_flight.end_prompt(self._prefill_load)
+            self._prefill_load = None
         if output.finish_reason is not None:
             self._unload()
-        elif self._prefill_load is not None and output.token_ids:
-            self._unload(prefill_only=True)
         if output.prefill_worker is not None and output.prefill_load is not None:
             self.prefilled_by = output.prefill_worker
             self.in_flight.note_report(output.prefill_worker, output.prefill_load)
@@ -174,13 +178,11 @@ class Attempt:
             self._has_ended = True
             self._outcome.set_result(outcome)
 
-    def _unload(self, prefill_only: bool = False) -> None:
-        if self._prefill_load is not None:
-            self.in_flight.remove(self._prefill_load)
-            self._prefill_load = None
-        if self._load is not None and not prefill_only:
-            self.in_flight.remove(self._load)
-            self._load = None
+    def _unload(self) -> None:
+        for entry in (self._prefill_load, self._load):
+            if entry is not None:
+                self.in_flight.remove(entry)
+        self._prefill_load = self._load = None
 
 
 def _ignore(_output: TokenOutput, _now: float) -> None:

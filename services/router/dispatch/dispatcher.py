@@ -335,7 +335,11 @@ class TokenStream:
                 strikes=self._strikes,
             ),
             Load(blocks=prompt.missing_blocks(link.worker_id), rows=1 + len(forks)),
-            (computing, placement.prefill_load(prompt, computing)),
+            (
+                computing,
+                placement.prefill_load(prompt, computing),
+                placement.expected_s.get(computing),
+            ),
         )
         self._dispatcher.selector.note_sent(prompt, {link.worker_id, computing})
         self._others = []

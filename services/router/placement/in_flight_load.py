@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pagewire.services.router.placement.pace import Pace
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import NO_LOAD, Load
 
@@ -22,12 +23,18 @@ ROUND_TRIP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One request's load on one worker."""
+    """One request's load on one worker.
+
+    Attributes:
+        expected_s: predicted seconds from the placement to the first token; None: nothing is to be
+            learnt from it.
+    """
 
     worker_id: str
     load: Load
     since: float
     number: int
+    expected_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +59,11 @@ class InFlightLoad:
         self._entries: dict[str, dict[int, Entry]] = {}  # oldest first
         self._reports: dict[str, _Arrived] = {}
         self._changed: set[str] = set()
+        self._paces: dict[str, Pace] = {}
 
-    def add(self, worker_id: str, load: Load) -> Entry:
+    def add(self, worker_id: str, load: Load, expected_s: float | None = None) -> Entry:
         """Count a placement; the caller removes it when its work is done."""
-        entry = Entry(worker_id, load, self._clock(), next(self._numbers))
+        entry = Entry(worker_id, load, self._clock(), next(self._numbers), expected_s)
         self._entries.setdefault(worker_id, {})[entry.number] = entry
         self._changed.add(worker_id)
         return entry
@@ -68,6 +76,17 @@ class InFlightLoad:
         if not entries:
             self._entries.pop(entry.worker_id, None)
 
+    def end_prompt(self, entry: Entry) -> None:
+        """Stop counting a prompt whose first token has arrived, and learn from the time it took."""
+        self.remove(entry)
+        if entry.expected_s is not None:
+            pace = self._paces.setdefault(entry.worker_id, Pace())
+            pace.observe(entry.expected_s, self._clock() - entry.since)
+
+    def pace(self, worker_id: str) -> float:
+        """Return how many times as long as predicted a worker takes."""
+        return self._paces[worker_id].factor if worker_id in self._paces else 1.0
+
     def note_report(self, worker_id: str, report: LoadReport) -> None:
         """Keep a worker's report, unless a newer one is known."""
         known = self._reports.get(worker_id)
@@ -75,8 +94,9 @@ class InFlightLoad:
             self._reports[worker_id] = _Arrived(report, self._clock())
 
     def forget(self, worker_id: str) -> None:
-        """Drop the report of a lost worker."""
+        """Drop what is known of a lost worker."""
         self._reports.pop(worker_id, None)
+        self._paces.pop(worker_id, None)
 
     def take_changes(self) -> dict[str, tuple[Load, float]]:
         """Return the reserved loads that have changed since the last call, for other routers.

@@ -38,12 +38,14 @@ class Candidate:
         load: of the worker, with what was placed there lately.
         forecast: predicts how long its work takes; None: unknown.
         may_decode: it can be asked to decode, whatever it prefers to do.
+        pace: how many times as long as predicted its work takes.
     """
 
     worker_id: str
     load: Load
     forecast: Forecast | None = None
     may_decode: bool = True
+    pace: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Placement:
         decode_workers: in order of preference; the first is chosen, the rest are alternates.
         prefill_workers: likewise; empty means that the decode worker prefills locally.
         prefill_s: predicted seconds of computing the prompt, by worker, as far as known.
+        expected_s: predicted seconds until it is computed, by worker, without its pace. Only where
+            less is queued than the prompt: queues change.
         local_tokens: the decode worker computes the prompt itself if it lacks at most this many
             tokens; None: its settings decide, or no prefill worker is known.
     """
@@ -115,6 +119,7 @@ class Placement:
     decode_workers: tuple[str, ...]
     prefill_workers: tuple[str, ...]
     prefill_s: Mapping[str, float] = field(default_factory=dict)
+    expected_s: Mapping[str, float] = field(default_factory=dict)
     local_tokens: int | None = None
 
     def prefill_load(self, prompt: Prompt, worker_id: str) -> Load:

@@ -8,7 +8,8 @@ worker may also decode. Each place has a cost in seconds:
     + decode steps of a usual answer                   of the worker that decodes it
     + `DELAY_WEIGHT` * delay of each answer there * their number
 
-The sum is what all clients together wait for, as far as the choice matters: the decode steps count
+Each worker's times are multiplied by its pace: what first tokens took, relative to predictions. The
+sum is what all clients together wait for, as far as the choice matters: the decode steps count
 as far as they take longer than on the fastest worker. A delay weighs less than a first token: an
 answer has all of its own time to make up for it. For a later turn of a named session, the computing
 of what the decode worker lacks is one more cost, see policy.py. A prefill worker must be much
@@ -45,7 +46,8 @@ class _Costs:
 
     Attributes:
         rank: place in the order that breaks ties, from 0 on.
-        prefill_s: of computing the prompt, without the queue.
+        queue_s: of prompts before this one, without the worker's pace.
+        prefill_s: of computing this one, likewise.
         first_s: until the first token, with the queue and what it costs the answers there.
         decode_s: of the steps that decode a usual answer, and of what a session lacks there.
         has_room: it can decode one more answer at once.
@@ -54,6 +56,7 @@ class _Costs:
 
     worker_id: str
     rank: int
+    queue_s: float
     prefill_s: float
     first_s: float
     decode_s: float
@@ -127,9 +130,19 @@ def _costs(prompt: Prompt, rank: int, candidate: Candidate, forecast: Forecast) 
     decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
     if prompt.has_home:
         decode_s += forecast.alone_s(count, after)
+    pace = candidate.pace
     has_room = candidate.may_decode and forecast.has_room(load, prompt.missing_blocks(worker_id))
-    chunk = chunk_of(load)
-    return _Costs(worker_id, rank, prefill_s, first_s, decode_s, has_room, chunk, forecast)
+    return _Costs(
+        worker_id,
+        rank,
+        load.seconds,
+        prefill_s,
+        pace * first_s,
+        pace * decode_s,
+        has_room,
+        chunk_of(load),
+        forecast,
+    )
 
 
 def _cheapest(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> _Option:
@@ -199,5 +212,10 @@ def _placement(
         tuple(each.worker_id for each in decodes),
         tuple(each.worker_id for each in senders),
         {each.worker_id: each.prefill_s for each in (*decodes, *senders)},
+        {
+            each.worker_id: each.queue_s + each.prefill_s
+            for each in (*decodes, *senders)
+            if each.queue_s <= each.prefill_s
+        },
         local_tokens=local_tokens if computing else None,
     )

@@ -192,7 +192,8 @@ class WorkerSelector:
                 and self.link_of(worker_id) is not None
                 and record.max_model_len >= longest
             )
-            return Candidate(worker_id, load, forecasts.get(worker_id), may_decode)
+            pace = self._in_flight.pace(worker_id)
+            return Candidate(worker_id, load, forecasts.get(worker_id), may_decode, pace)
 
         placement = self._policy.place(
             prompt, [candidate(each) for each in decodes], [candidate(each) for each in prefills]

@@ -418,6 +418,7 @@ def priced(**load: Any) -> dict[str, Any]:
 def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest(redis):
     async def scenario(cluster: Cluster) -> None:
         (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        in_flight = cluster.router.service.dispatcher.in_flight
         directory = cluster.router.service.members.directory
         decode.put_record(**priced())
         for seconds, expected in ((9.0, []), (0.0, ["prefill-0"])):
@@ -428,14 +429,34 @@ def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest
                     and directory.get("decode-0").prices is not None
                 )
             )
+            in_flight.forget("decode-0")  # that it answered sooner than predicted
             assert (await cluster.ask([int(seconds) + 1] * 200))[1] == expected
             assert decode.generated[-1].local_tokens == IDENTITY.block_size
         prefill.put_record(**priced(queued_prefill_s=0.3))
         await eventually(lambda: directory.get("prefill-0").load.queued_prefill_s == 0.3)
         for room, expected in ((512, []), (1, ["prefill-0"])):
             report = LoadReport(1, 10_000 - room, Load(rows=1, room=room))
-            cluster.router.service.dispatcher.in_flight.note_report("decode-0", report)
+            in_flight.forget("decode-0")
+            in_flight.note_report("decode-0", report)
             assert (await cluster.ask([3 + room] * 200))[1] == expected
+
+    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
+
+
+def test_first_tokens_show_how_slow_a_worker_is(redis):
+    async def scenario(cluster: Cluster) -> None:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        in_flight = cluster.router.service.dispatcher.in_flight
+        directory = cluster.router.service.members.directory
+        decode.put_record(**priced())
+        prefill.put_record(**priced(queued_prefill_s=9.0))
+        await eventually(
+            lambda: all(directory.get(each).prices for each in ("decode-0", "prefill-0"))
+        )
+        for number in range(5):  # each is predicted to take 0.2 s, and answered at once
+            await cluster.ask([number] * 200)
+        assert 0.25 < in_flight.pace("decode-0") < 0.8
+        assert in_flight.pace("prefill-0") == 1.0
 
     with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
 

@@ -112,6 +112,24 @@ def test_a_session_that_no_worker_knows_is_placed_as_others_are():
     assert placements[0] == placements[1]
 
 
+def test_a_worker_that_is_slower_than_predicted_gets_less():
+    def with_pace(pace: float) -> tuple[str, ...]:
+        slow = dataclasses.replace(sender("p"), pace=pace)
+        return place(prompt_of(2000), [worker("d", rows=16)], [slow]).prefill_workers
+
+    assert [with_pace(pace) for pace in (1.0, 1.2, 4.0)] == [("p",), ("p",), ()]
+
+
+def test_a_prompt_is_expected_to_take_what_its_worker_predicts_unless_more_is_queued():
+    decodes, prompt = [worker("d", rows=99)], prompt_of(512)
+    for seconds, expected in ((0.05, {"p": pytest.approx(0.1062)}), (0.06, {})):
+        prefill = dataclasses.replace(sender("p", seconds=seconds), pace=0.5)
+        placement = place(prompt, decodes, [prefill])
+        assert placement.prefill_workers == ("p",)
+        found = {each: s for each, s in placement.expected_s.items() if each == "p"}
+        assert found == expected
+
+
 def test_a_request_may_ask_for_a_prefill_worker():
     prompt = prompt_of(3, remote=True)
     placement = place(prompt, [worker("d")], [worker("p", seconds=9.0)])
@@ -204,7 +222,8 @@ def plain_costs(
         decode_s = TYPICAL_ANSWER_TOKENS * forecast.decode_step_s(load, prompt.num_tokens)
         decode_s += forecast.alone_s(count, after) if prompt.has_home else 0
         has_room = each.may_decode and forecast.has_room(load, prompt.missing_blocks(name))
-        return load.seconds + prefill_s + DELAY_WEIGHT * delay_s, decode_s, has_room
+        first_s = load.seconds + prefill_s + DELAY_WEIGHT * delay_s
+        return each.pace * first_s, each.pace * decode_s, has_room
 
     is_free = not (prompt.remote and prefills)
     found = {each.worker_id: terms(each) for each in (*decodes, *prefills)}
@@ -251,7 +270,7 @@ def situations(draw: st.DrawFn) -> tuple[Prompt, list[Candidate], list[Candidate
             rows=rng.randrange(0, 60),
             room=rng.choice([16, 512]),
         )
-        return Candidate(name, load, prices, rng.random() < 0.8)
+        return Candidate(name, load, prices, rng.random() < 0.8, rng.choice([1.0, 0.7, 2.0]))
 
     hits = {each: rng.randrange(300) for each in (*decodes, *prefills) if rng.random() < 0.4}
     prompt = prompt_of(

@@ -307,3 +307,30 @@ def test_a_session_has_a_home_until_many_others_were_placed(monkeypatch: pytest.
         sessions.add(number)
     assert [number for number in range(5) if number in sessions] == [1, 3, 4]
     assert None not in sessions
+
+
+def test_a_worker_has_the_pace_of_its_latest_first_tokens():
+    now_s = 0.0
+    in_flight = InFlightLoad(settle_s=60, clock=lambda: now_s)
+
+    def first_token(expected_s: float | None, seconds: float) -> None:
+        nonlocal now_s
+        entry = in_flight.add("w", Load(tokens=9, seconds=0.1), expected_s)
+        now_s += seconds
+        in_flight.end_prompt(entry)
+        assert in_flight.recently_placed("w") == Load()
+
+    assert in_flight.pace("w") == 1.0
+    first_token(None, 9.0)
+    in_flight.remove(in_flight.add("w", Load(seconds=0.1), 0.1))
+    assert in_flight.pace("w") == 1.0
+    for _ in range(100):
+        first_token(0.1, 0.15)
+    assert in_flight.pace("w") == pytest.approx(1.5, abs=0.05)
+    first_token(0.1, 100.0)  # nothing that computing explains
+    assert in_flight.pace("w") < 1.6
+    for _ in range(100):
+        first_token(0.1, 0.08)
+    assert in_flight.pace("w") == pytest.approx(0.8, abs=0.05)
+    in_flight.forget("w")
+    assert in_flight.pace("w") == 1.0
