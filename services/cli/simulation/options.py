@@ -75,7 +75,10 @@ _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
 SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
 SloGap = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)]
-_KEEP = "Workers have nine tenths of --slo-gap as their slo_gap_s: as predictions err a little."
+_KEEP = (
+    "Workers have nine tenths of --slo-gap, or else of --slo-itl, as their slo_gap_s: predictions "
+    "err a little."
+)
 KeepGap = Annotated[bool, _goal(help=_KEEP)]
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
 
@@ -157,9 +160,9 @@ def _worker_gap_s(params: Mapping[str, Any]) -> float:
     """
     if not params["keep_gap"]:
         return math.inf
-    if params["slo_gap"] is None:
-        raise ConfigError("--keep-gap needs --slo-gap")
-    return 0.9 * promise_of(params).gap_s
+    if params["slo_gap"] is None and params["slo_itl"] is None:
+        raise ConfigError("--keep-gap needs --slo-gap or --slo-itl")
+    return promise_of(params).objective_s
 
 
 def promise_of(params: Mapping[str, Any]) -> Promise:

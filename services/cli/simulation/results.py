@@ -12,6 +12,7 @@ from typing import Literal
 
 from pagewire.services.cli.bench.stats import percentile
 
+SHARE_OF_GAP = 0.9
 Outcome = Literal["ok", "refused", "unfinished"]
 
 
@@ -28,6 +29,14 @@ class Promise:
     ttft_s: float = math.inf
     tpot_s: float = math.inf
     gap_s: float = math.inf
+
+    @property
+    def objective_s(self) -> float:
+        """The workers' `slo_gap_s` that keeps it: a little less, since predictions err a little.
+
+        Where only the mean is promised, no time between two tokens may be longer than that.
+        """
+        return SHARE_OF_GAP * (self.tpot_s if self.gap_s == math.inf else self.gap_s)
 
 
 @dataclass(slots=True, eq=False)

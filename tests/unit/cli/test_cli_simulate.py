@@ -192,7 +192,7 @@ def test_workers_may_try_to_keep_the_promised_gap() -> None:
 def test_a_gap_to_keep_must_be_promised() -> None:
     result = pagewire("simulate", "--rate", "4", "--requests", "5", "--keep-gap")
     assert result.exit_code != 0
-    assert "--keep-gap needs --slo-gap" in result.output
+    assert "--keep-gap needs --slo-gap or --slo-itl" in result.output
 
 
 def test_there_may_be_fewer_requests_than_agents() -> None:
