@@ -113,7 +113,8 @@ def options_of(plan: ClusterPlan, machine: Machine) -> list[str]:
     sizes = ("--num-blocks", str(machine.kv_blocks), "--max-num-seqs", "512")
     steps = ("--max-num-batched-tokens", str(machine.max_step_tokens))
     engine = ("--device", "cpu", "--dtype", "float32", "--no-enable-prefix-caching")
-    return [*workers, "--routers", "1", *sizes, *steps, *engine]
+    routers = ("--routers", "1", "--policy", plan.policy)
+    return [*workers, *routers, *sizes, *steps, *engine]
 
 
 def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -121,7 +122,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     machine, slo = load_machine(args.machine), Slo(args.slo_ttft / 1e3, args.slo_itl / 1e3)
     lengths = Lengths.parse(args.prompt_tokens), Lengths.parse(args.output_tokens)
     for text in args.workers:
-        plan = parse_workers(text, "prefix", 1)
+        plan = parse_workers(text, args.policy, 1)
         workload = Workload(*lengths, 0, TokenRatio(0.0, 1.0), args.seed)
         with (
             tempfile.TemporaryDirectory() as logs,
@@ -146,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", help="JSON file")
     parser.add_argument("--workers", nargs="+", default=["1P1D", "2"])
+    parser.add_argument("--policy", default="predicted")
     parser.add_argument("--rates", nargs="+", type=float, default=[2, 4, 6, 8])
     parser.add_argument("--seconds", type=float, default=20.0, help="of each rate")
     parser.add_argument("--prompt-tokens", default="64:1024")

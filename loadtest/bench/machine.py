@@ -8,6 +8,7 @@ the command line: they need a cluster. What the fit does not explain goes to std
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 from collections import deque
@@ -172,6 +173,25 @@ def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return found
 
 
+def machine_of(
+    core: EngineCore, source: str, steps: StepTable, wire: WirePrices, host: HostPrices
+) -> Machine:
+    """Return the machine on which an engine runs, with the engine's own bounds."""
+    scheduler = core.scheduler
+    layout, limits = scheduler.pool.layout, scheduler.limits
+    return Machine(
+        source=source,
+        kv_blocks=scheduler.pool.num_blocks,
+        block_size=layout.block_size,
+        kv_token_bytes=layout.block_bytes // layout.block_size,
+        max_step_tokens=limits.max_num_batched_tokens,
+        step_limit_s=None if limits.step_s == math.inf else limits.step_s,
+        steps=steps,
+        wire=wire,
+        host=msgspec.structs.replace(host, launches_early=core.overlap),
+    )
+
+
 def main() -> None:
     """Measure, fit and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,17 +218,10 @@ def main() -> None:
     run_steps(core, longest, options.max_rows, config.vocab_size)
     samples = costs.samples
     table, error = fit(samples)
-    layout = core.scheduler.pool.layout
-    machine = Machine(
-        source=f"{options.model} on {llm.engine.device}, {len(samples)} steps",
-        kv_blocks=core.scheduler.pool.num_blocks,
-        block_size=layout.block_size,
-        kv_token_bytes=layout.block_bytes // layout.block_size,
-        max_step_tokens=options.max_num_batched_tokens,
-        steps=table,
-        wire=msgspec.json.decode(options.wire, type=WirePrices),
-        host=msgspec.json.decode(options.host, type=HostPrices),
-    )
+    source = f"{options.model} on {llm.engine.device}, {len(samples)} steps"
+    wire = msgspec.json.decode(options.wire, type=WirePrices)
+    host = msgspec.json.decode(options.host, type=HostPrices)
+    machine = machine_of(core, source, table, wire, host)
     print(msgspec.json.format(msgspec.json.encode(machine), indent=1).decode())
     print(f"{len(samples)} steps, median error {error:.1%}", file=sys.stderr)
 

@@ -217,7 +217,7 @@ class SimulatedCluster:
         special: list[Request] = []
         for output in others:
             special.append(self._take(decode, output, arrives_s))
-        heard = partial(self._hear, decode, decode.report(), special)
+        heard = partial(self._hear, decode, decode.recent(), special)
         self.events.after(host.hop_ms * 1e-3, heard)
 
     def _take(self, decode: Worker, output: StepOutput, arrives_s: float) -> Request:

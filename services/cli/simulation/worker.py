@@ -27,6 +27,7 @@ from pagewire.shared.kv.model_identity import ModelIdentity
 
 EPOCH = 1
 WATERMARK_SHARE = 100  # as in shared/engine/build.py
+SNAPSHOT_INTERVAL_S = 0.02  # as in shared/engine/thread.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class Worker:
         self.iterations, self.price_factor = 0, 1.0
         self._events: Events = device.events
         self._on_outputs = on_outputs
+        self._commands_s = self._next_snapshot_s = 0.0
+        self._snapshot, self._snapshot_s = self.report(), 0.0
         self._commands: list[Callable[[EngineCore], object]] = []
         self._is_woken = False
         device.on_launch = lambda ends_s: self._events.at(ends_s, self._run)
@@ -145,6 +148,15 @@ class Worker:
             load = msgspec.structs.replace(load, seconds=self.price_factor * load.seconds)
         return LoadReport(EPOCH, self.iterations, load)
 
+    def recent(self) -> LoadReport:
+        """Return the load at most a few steps ago, as decode workers report it with tokens."""
+        age_s = self._events.now - self._snapshot_s
+        return msgspec.structs.replace(self._snapshot, age_s=age_s)
+
+    def _take_snapshot(self) -> None:
+        self._snapshot, self._snapshot_s = self.report(), self._commands_s
+        self._next_snapshot_s = self._events.now + SNAPSHOT_INTERVAL_S
+
     def forecast(self, links: Mapping[str, LinkInfo]) -> Forecast:
         """Return what the worker's record predicts.
 
@@ -162,15 +174,27 @@ class Worker:
         )
 
     def _run(self) -> None:
-        """Run iterations until only time brings something new."""
+        """Run iterations until only time brings something new.
+
+        Without overlap, launching a step takes as long as the step: commands wait until it ends.
+        """
         self._is_woken = False
-        worked = True
-        while worked and not (self.core.awaits_device and not self._commands):
+        worked, core = True, self.core
+        while worked and not (core.awaits_device and not (self._commands and core.overlap)):
             self.iterations += 1
-            commands, self._commands = self._commands, []
-            for command in commands:
-                command(self.core)
-            outputs, worked = self.core.advance(wait=False)
+            if core.overlap or not core.awaits_step:
+                self._run_commands()
+            outputs, worked = core.advance(wait=False)
             if outputs:
+                if any(each.finish_reason is not None for each in outputs.others):
+                    self._take_snapshot()
                 self._on_outputs(self, outputs)
-            worked |= self.core.run_hooks()
+            worked |= core.run_hooks()
+            if self._events.now >= self._next_snapshot_s or not core.has_work:
+                self._take_snapshot()
+
+    def _run_commands(self) -> None:
+        self._commands_s = self._events.now
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command(self.core)

@@ -89,6 +89,34 @@ def test_a_remote_prompt_takes_its_steps_its_messages_and_its_transfer() -> None
     assert answer.times[1] == pytest.approx(activated + 0.0005 + row_s(101) + 0.011 + 0.013)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_overlap_a_worker_takes_commands_between_steps_only(overlap: bool) -> None:
+    machine = msgspec.structs.replace(MACHINE, host=HostPrices(launches_early=overlap))
+    cluster = SimulatedCluster(ClusterPlan(0, 1), machine, LIMITS)
+    worker, events = cluster.workers["decode-0"], cluster.events
+    taken: list[float] = []
+    events.at(0.002, lambda: worker.submit(lambda _core: taken.append(events.now)))
+    cluster.run([Conversation(0.0, (Turn((Part(7, 64),), 1),))])
+    assert taken == [pytest.approx(0.002 if overlap else chunk_s(0, 64))]
+
+
+def test_a_decode_worker_reports_its_load_of_a_moment_ago() -> None:
+    cluster = SimulatedCluster(ClusterPlan(0, 1), MACHINE, LIMITS)
+    worker = cluster.workers["decode-0"]
+    ages: list[float] = []
+    blocks: list[tuple[int, int]] = []
+
+    def look() -> None:
+        ages.append(worker.recent().age_s)
+        blocks.append((worker.recent().load.blocks, worker.report().load.blocks))
+
+    cluster.events.every(0.001, look)
+    cluster.run([Conversation(0.0, (Turn((Part(7, 60),), 200),))])
+    assert 0.015 < max(ages) <= 0.03  # an interval and a step
+    assert any(then < now for then, now in blocks)
+    assert worker.recent().load.blocks == 0  # with the last token comes the load after it
+
+
 def test_a_short_prompt_is_computed_by_its_decode_worker() -> None:
     answer = one_request(ClusterPlan(1, 1), MACHINE, prompt=32, answer=2)
     assert not answer.is_remote

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from itertools import product
 from pathlib import Path
 
 import pytest
 
 from pagewire.loadtest.bench.forecast import main, read_cells
-from pagewire.loadtest.bench.forecast_cluster import rate_kept
-from pagewire.loadtest.bench.machine import fit
-from pagewire.services.cli.simulation.machine import StepTable, Work
+from pagewire.loadtest.bench.forecast_cluster import options_of, rate_kept
+from pagewire.loadtest.bench.machine import fit, machine_of
+from pagewire.services.cli.simulation.cluster import ClusterPlan
+from pagewire.services.cli.simulation.machine import (
+    HostPrices,
+    StepTable,
+    WirePrices,
+    Work,
+    load_machine,
+)
+from pagewire.tests.support.fake_engine import make_core
 
 MEASURED = {
     "label": "1P1D",
@@ -65,3 +75,21 @@ def test_the_prices_of_steps_are_found() -> None:
 def test_the_rate_that_keeps_a_promise_lies_between_two() -> None:
     assert rate_kept([2, 4, 6], [1.0, 0.95, 0.75]) == pytest.approx(4.5)
     assert rate_kept([2, 4], [1.0, 0.95]) == 4
+
+
+@pytest.mark.parametrize("policy", ["prefix", "predicted"])
+def test_a_cluster_is_measured_with_the_policy_that_is_simulated(policy: str) -> None:
+    plan = ClusterPlan(1, 1, policy)
+    options = options_of(plan, load_machine("h200-llama-3.1-8b"))
+    assert options[options.index("--policy") + 1] == policy
+
+
+@pytest.mark.parametrize(("overlap", "step_s"), [(True, math.inf), (False, 1.0)])
+def test_a_machine_has_the_bounds_of_its_engine(overlap: bool, step_s: float) -> None:
+    core, _ = make_core(overlap=overlap, max_num_batched_tokens=64)
+    core.scheduler.limits = dataclasses.replace(core.scheduler.limits, step_s=step_s)
+    table, wire = StepTable(curve=((1, 1.0), (2, 1.0))), WirePrices(gb_s=1.0)
+    machine = machine_of(core, "a test", table, wire, HostPrices())
+    assert machine.max_step_tokens == 64
+    assert machine.step_limit_s == (step_s if step_s == 1.0 else None)
+    assert machine.host.launches_early is overlap
