@@ -56,6 +56,20 @@ def test_prices_that_are_wrong_by_a_third_do_not_make_it_lose(load: Load) -> Non
     assert min(*(each.completed for each in found), *kept(found)) >= LEAST_SHARE
 
 
+def test_wrong_prices_keep_nine_tenths_of_what_right_ones_keep() -> None:
+    load, promise = Load("long", 3.25, 2, 120).conversations(0), PROMISES["even"]
+
+    def kept_per_s(*factors: float) -> float:
+        limits = WorkerLimits(2048, slo_gap_s=promise.objective_s)
+        plan = ClusterPlan(1, 1, "predicted")
+        cluster = SimulatedCluster(plan, load_machine(MACHINE), limits, price_factors=factors)
+        cluster.run(load)
+        return cluster.summary(promise).kept_per_s
+
+    right = kept_per_s(1.0)
+    assert min(kept_per_s(*WRONG), kept_per_s(*reversed(WRONG))) >= 0.9 * right
+
+
 def test_several_routers_do_not_send_all_requests_to_the_same_worker_in_turn() -> None:
     load = LOADS[3].conversations(0)
 
