@@ -9,7 +9,6 @@ before is copied. Apart from the buffers, no host memory is needed.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,11 +21,12 @@ import torch
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.safetensors_header import TensorEntry, WeightsFile
 from pagewire.shared.model.shard import Cuts
+from pagewire.shared.model.weights_regions import regions
 
 PART_BYTES = 8 << 20
-# Columns of rows are read one by one. Where they are less than a page of a file, whole rows are
-# read: that costs fewer calls, and the system reads whole pages anyway.
-PAGE_BYTES = 4096
+# A rank's columns of a row are read alone, unless those of others between them are no more than
+# this: then it is quicker to read them, too, than to make a call for each row.
+GAP_BYTES = 16 << 10
 MAX_THREADS = 8
 BUFFERS = 2  # buffers of one thread
 
@@ -60,22 +60,8 @@ class Fill(NamedTuple):
         return self.target.numel() * DTYPES[self.entry.dtype].itemsize
 
 
-class _Region(NamedTuple):
-    """A part of a tensor, and where it is in a file.
-
-    Attributes:
-        start: byte where it begins.
-        target: what it fills.
-        pitch: bytes from the start of one row to that of the next; 0: rows are contiguous.
-    """
-
-    start: int
-    target: torch.Tensor
-    pitch: int = 0
-
-
 class _Part(NamedTuple):
-    """A region of a file whose numbers have a dtype."""
+    """A `Region` of a file whose numbers have a dtype."""
 
     path: Path
     dtype: torch.dtype
@@ -144,61 +130,9 @@ def _unreadable(path: Path, exc: OSError) -> ModelLoadError:
 
 def _parts(fill: Fill) -> Iterator[_Part]:
     dtype = DTYPES[fill.entry.dtype]
-    for whole in _regions(fill.target, fill.cuts, fill.entry.start, dtype.itemsize):
-        if whole.target.numel():
-            for region in _small(whole, dtype.itemsize):
-                yield _Part(fill.file.path, dtype, *region)
-
-
-def _regions(target: torch.Tensor, cuts: Cuts, start: int, itemsize: int) -> Iterator[_Region]:
-    """Yield where the parts of a file's tensor are that fill a target.
-
-    Args:
-        target: what they fill.
-        cuts: for each dimension, which part of it.
-        start: of the tensor in the file.
-        itemsize: bytes of a number in the file.
-    """
-    if all(cut is None or cut.is_whole for cut in cuts):
-        yield _Region(start, target)
-        return
-    own, *rest = cuts
-    inner = tuple(
-        size if cut is None else cut.size
-        for size, cut in zip(target.shape[1:], [*rest, *[None] * target.dim()], strict=False)
-    )
-    step, first = math.prod(inner) * itemsize, 0
-    for begin, end in own.ranges if own else ((0, len(target)),):
-        rows, place = target[first : first + end - begin], start + begin * step
-        first += end - begin
-        if all(cut is None or cut.is_whole for cut in rest):
-            yield _Region(place, rows)
-        elif target.dim() == 2 and rest[0] is not None:
-            column = 0
-            for left, right in rest[0].ranges:
-                view = rows[:, column : column + right - left]
-                yield _Region(place + left * itemsize, view, step)
-                column += right - left
-        else:
-            for index, row in enumerate(rows):
-                yield from _regions(row, tuple(rest), place + index * step, itemsize)
-
-
-def _small(region: _Region, itemsize: int) -> Iterator[_Region]:
-    """Yield the regions of at most `PART_BYTES` in the file that a region consists of."""
-    start, target, pitch = region
-    if target.dim() == 0 or target.numel() * itemsize <= PART_BYTES >= pitch * len(target):
-        yield region
-        return
-    row = target[0].numel() * itemsize
-    step = pitch or row
-    rows = max(1, PART_BYTES // step)
-    for first in range(0, len(target), rows):
-        view = target[first : first + rows]
-        if row > PART_BYTES:
-            yield from _small(_Region(start + first * step, view[0]), itemsize)
-        else:
-            yield _Region(start + first * step, view, pitch)
+    start, itemsize = fill.entry.start, dtype.itemsize
+    for region in regions(fill.target, fill.cuts, start, itemsize, PART_BYTES):
+        yield _Part(fill.file.path, dtype, *region)
 
 
 class _Parts:
@@ -246,17 +180,18 @@ class _CpuCopier:
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
+        self._reader = _Reader()
 
     def copy(self, part: _Part, descriptor: int) -> None:
         target = part.target
         if target.dtype == part.dtype and target.is_contiguous():
             flat = target.view(-1)
             if flat.stride() == (1,):  # one number of a matrix may have any stride
-                _read(part, descriptor, flat.view(torch.uint8))
+                self._reader.read(part, descriptor, flat.view(torch.uint8))
                 return
         if self._buffer is None:
             self._buffer = torch.empty(PART_BYTES, dtype=torch.uint8)
-        target.copy_(_read(part, descriptor, self._buffer))
+        target.copy_(self._reader.read(part, descriptor, self._buffer))
 
     def finish(self) -> None:
         """Do nothing: all copies are done."""
@@ -275,12 +210,13 @@ class _GpuCopier:
             for _ in range(BUFFERS)
         ]
         self._next = 0
+        self._reader = _Reader()
 
     def copy(self, part: _Part, descriptor: int) -> None:
         buffer, is_free = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
         is_free.synchronize()  # wait for the last copy from this buffer
-        read = _read(part, descriptor, buffer)
+        read = self._reader.read(part, descriptor, buffer)
         with torch.cuda.stream(self._stream):
             if part.target.dtype != part.dtype:  # converted on the GPU, not on the host
                 read = read.to(self._device, non_blocking=True)
@@ -291,31 +227,46 @@ class _GpuCopier:
         self._stream.synchronize()
 
 
-def _read(part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Read a part into the start of a byte buffer; return it in its dtype and shape.
+class _Reader:
+    """Reads parts of files, in one thread."""
+
+    def __init__(self) -> None:
+        self._rows: torch.Tensor | None = None  # whole rows, of which columns are needed
+
+    def read(self, part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Read a part into the start of a byte buffer; return it in its dtype and shape.
+
+        Raises:
+            ModelLoadError: the file ends before the part, or cannot be read; one line.
+        """
+        buffer = buffer[: part.num_bytes]
+        if part.pitch:
+            self._read_columns(part, descriptor, buffer.view(len(part.target), -1))
+        else:
+            _read_bytes(part, descriptor, memoryview(buffer.numpy().data), part.start)
+        return buffer.view(part.dtype).view(part.target.shape)
+
+    def _read_columns(self, part: _Part, descriptor: int, columns: torch.Tensor) -> None:
+        count, width = columns.shape
+        if part.pitch - width > GAP_BYTES or count == 1:
+            rows = memoryview(columns.view(-1).numpy().data)
+            for index in range(count):
+                row = rows[index * width : (index + 1) * width]
+                _read_bytes(part, descriptor, row, part.start + index * part.pitch)
+            return
+        if self._rows is None:
+            self._rows = torch.empty(PART_BYTES, dtype=torch.uint8)
+        read = self._rows[: (count - 1) * part.pitch + width]
+        _read_bytes(part, descriptor, memoryview(read.numpy().data), part.start)
+        columns.copy_(read.as_strided((count, width), (part.pitch, 1)))
+
+
+def _read_bytes(part: _Part, descriptor: int, rest: memoryview, start: int) -> None:
+    """Fill memory from this byte of a part's file on.
 
     Raises:
-        ModelLoadError: the file ends before the part, or cannot be read; one line.
+        ModelLoadError: the file ends before, or cannot be read; one line.
     """
-    buffer = buffer[: part.num_bytes]
-    if not part.pitch:
-        _read_bytes(part, descriptor, buffer, part.start)
-    else:
-        rows = buffer.view(len(part.target), -1)
-        count, width = rows.shape
-        if width >= PAGE_BYTES:
-            for index, row in enumerate(rows):
-                _read_bytes(part, descriptor, row, part.start + index * part.pitch)
-        else:
-            read = torch.empty((count - 1) * part.pitch + width, dtype=torch.uint8)
-            _read_bytes(part, descriptor, read, part.start)
-            rows.copy_(read.as_strided((count, width), (part.pitch, 1)))
-    return buffer.view(part.dtype).view(part.target.shape)
-
-
-def _read_bytes(part: _Part, descriptor: int, buffer: torch.Tensor, start: int) -> None:
-    """Fill a byte buffer from this byte of a part's file on."""
-    rest = memoryview(buffer.numpy().data)
     while rest:
         try:
             count = os.preadv(descriptor, [rest], start)

@@ -35,7 +35,7 @@ from pagewire.shared.model.layers.latent_attention import HeadMatrices, LatentAt
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
 from pagewire.shared.model.layers.methods import Methods
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm, SplitRmsNorm
+from pagewire.shared.model.layers.norms import Norms
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
@@ -86,6 +86,8 @@ class LayerFactory:
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
+        norms = Norms(device, dtype, ops, shard, communicator)
+        self._norm, self._head_norms = norms.make, norms.of_heads
         self.methods = Methods(device, dtype, ops, quantization)
 
     def rounded(self, value: float) -> float:
@@ -112,36 +114,6 @@ class LayerFactory:
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
-
-    def norm(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
-        """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
-        weight = self._norm_weight(config, size or config.hidden_size)
-        eps = eps or config.rms_norm_eps
-        if config.norm_style == "centred":
-            return LayerNorm(weight, eps)
-        return RmsNorm(weight, eps, self._ops, config.norm_style == "plus one")
-
-    def _norm_weight(self, config: ModelConfig, size: int) -> torch.Tensor:
-        dtype = self._dtype if config.norm_style == "rounded" else torch.float32
-        return torch.empty(size, device=self._device, dtype=dtype)
-
-    def _qk_norms(
-        self, config: ModelConfig, qk_norm: QkNorm, q: Cut, kv: Cut
-    ) -> tuple[Norm, Norm] | None:
-        """Return the norms of queries and keys, which have these sizes together."""
-        if qk_norm == "none":
-            return None
-        if qk_norm == "head":
-            return self.norm(config, config.head_dim), self.norm(config, config.head_dim)
-        return self._split_norm(config, q), self._split_norm(config, kv)
-
-    def _split_norm(self, config: ModelConfig, cut: Cut) -> Norm:
-        """Return a normalisation of rows of which each rank has a part."""
-        if self._communicator is None:
-            return self.norm(config, cut.size)
-        copies = self._shard.count * cut.count // cut.size
-        weight = self._norm_weight(config, cut.count)
-        return SplitRmsNorm(weight, config.rms_norm_eps, cut, copies, self._communicator)
 
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
         """Return the table of rotary angles, for all attention layers that use it."""
@@ -188,7 +160,7 @@ class LayerFactory:
             self.linear(q, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
             qk_norm,
-            self._qk_norms(config, qk_norm, q, kv),
+            self._head_norms(config, qk_norm, q, kv),
             window,
             self._empty(heads[0].count) if sinks else None,
             kv_scales,
@@ -208,7 +180,7 @@ class LayerFactory:
         q_norm = q_up = None
         if config.q_rank is not None:
             parts = {"q_a_proj": config.q_rank, **of_cache}
-            q_norm = self.norm(config, config.q_rank, LATENT_NORM_EPS)
+            q_norm = self._norm(config, config.q_rank, LATENT_NORM_EPS)
             q_up = self.linear(config.q_rank, {"q_b_proj": queries}, False)
         values = heads.times(config.value_dim)
         return LatentAttention(
@@ -218,7 +190,7 @@ class LayerFactory:
             self.linear(config.hidden_size, parts, config.qkv_bias),
             q_norm,
             q_up,
-            self.norm(config, rank, LATENT_NORM_EPS),
+            self._norm(config, rank, LATENT_NORM_EPS),
             HeadMatrices(config, heads),
             self.linear(values, {"o_proj": config.hidden_size}, config.o_bias),
             cos_sin,
@@ -341,27 +313,27 @@ class LayerFactory:
         if config.residual_multiplier != 1.0:
             attention = Scaled(attention, config.residual_multiplier)
             mlp = Scaled(mlp, config.residual_multiplier)
-        return PreNormLayer(self.norm(config), attention, self.norm(config), mlp, mlp_name)
+        return PreNormLayer(self._norm(config), attention, self._norm(config), mlp, mlp_name)
 
     def parallel_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> ParallelLayer:
         """Return a layer whose attention and feed-forward layer have the same normalised input."""
-        return ParallelLayer(self.norm(config), attention, mlp, self._communicator)
+        return ParallelLayer(self._norm(config), attention, mlp, self._communicator)
 
     def post_norm_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> PostNormLayer:
         """Return a layer that normalises the outputs of attention and the feed-forward layer."""
         attention, mlp = self._reduced(attention), self._reduced(mlp)
-        return PostNormLayer(attention, self.norm(config), mlp, self.norm(config))
+        return PostNormLayer(attention, self._norm(config), mlp, self._norm(config))
 
     def sandwich_layer(
         self, config: ModelConfig, attention: AttentionPart, mlp: TokenPart
     ) -> SandwichLayer:
         """Return a layer that normalises before and after attention and feed-forward layer."""
         attention, mlp = self._reduced(attention), self._reduced(mlp)
-        norms = [self.norm(config) for _ in range(4)]
+        norms = [self._norm(config) for _ in range(4)]
         return SandwichLayer(norms[0], attention, norms[1], norms[2], mlp, norms[3])
 
     def decoder(
@@ -436,7 +408,7 @@ class LayerFactory:
             config,
             embed_tokens,
             layers,
-            self.norm(config),
+            self._norm(config),
             lm_head,
             embedding_multiplier or config.embedding_multiplier,
             self._communicator,

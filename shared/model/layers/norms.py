@@ -1,0 +1,61 @@
+"""Makes the normalisations of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagewire.kernels import Ops
+from pagewire.shared.model.layers.attention import QkNorm
+from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm, SplitRmsNorm
+from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.shard import Communicator, Cut, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The normalisations of one model; their weights are not filled.
+
+    Attributes:
+        device: of the weights.
+        dtype: of activations.
+        ops: kernels that suit the device.
+        shard: the part of the model that this rank has.
+        communicator: of the model's ranks; None if the model is whole.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    shard: Shard
+    communicator: Communicator | None
+
+    def make(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
+        """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
+        weight, eps = self._weight(config, size or config.hidden_size), eps or config.rms_norm_eps
+        if config.norm_style == "centred":
+            return LayerNorm(weight, eps)
+        return RmsNorm(weight, eps, self.ops, config.norm_style == "plus one")
+
+    def of_heads(
+        self, config: ModelConfig, qk_norm: QkNorm, q: Cut, kv: Cut
+    ) -> tuple[Norm, Norm] | None:
+        """Return the norms of queries and keys, of which a rank has these parts of all heads."""
+        if qk_norm == "none":
+            return None
+        if qk_norm == "head":
+            return self.make(config, config.head_dim), self.make(config, config.head_dim)
+        return self._split(config, q), self._split(config, kv)
+
+    def _split(self, config: ModelConfig, cut: Cut) -> Norm:
+        """Return a normalisation of rows of which each rank has a part."""
+        if self.communicator is None:
+            return self.make(config, cut.size)
+        copies = self.shard.count * cut.count // cut.size
+        weight = self._weight(config, cut.count)
+        return SplitRmsNorm(weight, config.rms_norm_eps, cut, copies, self.communicator)
+
+    def _weight(self, config: ModelConfig, size: int) -> torch.Tensor:
+        dtype = self.dtype if config.norm_style == "rounded" else torch.float32
+        return torch.empty(size, device=self.device, dtype=dtype)
