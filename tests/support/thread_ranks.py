@@ -24,20 +24,25 @@ T = TypeVar("T")
 
 
 class ThreadRanks:
-    """Threads that meet at a barrier, and read what the others have put down before."""
+    """Threads that meet at a barrier, and read what the others have put down before.
+
+    They compute in turn, as Triton's interpreter can run one kernel at a time.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._barrier = threading.Barrier(count, timeout=WAIT_S)
         self._values: list[torch.Tensor | None] = [None] * count
         self._pool = ThreadPoolExecutor(count, "rank")
+        self._turn = threading.Lock()
 
     def run(self, function: Callable[[int], T]) -> list[T]:
         """Call a function with each rank, at the same time, and return what each returned."""
 
         def call(rank: int) -> T:
             try:
-                return function(rank)
+                with self._turn:
+                    return function(rank)
             except BaseException:  # the future raises it again
                 self._barrier.abort()
                 raise
@@ -54,10 +59,17 @@ class ThreadRanks:
     ) -> torch.Tensor:
         """Return what `use` makes of the tensors of all ranks."""
         self._values[rank] = own
-        self._barrier.wait()
+        self._meet()
         result = use(self._values)
-        self._barrier.wait()
+        self._meet()
         return result
+
+    def _meet(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -135,8 +147,10 @@ class RankedModel:
 
 
 @contextmanager
-def load_ranks(path: Path, count: int, backend: BackendName = "torch") -> Iterator[Any]:
-    """Yield a checkpoint's model, divided among ranks, in float32 on the CPU.
+def load_ranks(
+    path: Path, count: int, backend: BackendName = "torch", device: str = "cpu"
+) -> Iterator[Any]:
+    """Yield a checkpoint's model in float32, divided among ranks that share a device.
 
     The type is Any, as tests pass it on in place of a `DecoderModel`.
     """
@@ -146,9 +160,9 @@ def load_ranks(path: Path, count: int, backend: BackendName = "torch") -> Iterat
         return load_model(
             path,
             config,
-            torch.device("cpu"),
+            torch.device(device),
             torch.float32,
-            load_ops(backend, "cpu"),
+            load_ops(backend, device),
             shard=shard,
             communicator=communicator,
         )

@@ -32,7 +32,7 @@ from pagewire.shared.model.layers.experts import (
     WithSharedExpert,
 )
 from pagewire.shared.model.layers.latent_attention import HeadMatrices, LatentAttention
-from pagewire.shared.model.layers.linear import Linear, LinearShape, Unquantized
+from pagewire.shared.model.layers.linear import Linear, LinearShape, Size, Unquantized
 from pagewire.shared.model.layers.methods import Methods
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norms import Norms
@@ -95,22 +95,17 @@ class LayerFactory:
         return torch.tensor(value, dtype=self._dtype).item()
 
     def linear(
-        self,
-        in_features: int | Cut,
-        parts: Mapping[str, int | Cut],
-        bias: bool,
-        *,
-        wide: bool = False,
+        self, ins: Size, parts: Mapping[str, Size], bias: bool, *, wide: bool = False
     ) -> Linear:
         """Return projections of one input, or this rank's part of them.
 
         Args:
-            in_features: size of the input.
+            ins: size of the input.
             parts: out features of each projection in the checkpoint, by its name, in order.
             bias: whether each projection has a bias.
             wide: whether the projections are in float32.
         """
-        return Linear(LinearShape.of(in_features, parts, bias=bias, wide=wide))
+        return Linear(LinearShape.of(ins, parts, bias=bias, wide=wide))
 
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
@@ -147,8 +142,7 @@ class LayerFactory:
         heads = self._shard.heads(config.num_heads, config.num_kv_heads)
         q, kv = (each.times(config.head_dim) for each in heads)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        if fused:
-            parts = {"qkv_proj": Cut.joined(parts.values())}
+        parts = {"qkv_proj": Cut.joined(parts.values())} if fused else parts
         # Those of queries and keys alike, so that their products do not change.
         rotated = ("q_proj", "k_proj") if interleaved and cos_sin is not None else ()
         pairs = dict.fromkeys(rotated, config.head_dim)
@@ -176,7 +170,7 @@ class LayerFactory:
         heads, _ = self._shard.heads(config.num_heads, 1)
         rank, queries = config.kv_rank, heads.times(config.nope_dim + config.head_dim)
         of_cache = {"kv_a_proj_with_mqa": rank + config.head_dim}
-        parts: dict[str, int | Cut] = {"q_proj": queries, **of_cache}
+        parts: dict[str, Size] = {"q_proj": queries, **of_cache}
         q_norm = q_up = None
         if config.q_rank is not None:
             parts = {"q_a_proj": config.q_rank, **of_cache}

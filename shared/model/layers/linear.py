@@ -12,6 +12,8 @@ from pagewire.kernels import Ops
 from pagewire.shared.model.layers.parameters import Method, NamedTarget, WithMethod
 from pagewire.shared.model.shard import Cut, Cuts
 
+Size = int | Cut  # all of a dimension, or the part that this rank has
+
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
@@ -40,7 +42,7 @@ class LinearShape:
     columns: Cut | None = None
 
     @classmethod
-    def of(cls, ins: int | Cut, parts: Mapping[str, int | Cut], **more: Any) -> LinearShape:
+    def of(cls, ins: Size, parts: Mapping[str, Size], **more: Any) -> LinearShape:
         """Return the shape of a rank's part of projections, or of all of them.
 
         Args:
@@ -85,11 +87,11 @@ class LinearShape:
         return self.rows.get(part), self.columns
 
 
-def _is_cut(size: int | Cut) -> TypeGuard[Cut]:
+def _is_cut(size: Size) -> TypeGuard[Cut]:
     return isinstance(size, Cut) and not size.is_whole
 
 
-def _count(size: int | Cut) -> int:
+def _count(size: Size) -> int:
     return size.count if isinstance(size, Cut) else size
 
 

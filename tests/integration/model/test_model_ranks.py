@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,42 @@ def test_greedy_answers_and_their_logits(pair: Pair) -> None:
     paged = PagedModel(pair.ours, num_blocks=64, block_size=BLOCK_SIZE, seed=3)
     prompts = random_prompts(PROMPTS, VOCAB)
     check_greedy_answers(paged, prompts, ANSWER, pair.expected, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", id="interpreter"),
+        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("family", "shape", "changes"),
+    [
+        ("qwen2", "groups-of-7", {"hidden_size": 224}),
+        ("olmo2", "groups-of-2-odd-vocabulary", {"hidden_size": 64}),
+        ("gptoss", "windows-by-layer", {"hidden_size": 64, "layer_types": ["sliding_attention"]}),
+        ("qwen2moe", "some-dense-layers", {"hidden_size": 64, "mlp_only_layers": []}),
+        ("deepseekv2", "query-latents-biases", {"first_k_dense_replace": 0}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_triton_kernels(
+    tmp_path: Path, family: str, shape: str, changes: dict[str, Any], device: str
+) -> None:
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    theirs = write_tiny_model(tmp_path, family, shape, num_hidden_layers=1, **changes)
+    with load_ranks(tmp_path, 2, "triton", device) as ours:
+        pair = Pair(theirs, ours)
+        paged = PagedModel(ours, num_blocks=16, block_size=16, seed=5)
+        sequences = [paged.add(prompt) for prompt in random_prompts((2, 18), VOCAB)]
+        paged.step([], [(sequence, sequence.remaining - 1) for sequence in sequences])
+        paged.step(sequences, [], padding_rows=1)
+        for sequence in sequences:
+            expected = pair.expected(sequence.token_ids)
+            error = (torch.stack(sequence.logits).cpu() - expected).abs().max()
+            assert error <= TOLERANCE * expected.abs().max()
 
 
 def test_what_is_kept_of_the_last_layer(tmp_path: Path) -> None:

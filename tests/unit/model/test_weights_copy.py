@@ -79,6 +79,14 @@ CUTS: dict[str, tuple[str, Cuts]] = {
 }
 
 
+def _part(values: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    for dim, cut in enumerate(cuts):
+        if cut is not None:
+            indices = [index for a, b in cut.ranges for index in range(a, b)]
+            values = values.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    return values
+
+
 @pytest.mark.usefixtures("_part_bytes")
 @pytest.mark.parametrize("gap", [4096, 0], ids=["rows-read-whole", "columns-read-alone"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "slice"])
@@ -95,16 +103,25 @@ def test_a_part_of_a_tensor(
     monkeypatch.setattr(weights_copy, "GAP_BYTES", gap)
     of, cuts = CUTS[name]
     file, tensors = _written(tmp_path / "a.safetensors", source)
-    expected = tensors[of].float()
-    for dim, cut in enumerate(cuts):
-        if cut is not None:
-            indices = [index for a, b in cut.ranges for index in range(a, b)]
-            expected = expected.index_select(dim, torch.tensor(indices, dtype=torch.int64))
+    expected = _part(tensors[of].float(), cuts)
     target = _target(expected, layout)
     counted: list[int] = []
     copy_weights([Fill(file, file.tensors[of], target, cuts)], CPU, counted.append)
     assert torch.equal(target, expected)
     assert sum(counted) == expected.numel() * source.itemsize
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CUTS)
+def test_a_part_of_a_tensor_on_a_gpu(tmp_path: Path, name: str, target_dtype: torch.dtype) -> None:
+    of, cuts = CUTS[name]
+    file, tensors = _written(tmp_path / "a.safetensors")
+    expected = _part(tensors[of], cuts).to(target_dtype)
+    target = torch.full(expected.shape, torch.nan, dtype=target_dtype, device="cuda")
+    fill = Fill(file, file.tensors[of], target, cuts)
+    copy_weights([fill], torch.device("cuda"), lambda _count: None)
+    assert torch.equal(target.cpu(), expected)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
