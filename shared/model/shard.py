@@ -1,4 +1,4 @@
-"""Tensor parallelism: which part of a model a rank holds, and what ranks tell each other.
+"""Tensor parallelism: which part of a model a rank holds, and what ranks exchange.
 
 Each rank has some heads of each attention layer, and a part of the inner size of each feed-forward
 layer, so that it computes a part of the sum that is the layer's output: one `reduce` after each. It

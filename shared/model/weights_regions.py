@@ -28,7 +28,7 @@ class Region(NamedTuple):
 def regions(
     target: torch.Tensor, cuts: Cuts, start: int, itemsize: int, limit: int
 ) -> Iterator[Region]:
-    """Yield the regions that fill a target, each within so many bytes of the file.
+    """Yield the regions that fill a target, each within `limit` bytes of the file.
 
     Args:
         target: what they fill.

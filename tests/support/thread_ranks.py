@@ -16,8 +16,9 @@ from pagewire.kernels import BackendName, load_ops
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.inputs import ForwardBatch, LayerKv, OnLayerEnd
 from pagewire.shared.model.layers.decoder import DecoderModel
-from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.loader import LoadFormat, load_model
 from pagewire.shared.model.shard import Communicator, Shard
+from pagewire.shared.settings.types import Quantization
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -148,13 +149,19 @@ class RankedModel:
 
 @contextmanager
 def load_ranks(
-    path: Path, count: int, backend: BackendName = "torch", device: str = "cpu"
+    path: Path,
+    count: int,
+    backend: BackendName = "torch",
+    device: str = "cpu",
+    *,
+    quantization: Quantization = "auto",
+    load_format: LoadFormat = "safetensors",
 ) -> Iterator[Any]:
     """Yield a checkpoint's model in float32, divided among ranks that share a device.
 
     The type is Any, as tests pass it on in place of a `DecoderModel`.
     """
-    config = load_config(path)
+    config = load_config(path, quantization=quantization)
 
     def load(shard: Shard, communicator: Communicator) -> DecoderModel:
         return load_model(
@@ -163,6 +170,7 @@ def load_ranks(
             torch.device(device),
             torch.float32,
             load_ops(backend, device),
+            load_format,
             shard=shard,
             communicator=communicator,
         )

@@ -98,3 +98,25 @@ def test_what_is_quantised_together_is_not_cut(
     write(tmp_path, "llama", layout, **changes)
     with pytest.raises(ModelLoadError, match=message), load_ranks(tmp_path / "stored", 2):
         pass
+
+
+def test_quantised_while_loading(tmp_path: Path) -> None:
+    """Ranks have scales of their own for parts of rows; they are no less exact."""
+    theirs = write(tmp_path, "qwen3moe", Layout(CT, (1, None)))
+    plain, prompts = tmp_path / "plain", random_prompts((60, 60), VOCAB)
+    with torch.inference_mode():
+        exact = (
+            type(theirs).from_pretrained(plain, dtype=torch.float32)(torch.tensor(prompts)).logits
+        )
+    errors = []
+    for count in (1, 2):
+        with load_ranks(plain, count, quantization="fp8") as ours:
+            errors.append((run(ours, prompts) - exact).square().mean().sqrt())
+    assert 0 < errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "packed", "mxfp4-experts"])
+def test_random_weights(tmp_path: Path, name: str) -> None:
+    write(tmp_path, *LAYOUTS[name])
+    with load_ranks(tmp_path / "stored", 2, load_format="dummy") as ours:
+        assert 0.01 < run(ours, random_prompts((20, 20), VOCAB)).std() < 10
