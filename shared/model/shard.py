@@ -8,6 +8,7 @@ and routers. torch is not imported.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -93,6 +94,8 @@ class Cut:
         return Cut(size, tuple(ranges))
 
 
+ALIGNED = 16  # numbers
+
 # For each dimension of a checkpoint's tensor, the rank's part; None, or no entries: all of it.
 Cuts = tuple[Cut | None, ...]
 
@@ -130,11 +133,14 @@ class Shard:
         Args:
             size: of the dimension.
             what: its name, for the error.
-            unit: parts begin at multiples of this.
+            unit: parts begin at multiples of this, and of `ALIGNED` where they cannot be equal.
 
         Raises:
             ModelLoadError: a rank would have nothing; one line.
         """
+        if size % (unit * self.count):  # parts differ: let them begin where kernels read faster
+            aligned = math.lcm(unit, ALIGNED)
+            unit = aligned if aligned * self.count <= size else unit
         units = -(-size // unit)
         if units < self.count:
             of = f" of {unit}" if unit > 1 else ""

