@@ -57,6 +57,8 @@ def write(path: Path, family: str, layout: Layout | Int4Layout | None, **changes
     changes = {**SIZES, **changes}
     if family == "qwen3moe":
         changes["moe_intermediate_size"] = 96
+    if family == "llama":
+        changes |= {"attention_bias": True, "mlp_bias": True}
     if family == "deepseekv2":
         del changes["head_dim"]
     plain = write_tiny_model(path / "plain", family, "groups-of-2-odd-vocabulary", **changes)
@@ -100,14 +102,15 @@ def test_what_is_quantised_together_is_not_cut(
         pass
 
 
-def test_quantised_while_loading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3moe", "gptoss"])
+def test_quantised_while_loading(tmp_path: Path, family: str) -> None:
     """Ranks have scales of their own for parts of rows; they are no less exact."""
-    theirs = write(tmp_path, "qwen3moe", Layout(CT, (1, None)))
+    kind = type(write(tmp_path, family, None if family == "gptoss" else Layout(CT, (1, None))))
     plain, prompts = tmp_path / "plain", random_prompts((60, 60), VOCAB)
+    theirs = kind.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+    set_gates(theirs.eval())
     with torch.inference_mode():
-        exact = (
-            type(theirs).from_pretrained(plain, dtype=torch.float32)(torch.tensor(prompts)).logits
-        )
+        exact = theirs(torch.tensor(prompts)).logits
     errors = []
     for count in (1, 2):
         with load_ranks(plain, count, quantization="fp8") as ours:
