@@ -226,8 +226,9 @@ def paged_decode(
     """
     starts = _one_query_each(q.device, q.shape[0])
     caches = (k_cache, v_cache, block_tables)
-    options = (window, soft_cap, sinks, kv_scales)
-    return paged_prefill(q, *caches, starts, seq_lens, 1, scale, out, *options)
+    return paged_prefill(
+        q, *caches, starts, seq_lens, 1, scale, out, window, soft_cap, sinks, kv_scales
+    )
 
 
 def latent_attention(

@@ -35,7 +35,7 @@ def attend(
         batch: the step, as the layer's cache group sees it.
         scale: factor of the scores.
         out: [T, H, D], where the result goes.
-        options: `window`, `soft_cap` and `sinks` of the kernels.
+        options: `window`, `soft_cap`, `sinks` and `kv_scales` of the kernels.
     """
     tables, seq_lens, rows = batch.decode_block_tables, batch.decode_seq_lens, batch.num_decodes
     starts, lengths = batch.prefill_cu_query_lens, batch.prefill_seq_lens

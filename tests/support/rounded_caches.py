@@ -27,7 +27,7 @@ def rounded_caches(model: Any, scales: Scales | None = None) -> Iterator[None]:
         scales: of each layer; None: 1.
     """
     code = sys.modules[type(model).__module__]
-    plain = code.eager_attention_forward  # type: ignore[attr-defined]
+    plain = code.eager_attention_forward
 
     def attention(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,

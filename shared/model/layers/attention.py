@@ -57,11 +57,16 @@ class Attention:
         self.o_proj = o_proj
         self.norms = norms
         self.sinks = sinks
-        self._scales = {} if kv_scales == UNSCALED else {"kv_scales": kv_scales}
-        options = {"window": window, "soft_cap": config.scores_cap, "sinks": sinks, **self._scales}
+        self._kv_scales = kv_scales
+        options = {
+            "window": window,
+            "soft_cap": config.scores_cap,
+            "sinks": sinks,
+            "kv_scales": kv_scales,
+        }
         self._options: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
         # Heads are normalised by the kernel that rotates them.
-        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | tuple[()] = ()
+        self._head_norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0)
         if norms is not None and qk_norm == "head":
             self._head_norms = (norms[0].weight, norms[1].weight, norms[0].eps)
         self._projection_norms = norms if qk_norm == "projection" else None
@@ -88,7 +93,7 @@ class Attention:
             v_cache,
             batch.slot_mapping,
             *self._head_norms,
-            **self._scales,
+            kv_scales=self._kv_scales,
         )
         out = torch.empty(
             tokens, self._heads[0], self._head_dim, dtype=hidden.dtype, device=hidden.device

@@ -20,6 +20,7 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.tests.support.float32_reference import random_prompts
 from pagewire.tests.support.hf_greedy import is_greedy
 from pagewire.tests.support.quantised_checkpoints import WEIGHTS
@@ -140,7 +141,9 @@ def test_missing_scales_are_1_and_unused_ones_are_named(
         },
     )
     with caplog.at_level("INFO", "pagewire"):
-        scales = make(tmp_path).engine.runner.model.config.kv_scales
+        model = make(tmp_path).engine.runner.model
+    assert isinstance(model, DecoderModel)
+    scales = model.config.kv_scales
     assert scales == ((1.0, 1.0), (0.5, 0.5), (1.0, 1.0))
     assert "scales of the KV cache in FP8: 2 of 6 are the checkpoint's" in caplog.text
     assert "not loaded: 1 of *.output_scale" in caplog.text
