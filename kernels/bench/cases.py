@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -25,6 +26,7 @@ from pagewire.kernels.bench.inputs import (
     shaping_inputs,
 )
 from pagewire.kernels.bench.peers import flash_attention_3
+from pagewire.kernels.fp8_numbers import UNSCALED
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 
@@ -63,6 +65,18 @@ def _decode(batch: int, context: int) -> BenchCase:
     shape, work = f"{batch} x {context}", 4.0 * batch * context * KV_HEADS * DIM
     call = attend(x, is_decode=True)
     return BenchCase("paged_decode", shape, call, work, peer=flash_attention_3(x))
+
+
+def _kv_in_fp8() -> Iterator[BenchCase]:
+    for batch, context in DECODE:
+        x = replace(decode_case((context,) * batch), kv_scales=UNSCALED).build("cuda", DTYPE)
+        shape, work = f"{batch} x {context}, FP8", 2.0 * batch * context * KV_HEADS * DIM
+        yield BenchCase("paged_decode", shape, attend(x, is_decode=True), work)
+    for chunk, context in PREFILL:
+        x = PagedCase((chunk,), (context,), kv_scales=UNSCALED).build("cuda", DTYPE)
+        shape, work = f"{chunk} of {context}, FP8", visible_pairs(chunk, context, None)
+        call = attend(x, is_decode=False)
+        yield BenchCase("paged_prefill", shape, call, 4.0 * work * HEADS * DIM, "TFLOP/s")
 
 
 def _prefill(chunk: int, context: int) -> BenchCase:
@@ -319,6 +333,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
 CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
+    "kv_in_fp8": _kv_in_fp8,
     "attention_grid": grid_cases,
     "latent_attention": lambda: (
         case

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.base.errors import ConfigError, ModelLoadError
 from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.layers.decoder import DecoderModel
@@ -202,6 +202,19 @@ def test_workers_whose_caches_differ_have_different_identities() -> None:
 def test_a_block_has_half_the_bytes_of_bfloat16() -> None:
     plain = LLM("demo", device="cpu", dtype="bfloat16").engine.layout
     assert 2 * make("demo").engine.layout.block_bytes == plain.block_bytes
+
+
+def test_transformers_code_caches_in_fp8() -> None:
+    prompts = random_prompts((60, 9), VOCAB)
+    assert answers(make("demo", model_impl="transformers"), prompts) == answers(
+        make("demo"), prompts
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "nvfp4", "turboquant"])
+def test_other_formats_are_refused_with_what_is_possible(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be '{name}': input should be 'auto' or 'fp8'"):
+        LLM("demo", device="cpu", kv_cache_dtype=name)
 
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
