@@ -41,7 +41,7 @@ class LoadedModel(CausalLM, Protocol):
 
     @property
     def embed_tokens(self) -> torch.Tensor:
-        """The table of embeddings, `[vocab, hidden]`."""
+        """The table of embeddings, `[vocab, hidden]`; of ranks, the part that this one has."""
         ...
 
     def stored(self) -> Iterator[torch.Tensor]:

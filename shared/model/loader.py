@@ -179,6 +179,8 @@ def build_model(
 ) -> DecoderModel:
     """Return a model of the configuration's family with parameters that are not filled.
 
+    A part of a model can run only with a communicator; without one, it shows sizes.
+
     Raises:
         ModelLoadError: this number of ranks cannot share the model; one line.
     """

@@ -2,8 +2,8 @@
 
 Each rank has some heads of each attention layer, and a part of the inner size of each feed-forward
 layer, so that it computes a part of the sum that is the layer's output: one `reduce` after each. It
-also computes the logits of a part of the vocabulary: one `gather`. All ranks have embeddings, norms
-and routers. torch is not imported.
+also has a part of the vocabulary: one `reduce` of embeddings, and one `gather` of logits. All ranks
+have norms and routers. torch is not imported.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pagewire.shared.model.layers.parameters import (
     named_targets,
 )
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.shard import Communicator
+from pagewire.shared.model.shard import Communicator, Cut
 
 # Attention maps `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`; see `LayerKv.cache`. A
 # feed-forward layer maps each token independently.
@@ -205,15 +205,17 @@ class DecoderModel:
     Attributes:
         config: the model's shape.
         layers: the decoder layers, in order.
-        embed_tokens: `[vocab, hidden]`.
+        embed_tokens: `[vocab, hidden]`, or the part of these tokens that this rank has.
+        tokens: this part.
         lm_head: projects to logits; its weight is `embed_tokens` if they are tied.
         norm: the normalisation of the last layer's output.
         embedding_multiplier: factor of the embeddings.
-        communicator: of the ranks, which have a part of `lm_head` each; None: the model is whole.
+        communicator: of the ranks, each with its part of the tokens; None: the model is whole.
     """
 
     config: ModelConfig
     embed_tokens: torch.Tensor
+    tokens: Cut
     layers: Sequence[DecoderLayer]
     norm: Norm
     lm_head: Linear
@@ -243,7 +245,7 @@ class DecoderModel:
         Returns:
             Hidden states after the last normalisation, `[N, hidden]`.
         """
-        hidden = F.embedding(batch.input_ids, self.embed_tokens)
+        hidden = self._embedded(batch.input_ids)
         if self.embedding_multiplier != 1.0:
             hidden.mul_(self.embedding_multiplier)
         residual: torch.Tensor | None = None
@@ -256,6 +258,15 @@ class DecoderModel:
             if on_layer_end is not None:
                 on_layer_end(index)
         return self.norm(hidden, residual)[0]
+
+    def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings `[T, hidden]` of tokens `[T]`."""
+        if self.communicator is None:
+            return F.embedding(token_ids, self.embed_tokens)
+        rows = token_ids - self.tokens.ranges[0][0]
+        is_other = (rows < 0) | (rows >= self.tokens.count)
+        hidden = F.embedding(rows.masked_fill(is_other, 0), self.embed_tokens)
+        return self.communicator.reduce(hidden.masked_fill_(is_other[:, None], 0.0))
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -277,7 +288,7 @@ class DecoderModel:
 
     def sections(self) -> Iterator[list[NamedParameters]]:
         """Yield the parameters of the embedding, of each layer, and of what follows."""
-        yield [("model.embed_tokens", Plain("weight", self.embed_tokens))]
+        yield [("model.embed_tokens", Plain("weight", self.embed_tokens, (self.tokens, None)))]
         for index, layer in enumerate(self.layers):
             yield list(layer.parameters(f"model.layers.{index}"))
         last: list[NamedParameters] = [("model.norm", self.norm)]

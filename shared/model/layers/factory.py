@@ -392,15 +392,15 @@ class LayerFactory:
             layers: layers that this factory made.
             embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
-        embed_tokens = self._empty(config.vocab_size, config.hidden_size)
         tokens = self._shard.cut(config.vocab_size, "the vocabulary", self._unit)
+        embed_tokens = self._empty(tokens.count, config.hidden_size)
         lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
-            rows = embed_tokens if tokens.is_whole else embed_tokens[slice(*tokens.ranges[0])]
-            lm_head.use(Unquantized(lm_head.shape, rows, None, self._ops))
+            lm_head.use(Unquantized(lm_head.shape, embed_tokens, None, self._ops))
         model = DecoderModel(
             config,
             embed_tokens,
+            tokens,
             layers,
             self._norm(config),
             lm_head,

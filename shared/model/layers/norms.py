@@ -51,7 +51,7 @@ class Norms:
     def _split(self, config: ModelConfig, cut: Cut) -> Norm:
         """Return a normalisation of rows of which each rank has a part."""
         if self.communicator is None:
-            return self.make(config, cut.size)
+            return self.make(config, cut.count)
         copies = self.shard.count * cut.count // cut.size
         weight = self._weight(config, cut.count)
         return SplitRmsNorm(weight, config.rms_norm_eps, cut, copies, self.communicator)
