@@ -13,8 +13,8 @@ from pagewire.shared.model.families import ARCHITECTURES, REFUSED
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
-from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING
-from pagewire.shared.model.quantization.reader import check_kv_scheme
+from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING, QuantConfig
+from pagewire.shared.model.quantization.reader import check_kv_scheme, read_described
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
 from pagewire.shared.model.tokenizer_loading import end_token
 from pagewire.shared.model.transformers_model.config import (
@@ -26,11 +26,16 @@ from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 from pagewire.shared.settings.types import KvCacheDtype, ModelImpl, Quantization
 
 CONFIG_FILE = "config.json"
-MODELOPT_FILE = "hf_quant_config.json"
 GENERATION_FILE = "generation_config.json"
 
 FP8_KV = "float8_e4m3fn"
 
+# What describes quantised weights if config.json does not, and the method of each if it names none.
+_DESCRIPTIONS = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 _WITH_LAYER_TYPES = {
     "MistralForCausalLM": "MinistralForCausalLM",
     "MistralModel": "MinistralModel",
@@ -63,9 +68,13 @@ def load_config(
         config: ModelConfig = parse_config(_named(fields)[0], fields)
     else:
         config = ARCHITECTURES[_architecture(fields, model_impl)].parse_config(fields)
-    own = config.quantization
-    if own is None:
-        _check_modelopt(path)
+    own = config.quantization or _read_description(path)
+    if own is not None and model_impl == "transformers":
+        raise ModelLoadError(
+            f"{path}: its weights are quantised ({own.dialect}), which --model-impl transformers "
+            "does not support: leave it out, or pass an unquantised checkpoint"
+        )
+    config = dataclasses.replace(config, quantization=own)
     if quantization == "fp8" and own is not None and own.kinds != "fp8":
         raise fields.error(
             f"--quantization fp8 is not for a checkpoint with weights in {own.kinds.upper()} "
@@ -89,20 +98,17 @@ def load_config(
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 
 
-def _check_modelopt(path: Path) -> None:
-    """Check that no weights are quantised by a description of their own.
+def _read_description(path: Path) -> QuantConfig | None:
+    """Return how weights are quantised, as a file of its own says; None if none is there.
 
     Raises:
-        ModelLoadError: they are; one line.
+        ModelLoadError: they are, in a way that is not supported; one line.
     """
-    file = path / MODELOPT_FILE
-    described = read_json(file).get("quantization") if file.exists() else None
-    kind = described.get("quant_algo") if isinstance(described, dict) else None
-    if kind is not None:
-        raise ModelLoadError(
-            f"{file}: weights that are quantised so ({kind!s:.40}) by ModelOpt are not supported; "
-            "pass an unquantised checkpoint, or one in FP8, INT4 or MXFP4 that docs/models.md lists"
-        )
+    for name, method in _DESCRIPTIONS.items():
+        file = path / name
+        if file.exists():
+            return read_described({"quant_method": method, **read_json(file)}, str(file))
+    return None
 
 
 def has_dtype(path: Path) -> bool:

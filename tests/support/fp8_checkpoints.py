@@ -72,6 +72,8 @@ class Layout:
             if self.block[1] is not None:
                 own |= {"fmt": "e4m3", "weight_block_size": list(self.block)}
             return own | {"modules_to_not_convert": names} | self.config
+        if self.dialect == "modelopt":
+            return {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": names}
         strategy = {(None, None): "tensor", (1, None): "channel"}.get(self.block, "block")
         weights: dict[str, Any] = {
             "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,

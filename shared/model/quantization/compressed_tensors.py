@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, which llm-compressor writes: those with weights in FP8."""
+"""Checkpoints of compressed-tensors, which llm-compressor writes, in FP8 and in INT4."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _NAMES = {
     "nvfp4-pack-quantized": "NVFP4",
 }
 _LINEAR = "Linear"
+_NO_LINEARS = ("gate", "router")  # of mixtures: most models have classes of their own for them
 
 
 def read_compressed_tensors(fields: Fields) -> QuantConfig | None:
@@ -61,6 +62,7 @@ def read_compressed_tensors(fields: Fields) -> QuantConfig | None:
         dialect="compressed-tensors",
         groups=tuple(group for _, group in groups),
         ignored=read_names(fields, "ignore"),
+        kept=_NO_LINEARS,
     )
 
 

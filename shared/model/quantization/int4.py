@@ -52,6 +52,8 @@ def read_gptq(fields: Fields) -> QuantConfig:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
     _check_bits(fields)
+    if fields.flag("is_marlin_format", False):
+        raise fields.error("is_marlin_format is not supported unless it is false")
     stored = fields.raw.get("checkpoint_format") or "gptq"
     if not isinstance(stored, str) or stored not in _GPTQ:
         raise fields.error(f"checkpoint_format {stored!r:.40} is not supported; only gptq, gptq_v2")

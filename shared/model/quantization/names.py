@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pagewire.shared.model.text_part import RENAMED_PREFIXES
 
 _REGEX = "re:"
 _PLAIN = re.compile(r"[\w.-]+")
+_ROOTS = ("model.", *RENAMED_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Names:
 
     Attributes:
         modules: of projections, or of layers that have some.
-        ends: of projections' names.
+        ends: of projections' names, which may also be in the middle of one.
         patterns: regular expressions, which match a name from its start.
     """
 
@@ -40,19 +42,23 @@ class Names:
         outer = accumulate(name.split("."), lambda layer, part: f"{layer}.{part}")
         return (
             name.endswith(self.ends)
+            or any(each in f".{name}." for each in _inner(self.ends))
             or any(each in modules for each in outer)
             or any(pattern.match(name) for pattern in _compiled(self.patterns))
         )
 
 
-def read_names(fields: Fields, name: str, *, may_end: bool = False) -> Names:
+def read_names(
+    fields: Fields, name: str, *, may_end: bool = False, wildcards: bool = False
+) -> Names:
     """Return the names that a field lists; those that begin with "re:" are regular expressions.
 
     Args:
         fields: an object of config.json.
         name: of the field.
-        may_end: whether a name may also be the end of a projection's, and a regular expression
-            that ends where a module's name does.
+        may_end: whether a name may also be the end of a projection's or in its middle, and a
+            regular expression that ends where a module's name does.
+        wildcards: whether a star stands for any characters, and nothing is a regular expression.
 
     Raises:
         ModelLoadError: the field is something else, or a regular expression is wrong; one line.
@@ -62,7 +68,8 @@ def read_names(fields: Fields, name: str, *, may_end: bool = False) -> Names:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise fields.error(f"{name} must be a list of names, not {value!r:.80}")
     plain = tuple(each for each in value if _PLAIN.fullmatch(each))
-    patterns = [each.removeprefix(_REGEX) for each in value if not _PLAIN.fullmatch(each)]
+    rest = [each for each in value if not _PLAIN.fullmatch(each)]
+    patterns = [fnmatch.translate(x) if wildcards else x.removeprefix(_REGEX) for x in rest]
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -89,6 +96,12 @@ def possible_names(name: str) -> list[str]:
 @lru_cache(maxsize=64)
 def _as_set(names: tuple[str, ...]) -> frozenset[str]:
     return frozenset(names)
+
+
+@lru_cache(maxsize=64)
+def _inner(names: tuple[str, ...]) -> Sequence[str]:
+    """Return what is in the middle of names: few are, most begin with the model."""
+    return [f".{each.strip('.')}." for each in names if not each.startswith(_ROOTS)]
 
 
 @lru_cache(maxsize=64)

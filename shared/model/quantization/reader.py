@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.quantization.compressed_tensors import read_compressed_tensors
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.quantization.fp8 import read_fp8
 from pagewire.shared.model.quantization.int4 import read_awq, read_gptq
+from pagewire.shared.model.quantization.modelopt import read_modelopt
 from pagewire.shared.model.quantization.mxfp4 import read_mxfp4
 
 _READERS = {
@@ -15,14 +18,15 @@ _READERS = {
     "awq": read_awq,
     "gptq": read_gptq,
     "mxfp4": read_mxfp4,
+    "modelopt": read_modelopt,
 }
 SUPPORTED = (
-    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq, "
-    "compressed-tensors) or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization "
-    "fp8 quantises while they are loaded"
+    "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors, modelopt), INT4 "
+    "(awq, gptq, compressed-tensors) or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which "
+    "--quantization fp8 quantises while they are loaded"
 )
-# Where else a checkpoint says that it is quantised.
-_OTHER_FIELDS = ("compression_config",)
+# Where else a checkpoint says that it is quantised: older ones of compressed-tensors, those of MLX.
+_OTHER_FIELDS = ("compression_config", "quantization")
 
 
 def check_kv_scheme(fields: Fields) -> None:
@@ -63,9 +67,24 @@ def read_quantization(fields: Fields) -> QuantConfig | None:
         return None
     if not isinstance(raw, dict):
         raise fields.error(f"quantization_config must be an object, not {raw!r:.80}")
-    method = raw.get("quant_method")
+    return read_described(raw, f"{fields.source}: quantization_config")
+
+
+def read_described(raw: dict[str, Any], source: str) -> QuantConfig | None:
+    """Return what a description of quantised weights says; None if only other things are.
+
+    Args:
+        raw: the description, with its `quant_method`.
+        source: the file, and the field if it has one.
+
+    Raises:
+        ModelLoadError: weights are quantised in a way that is not supported; one line that says
+            what is.
+    """
+    fields, method = Fields(raw, source), raw.get("quant_method")
+    if method is None:
+        raise fields.error(f"names no quant_method; {SUPPORTED}")
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        named = f" ({method:.40})" if isinstance(method, str) else ""
-        raise fields.error(f"this way of quantising{named} is not supported; {SUPPORTED}")
-    return reader(Fields(raw, f"{fields.source}: quantization_config"))
+        raise fields.error(f"quant_method {method!r:.40} is not supported; {SUPPORTED}")
+    return reader(fields)

@@ -49,6 +49,7 @@ LAYOUTS = {
     ),
     "qwen3-blocks": ("qwen3", "biases", Layout(FP8, (32, 32), scale_dtype=torch.bfloat16)),
     "qwen3-head-in-fp8": ("qwen3", "head-of-12-yarn", Layout(CT, (1, None), skipped="none")),
+    "llama-modelopt": ("llama", "biases", Layout("modelopt", (None, None), True)),
     "phi3-fused-static": ("phi3", "groups-of-2-odd-vocabulary", Layout(FP8, (None, None), True)),
     "phi3-fused-blocks": ("phi3", "groups-of-2-odd-vocabulary", Layout(CT, (64, 32))),
     "gemma3-images": ("gemma3images", "groups-of-2-odd-vocabulary", Layout(FP8, (128, 128))),

@@ -171,10 +171,10 @@ def test_gpt_oss(tmp_path: Path) -> None:
 REFUSED = {
     "gpt-oss-quantised-otherwise": (
         {**GPT_OSS_20B, "quantization_config": {"quant_method": "mxfp6"}},
-        "this way of quantising (mxfp6) is not supported; supported are checkpoints in FP8 "
-        "(quant_method fp8, compressed-tensors), INT4 (awq, gptq, compressed-tensors) or, of "
-        "gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization fp8 quantises while "
-        "they are loaded",
+        "quant_method 'mxfp6' is not supported; supported are checkpoints in FP8 "
+        "(quant_method fp8, compressed-tensors, modelopt), INT4 (awq, gptq, compressed-tensors) "
+        "or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which --quantization fp8 quantises "
+        "while they are loaded",
     ),
     "gpt-oss-more-experts-than-there-are": (
         {**GPT_OSS_20B, "num_experts_per_tok": 33},
@@ -224,7 +224,7 @@ REFUSED = {
             "architectures": ["Gemma3ForConditionalGeneration"],
             "quantization_config": {"bits": 4},
         },
-        "this way of quantising is not supported; supported are checkpoints in FP8",
+        "names no quant_method; supported are checkpoints in FP8",
     ),
 }
 

@@ -190,7 +190,7 @@ NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
     "bert-base-uncased": ({"architectures": ["BertForMaskedLM"]}, ": it is not a decoder by its"),
     "Qwen3-8B-FP8": (
         {**SIZES, "architectures": ["Qwen3ForCausalLM"], "quantization_config": {"bits": 8}},
-        "this way of quantising is not supported; supported are checkpoints in FP8",
+        "quantization_config: names no quant_method; supported are checkpoints in FP8",
     ),
 }
 

@@ -104,7 +104,7 @@ def test_formats(tmp_path: Path, raw: dict[str, Any], expected: WeightFormat) ->
     assert found.format_of("model.layers.0.mlp.up_proj") == expected
 
 
-ADVICE = "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors), INT4 (awq, gptq"
+ADVICE = "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors, modelopt), INT4 ("
 REFUSED = {
     "awq-gemv": ({**AWQ, "version": "gemv"}, "version 'gemv' is not supported; only 'gemm'"),
     "awq-of-8-bits": (
@@ -125,17 +125,21 @@ REFUSED = {
         {**GPTQ, "dynamic": {"-:lm_head": {}, "+:.*down_proj": {"bits": 8}}},
         "dynamic has '+:.*down_proj', which is not supported; only names that begin with '-:'",
     ),
-    "gguf": ({"quant_method": "gguf"}, f"(gguf) is not supported; {ADVICE}"),
-    "modelopt-fp4": (
-        {"quant_method": "modelopt_fp4"},
-        "(modelopt_fp4) is not supported; supported",
+    "gguf": ({"quant_method": "gguf"}, f"quant_method 'gguf' is not supported; {ADVICE}"),
+    "modelopt-fp4": ({"quant_method": "modelopt_fp4"}, "'modelopt_fp4' is not supported; supp"),
+    "quark": ({"quant_method": "quark"}, f"quant_method 'quark' is not supported; {ADVICE}"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "quant_algo 'NVFP4' is not supported; only FP8",
     ),
-    "quark": ({"quant_method": "quark"}, f"(quark) is not supported; {ADVICE}"),
-    "modelopt": ({"quant_method": "modelopt"}, f"(modelopt) is not supported; {ADVICE}"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "(bitsandbytes) is not supported"),
-    "no-method": ({"bits": 4}, f"this way of quantising is not supported; {ADVICE}"),
+    "modelopt-names": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": "lm_head"},
+        "ignore must be a list of names",
+    ),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; supp"),
+    "no-method": ({"bits": 4}, f"names no quant_method; {ADVICE}"),
     "no-object": ([1], "quantization_config must be an object, not [1]"),
-    "method-of-another-type": ({"quant_method": ["fp8"]}, "this way of quantising is not"),
+    "method-of-another-type": ({"quant_method": ["fp8"]}, "quant_method ['fp8'] is not supported"),
     "e5m2": ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not supported; only 'e4m3'"),
     "fp4-experts": ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is not supported"),
     "scheme": ({**FP8, "activation_scheme": "no"}, "activation_scheme 'no' is not supported"),
@@ -232,11 +236,11 @@ def test_names_that_are_not_quantised(
     assert (found.format_of(full) is None) == is_ignored
 
 
-def test_names_of_hugging_face_may_be_ends_and_outer_ones(tmp_path: Path) -> None:
-    names = ["o_proj", "model.language_model.layers.5", "language_model.model.layers.6.mlp"]
+def test_names_of_hugging_face_may_be_ends_inner_and_outer_ones(tmp_path: Path) -> None:
+    names = ["o_proj", "model.language_model.layers.5", "language_model.model.layers.6.mlp", "7."]
     found = read(tmp_path, {**FP8, "modules_to_not_convert": names})
     assert found is not None
-    for name in ("0.self_attn.o_proj", "5.mlp.up_proj", "6.mlp.up_proj"):
+    for name in ("0.self_attn.o_proj", "5.mlp.up_proj", "6.mlp.up_proj", "7.mlp.up_proj"):
         assert found.format_of(f"model.layers.{name}") is None
     assert found.format_of("model.layers.0.mlp.up_proj") is not None
     for name in ("lm_head", "model.layers.0.mlp.gate"):  # never, unless a checkpoint has them so
@@ -332,14 +336,25 @@ def test_fp8_while_loading_is_not_for_checkpoints_in_int4(tmp_path: Path) -> Non
     assert load_config(tmp_path, quantization="fp8") == load_config(tmp_path)
 
 
-def test_what_only_modelopt_describes_is_refused(tmp_path: Path) -> None:
+def test_a_description_in_a_file_of_its_own(tmp_path: Path) -> None:
     read(tmp_path, None)
     described = tmp_path / "hf_quant_config.json"
     described.write_text(json.dumps({"quantization": {"quant_algo": None}}))
     assert load_config(tmp_path).quantization is None
     described.write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    with pytest.raises(ModelLoadError, match=r"hf_quant_config\.json: .*\(FP8\).* ModelOpt"):
-        load_config(tmp_path)
+    found = load_config(tmp_path).quantization
+    assert found is not None
+    assert found.format_of("model.layers.0.mlp.up_proj") == Fp8Format(None, None, "static")
+    read(tmp_path, FP8)  # where config.json has one, it wins
+    assert load_config(tmp_path).quantization != found
+
+
+def test_code_of_transformers_does_not_take_it(tmp_path: Path) -> None:
+    read(tmp_path, None, num_hidden_layers=1, max_position_embeddings=64, vocab_size=64)
+    load_config(tmp_path, "transformers")
+    (tmp_path / "quant_config.json").write_text(json.dumps({"w_bit": 4, "q_group_size": 128}))
+    with pytest.raises(ModelLoadError, match=r"quantised \(awq\), which --model-impl transformers"):
+        load_config(tmp_path, "transformers")
 
 
 def test_many_names_of_many_experts_are_looked_up_quickly(tmp_path: Path) -> None:
