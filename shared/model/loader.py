@@ -30,6 +30,7 @@ from pagewire.shared.model.layers.parameters import (
 from pagewire.shared.model.load_progress import LoadProgress
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.checkpoint import (
+    INPUT_SCALE,
     KV_SCALES,
     added_biases,
     settle_formats,
@@ -299,7 +300,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill
         checkpoint,
         surplus=(HEAD,) if tied else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
-        ignored_suffixes=KV_SCALES,
+        ignored_suffixes=(*KV_SCALES, INPUT_SCALE),
         zeros=added_biases(config.quantization),
     )
     if found.ignored:

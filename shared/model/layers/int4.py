@@ -176,11 +176,13 @@ class Int4Tensors:
         )
 
     def _ordered(self, name: str, found: Int4Numbers, groups: torch.Tensor | None) -> Int4Numbers:
-        """Return numbers in the order of their groups."""
+        """Return numbers in the order of their groups; a group of -1 says that none has another."""
+        if groups is None or bool((groups < 0).any()):
+            return found
         usual = torch.arange(self._ins, device=found.numbers.device) // self._group
-        if groups is not None and self.shape.columns is not None and groups.any():
+        if self.shape.columns is not None and groups.any():
             groups = groups - self.shape.columns.ranges[0][0] // self._group
-        if groups is None or torch.equal(groups, usual.to(groups.dtype)):
+        if torch.equal(groups, usual.to(groups.dtype)):
             return found
         if not (self._format.ordered or groups.any()):  # as some writers say that all is usual
             return found

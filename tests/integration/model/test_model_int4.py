@@ -201,6 +201,45 @@ def test_groups_of_zeros_say_nothing_where_inputs_are_in_order(tmp_path: Path) -
     assert same_weights(load(tmp_path / "stored"), before)
 
 
+def test_groups_of_minus_one_say_that_inputs_are_in_order(tmp_path: Path) -> None:
+    """So compressed-tensors marks projections that it did not put in order."""
+    write(tmp_path, "cohere-packed")
+    before = load(tmp_path / "stored")
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(file.read_text().replace('"actorder": null', '"actorder": "group"'))
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    shapes = {n: each for n, each in tensors.items() if n.endswith("weight_shape")}
+    edit(
+        tmp_path,
+        {
+            name.replace("weight_shape", "weight_g_idx"): torch.full((int(shape[1]),), -1).int()
+            for name, shape in shapes.items()
+        },
+    )
+    prompts = random_prompts((20,), VOCAB)
+    assert torch.equal(run(load(tmp_path / "stored"), prompts), run(before, prompts))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama-awq", "llama-gptq", "cohere-packed"])
+def test_scales_of_any_dtype_are_taken(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    write(tmp_path, name)
+    tensors = load_file(tmp_path / "stored" / WEIGHTS)
+    rounded = {n: x.to(dtype) for n, x in tensors.items() if n.endswith(("scales", "weight_scale"))}
+    edit(tmp_path, {n: each.float() for n, each in rounded.items()})
+    before = load(tmp_path / "stored")
+    edit(tmp_path, rounded)
+    assert same_weights(load(tmp_path / "stored"), before)
+
+
+@pytest.mark.parametrize("part", ["qweight", "weight_packed"])
+def test_quantised_embeddings_are_refused(tmp_path: Path, part: str) -> None:
+    write(tmp_path, "llama-gptq" if part == "qweight" else "cohere-packed")
+    edit(tmp_path, {f"model.embed_tokens.{part}": torch.zeros(VOCAB, 6, dtype=torch.int32)})
+    with pytest.raises(ModelLoadError, match=r"^model\.embed_tokens is quantised, which is not"):
+        load(tmp_path / "stored")
+
+
 def test_inputs_that_are_in_order_are_not_gathered(tmp_path: Path) -> None:
     """Though config.json says that they may have any order."""
     write(tmp_path, "llama-gptq")

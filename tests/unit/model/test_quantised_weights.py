@@ -19,7 +19,7 @@ from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
 from pagewire.tests.support.quantised_checkpoints import WEIGHTS
 from pagewire.tests.support.tiny_models import write_tiny_model
 
-CPU = torch.device("cpu")
+CPU, FLOAT = torch.device("cpu"), torch.float32
 
 
 def quantise(path: Path, layout: Layout) -> Path:
@@ -50,7 +50,7 @@ WRONG = {
     "embeddings-in-fp8": (
         "model.embed_tokens.weight",
         torch.ones(131, 48).to(torch.float8_e4m3fn),
-        "another dtype (model.embed_tokens.weight is F8_E4M3, not F64",
+        "model.embed_tokens is quantised, which is not supported: only projections may be",
     ),
 }
 
@@ -71,11 +71,57 @@ def test_scales_of_a_quantised_cache_are_left_out_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
-    for name in ("k_scale", "v_scale"):
+    for name in ("k_scale", "v_scale", "attn.kv_scale", "k_proj.output_scale"):
         edit(path, f"model.layers.0.self_attn.{name}", torch.ones(1))
     with caplog.at_level("INFO", "pagewire"):
         load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
-    assert "does not use: 1 of *.k_scale, 1 of *.v_scale" in caplog.text
+    names = ("k_scale", "v_scale", "kv_scale", "output_scale")
+    assert all(f"1 of *.{name}" in caplog.text for name in names)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout("fp8", (None, None)), Layout("compressed-tensors", (1, None), inputs=False)]
+)
+def test_scales_of_inputs_that_have_their_own_are_left_out(tmp_path: Path, layout: Layout) -> None:
+    path = quantise(tmp_path, layout)
+    before = list(
+        load_model(path, load_config(path), CPU, FLOAT, load_ops("torch", "cpu")).stored()
+    )
+    edit(path, f"{UP}.input_scale", torch.tensor(0.02))
+    after = list(load_model(path, load_config(path), CPU, FLOAT, load_ops("torch", "cpu")).stored())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+SHAPES = {
+    "channel-flat": ((1, None), (-1,)),
+    "channel-in-a-row": ((1, None), (1, -1)),
+    "tensor-of-1": ((None, None), (1,)),
+    "tensor-of-1-by-1": ((None, None), (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("block", "shape"), SHAPES.values(), ids=SHAPES)
+def test_scales_may_have_any_shape_of_their_numbers(
+    tmp_path: Path, block: tuple[int | None, int | None], shape: tuple[int, ...]
+) -> None:
+    path = quantise(tmp_path, Layout("compressed-tensors", block))
+    before = list(
+        load_model(path, load_config(path), CPU, FLOAT, load_ops("torch", "cpu")).stored()
+    )
+    scale = load_file(path / WEIGHTS)[f"{UP}.weight_scale"]
+    edit(path, f"{UP}.weight_scale", scale.reshape(shape))
+    after = list(load_model(path, load_config(path), CPU, FLOAT, load_ops("torch", "cpu")).stored())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("tensor", ["qweight", "weight_packed", "weight"])
+def test_quantised_weights_that_nothing_describes_are_named(tmp_path: Path, tensor: str) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    dtype = torch.float8_e4m3fn if tensor == "weight" else torch.int32
+    edit(tmp_path, f"{UP}.{tensor}", torch.ones(80, 48).to(dtype))
+    message = f"{UP} is quantised, but config.json has no quantization_config"
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(tmp_path, load_config(tmp_path), CPU, FLOAT, load_ops("torch", "cpu"))
 
 
 def test_scales_of_a_quantised_cache_alone_are_left_out(tmp_path: Path) -> None:
