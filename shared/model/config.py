@@ -15,7 +15,12 @@ from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import FP8_WHILE_LOADING, QuantConfig
 from pagewire.shared.model.quantization.reader import check_kv_scheme, read_described
-from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, weights_dtype
+from pagewire.shared.model.safetensors_header import (
+    WeightsFile,
+    find_weights,
+    refuse_gguf,
+    weights_dtype,
+)
 from pagewire.shared.model.tokenizer_loading import end_token
 from pagewire.shared.model.transformers_model.config import (
     TransformersConfig,
@@ -182,6 +187,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_fields(path: Path) -> Fields:
+    if not (path / CONFIG_FILE).exists():
+        refuse_gguf(path)
     return Fields(read_json(path / CONFIG_FILE), str(path / CONFIG_FILE))
 
 

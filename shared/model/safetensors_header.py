@@ -20,6 +20,7 @@ from pagewire.shared.base.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Bytes of a number, of dtypes with whole bytes; tensors of other dtypes are refused by name later.
 ITEM_BYTES = {
@@ -100,14 +101,32 @@ def find_weights(path: Path) -> list[WeightsFile]:
         )
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
+        remedy = (
+            f"rename it to {SINGLE_FILE} if it has all weights, or " if len(shards) == 1 else ""
+        )
         raise ModelLoadError(
             f"{path} has {shards[0]}, but neither {SINGLE_FILE} nor {INDEX_FILE}, which lists "
-            "shards; download the model again"
+            f"shards; {remedy}download the model again"
         )
+    refuse_gguf(path)
     raise ModelLoadError(
         f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors weights are loaded, "
         f"convert others first, such as .bin files of a hub repository: {_CONVERT.format(path)}"
     )
+
+
+def refuse_gguf(path: Path) -> None:
+    """Refuse a file in GGUF, or a directory that has one.
+
+    Raises:
+        ModelLoadError: it is one; one line.
+    """
+    for file in [path] if path.is_file() else sorted(path.glob(f"*{GGUF}")):
+        if file.suffix == GGUF:
+            raise ModelLoadError(
+                f"{file} is in GGUF, which is not supported; pass a directory in Hugging Face "
+                "format, with weights in safetensors: docs/models.md lists the formats"
+            )
 
 
 def weights_dtype(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
-from pagewire.shared.model.quantization.reader import SUPPORTED
+from pagewire.shared.model.safetensors_header import refuse_gguf
 
 DEMO = "demo"
 
@@ -39,10 +39,9 @@ def resolve_model(name: str, *, weights: bool = True, revision: str | None = Non
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         _refuse_revision(name, revision)
-        _refuse_gguf(path, os.listdir(path))
         return Path(path).resolve()
     if os.path.exists(path):
-        _refuse_gguf(path, [path])
+        refuse_gguf(Path(path))
         raise ModelLoadError(f"model {name} is a file; pass the directory that it lies in")
     if not _HUB_ID.fullmatch(name):
         raise ModelLoadError(
@@ -70,20 +69,6 @@ def served_names(names: tuple[str, ...] | None, model: str) -> tuple[str, ...]:
         model: its directory or hub id.
     """
     return names or (default_served_name(model),)
-
-
-def _refuse_gguf(path: str, files: list[str]) -> None:
-    """Check that weights are not in GGUF alone.
-
-    Raises:
-        ModelLoadError: they are; one line.
-    """
-    found = sorted(file for file in files if file.lower().endswith(".gguf"))
-    if found and not any(file.endswith(".safetensors") for file in files):
-        raise ModelLoadError(
-            f"model {path} has its weights in GGUF ({os.path.basename(found[0])}), which is not "
-            f"supported; {SUPPORTED}"
-        )
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:

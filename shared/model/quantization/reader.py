@@ -20,7 +20,7 @@ _READERS = {
     "mxfp4": read_mxfp4,
     "modelopt": read_modelopt,
 }
-SUPPORTED = (
+_SUPPORTED = (
     "supported are checkpoints in FP8 (quant_method fp8, compressed-tensors, modelopt), INT4 "
     "(awq, gptq, compressed-tensors) or, of gpt-oss, MXFP4 (mxfp4), and unquantised ones, which "
     "--quantization fp8 quantises while they are loaded"
@@ -63,7 +63,7 @@ def read_quantization(fields: Fields) -> QuantConfig | None:
     if raw is None:
         for name in _OTHER_FIELDS:
             if fields.raw.get(name) is not None:
-                raise fields.error(f"{name} is not supported; {SUPPORTED}")
+                raise fields.error(f"{name} is not supported; {_SUPPORTED}")
         return None
     if not isinstance(raw, dict):
         raise fields.error(f"quantization_config must be an object, not {raw!r:.80}")
@@ -83,8 +83,8 @@ def read_described(raw: dict[str, Any], source: str) -> QuantConfig | None:
     """
     fields, method = Fields(raw, source), raw.get("quant_method")
     if method is None:
-        raise fields.error(f"names no quant_method; {SUPPORTED}")
+        raise fields.error(f"names no quant_method; {_SUPPORTED}")
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise fields.error(f"quant_method {method!r:.40} is not supported; {SUPPORTED}")
+        raise fields.error(f"quant_method {method!r:.40} is not supported; {_SUPPORTED}")
     return reader(fields)

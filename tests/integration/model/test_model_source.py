@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import MODEL_NAME, demo_model_path
+from pagewire.shared.model.safetensors_header import find_weights
 from pagewire.shared.model.source import default_served_name, resolve_model, served_names
 from pagewire.tests.support.http_thread import QuietHandler, serving_http
 
@@ -208,16 +210,17 @@ def test_file_instead_of_its_directory(tmp_path: Path) -> None:
         resolve_model(str(file))
 
 
-def test_weights_in_gguf_alone_are_refused_with_what_is_supported(tmp_path: Path) -> None:
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    """As a file, in a directory, and in one that has a config.json, too."""
     file = tmp_path / "model-Q4_K_M.gguf"
     file.touch()
-    for name in (file, tmp_path):
-        with pytest.raises(ModelLoadError) as caught:
-            resolve_model(str(name))
-        assert "GGUF (model-Q4_K_M.gguf), which is not supported; supp" in str(caught.value)
-        assert "\n" not in str(caught.value)
-    (tmp_path / "model.safetensors").touch()
-    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+    message = r"model-Q4_K_M\.gguf is in GGUF, which is not supported; pass a directory in Hugging"
+    with pytest.raises(ModelLoadError, match=message):
+        resolve_model(str(file))
+    with pytest.raises(ModelLoadError, match=message):
+        load_config(tmp_path)
+    with pytest.raises(ModelLoadError, match=message):
+        find_weights(tmp_path)
 
 
 def test_hub_id_is_downloaded_without_what_is_not_read(user: HubUser) -> None:

@@ -268,7 +268,10 @@ REFUSED = {
         "factor is missing",
     ),
     "partial-rotation": (_llama(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "quantised": (_llama(quantization_config={"quant_method": "gguf"}), "quantising (gguf)"),
+    "quantised": (
+        _llama(quantization_config={"quant_method": "gguf"}),
+        "quant_method 'gguf' is not",
+    ),
     "other-activation": (_llama(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "other-dtype": (_llama(dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not supported"),
     "text-for-a-size": (_llama(hidden_size="big"), "hidden_size must be a positive integer"),

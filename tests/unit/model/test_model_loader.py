@@ -287,6 +287,13 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
     _assert_refused(tmp_path, "has model-00001-of-00007.safetensors, but neither")
 
 
+def test_one_file_of_another_name(tmp_path: Path) -> None:
+    """As older checkpoints of GPTQ."""
+    _save(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    _assert_refused(tmp_path, "rename it to model.safetensors if it has all weights")
+
+
 def test_missing_shard(tmp_path: Path) -> None:
     _save(tmp_path, max_shard_size="4KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
