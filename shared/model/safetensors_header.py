@@ -20,6 +20,7 @@ from pagewire.shared.base.errors import ModelLoadError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_AUTOGPTQ = "gptq_model-*g.safetensors"  # the name of the one file that AutoGPTQ writes
 GGUF = ".gguf"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Bytes of a number, of dtypes with whole bytes; tensors of other dtypes are refused by name later.
@@ -89,8 +90,9 @@ def find_weights(path: Path) -> list[WeightsFile]:
         ModelLoadError: none is there, one is missing, truncated or corrupt; one line.
     """
     # Either may be a link that reaches nothing; then an error says so.
-    if any(os.path.lexists(path / name) for name in (INDEX_FILE, SINGLE_FILE)):
-        return [read_header(path / name) for name in _names(path)]
+    listed = _names(path)
+    if any(os.path.lexists(path / name) for name in (INDEX_FILE, listed[0])):
+        return [read_header(path / name) for name in listed]
     names = sorted(file.name for file in path.glob("*"))
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles:
@@ -200,7 +202,10 @@ def _check_places(file: Path, tensors: dict[str, TensorEntry], start: int, size:
 def _names(path: Path) -> list[str]:
     """Return the files that the index lists; without an index, the name of the one file."""
     index = path / INDEX_FILE
-    return _shards(index) if os.path.lexists(index) else [SINGLE_FILE]
+    if os.path.lexists(index):
+        return _shards(index)
+    others = [] if os.path.lexists(path / SINGLE_FILE) else list(path.glob(_AUTOGPTQ))
+    return [others[0].name] if len(others) == 1 else [SINGLE_FILE]
 
 
 def _corrupt(file: Path, what: str) -> ModelLoadError:

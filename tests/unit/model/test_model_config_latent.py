@@ -174,7 +174,10 @@ REFUSED = {
         "scoring_func 'softmax' is not supported",
     ),
     "v3-greedy": (V3 | {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
-    "quantised": (V3 | {"quantization_config": {"quant_method": "gguf"}}, "quantising (gguf)"),
+    "quantised": (
+        V3 | {"quantization_config": {"quant_method": "gguf"}},
+        "'gguf' is not supported",
+    ),
 }
 
 

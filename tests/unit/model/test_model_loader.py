@@ -17,6 +17,7 @@ from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.loader import LoadFormat, load_model
+from pagewire.shared.model.safetensors_header import find_weights, weights_dtype
 
 CPU = torch.device("cpu")
 OPS = load_ops("torch", "cpu")
@@ -288,10 +289,21 @@ def test_shards_without_their_index(tmp_path: Path) -> None:
 
 
 def test_one_file_of_another_name(tmp_path: Path) -> None:
-    """As older checkpoints of GPTQ."""
     _save(tmp_path)
-    (tmp_path / WEIGHTS).rename(tmp_path / "gptq_model-4bit-128g.safetensors")
+    (tmp_path / WEIGHTS).rename(tmp_path / "llama.safetensors")
     _assert_refused(tmp_path, "rename it to model.safetensors if it has all weights")
+
+
+def test_the_file_that_autogptq_writes(tmp_path: Path) -> None:
+    """It is taken if there is no usual one."""
+    _save(tmp_path)
+    name = "gptq_model-4bit-128g.safetensors"
+    (tmp_path / WEIGHTS).rename(tmp_path / name)
+    (found,) = find_weights(tmp_path)
+    assert found.path == tmp_path / name
+    assert weights_dtype(tmp_path) == "float32"
+    (tmp_path / WEIGHTS).write_bytes(found.path.read_bytes())
+    assert find_weights(tmp_path)[0].path == tmp_path / WEIGHTS
 
 
 def test_missing_shard(tmp_path: Path) -> None:

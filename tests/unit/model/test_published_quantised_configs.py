@@ -46,7 +46,7 @@ def test_tensors_and_bytes_are_those_of_the_files(tmp_path: Path, name: str) -> 
     model = build_model(config, META, getattr(torch, config.dtype), load_ops("torch", "cpu"), 1)
     stored = sum(each.nbytes for each in model.stored())
     if "gigabytes" in SERVED[name]:
-        assert stored / 1e9 == pytest.approx(SERVED[name]["gigabytes"], rel=0.04)
+        assert stored / 1e9 == pytest.approx(SERVED[name]["gigabytes"], rel=0.05)
     expected: dict[str, str] = SERVED[name]["tensors"]
     found: dict[str, set[str]] = {layer: set() for layer in expected}
     for section in model.sections():
