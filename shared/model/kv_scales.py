@@ -54,9 +54,10 @@ def take_kv_scales(
         kept = {name: each for name, each in file.tensors.items() if name not in names}
         others.append(dataclasses.replace(file, tensors=kept))
     copy_weights(fills, _CPU, lambda _bytes: None)
-    for _, entry, target in fills:
-        if not (target > 0 and target.isfinite()):
-            raise ModelLoadError(f"{entry.name} is {target.item()}, and a scale must be above 0")
+    for fill in fills:
+        if not (fill.target > 0 and fill.target.isfinite()):
+            value = fill.target.item()
+            raise ModelLoadError(f"{fill.entry.name} is {value}, and a scale must be above 0")
     ones = torch.ones(())
     scales = tuple(
         KvScales(*(places.get((layer, part), ones).item() for part in "kv"))
