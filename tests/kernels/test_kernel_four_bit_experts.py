@@ -106,17 +106,20 @@ def test_experts_of_what_weights_stand_for(
     assert_close(actual.cpu(), expected)
 
 
-def test_a_row_does_not_depend_on_others_in_invariant_mode(device) -> None:
-    shape = Shape(70, kind="e2m1", inner=64)
-    first, _ = weights(shape, 2, 128, 64, torch.float16)
-    second, _ = weights(shape, 1, 64, 64, torch.float16)
+@pytest.mark.parametrize(("backend", "tokens", "hidden"), [("torch", 70, 256), ("triton", 20, 64)])
+def test_a_row_does_not_depend_on_others_in_invariant_mode(device, backend, tokens, hidden) -> None:
+    shape = Shape(tokens, experts=3, kind="e2m1")
+    first, _ = weights(shape, 2, 64, hidden, torch.float32)
+    second, _ = weights(shape, 1, hidden, 32, torch.float32)
     own = moved(first, device), moved(second, device)
-    x = torch.randn(70, 64, dtype=torch.float16, device=device)
-    best = torch.randn(70, 6, device=device).topk(2)
+    x = torch.randn(tokens, hidden, device=device)
+    best = torch.randn(tokens, 3, device=device).topk(2)
     chosen, shares = best.indices.int(), best.values.softmax(-1)
-    experts = load_ops("triton", "cuda", batch_invariant=True).four_bit_experts
-    alone = experts(x[:1], chosen[:1], shares[:1], *own)
-    assert torch.equal(experts(x, chosen, shares, *own)[:1], alone)
+    experts = load_ops(backend, device, batch_invariant=True).four_bit_experts
+    together = experts(x, chosen, shares, *own)
+    for rows in (slice(0, 1), slice(1, 4), slice(4, tokens)):
+        alone = experts(x[rows], chosen[rows], shares[rows], *own)
+        assert torch.equal(together[rows], alone)
 
 
 def test_every_number_of_e2m1_is_exact(device) -> None:
