@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,16 @@ def test_a_layer_that_predicts_a_second_token_is_left_out(tmp_path: Path) -> Non
     assert any(name.endswith("weight_scale_inv") for name in further)
     save_file({**tensors, **further, "model.layers.3.eh_proj.weight": torch.ones(2, 4)}, file)
     assert torch.equal(run(load(tmp_path / "stored"), prompts), before)
+
+
+def test_a_head_in_fp8_is_not_the_embedding(tmp_path: Path) -> None:
+    """Whatever config.json says, which may be that of the plain model."""
+    write(tmp_path, "qwen3-head-in-fp8")
+    before = load(tmp_path / "stored")
+    file = tmp_path / "stored" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    pairs = zip(load(tmp_path / "stored").stored(), before.stored(), strict=True)
+    assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
 
 
 def test_dummy_weights_are_alike_in_size(tmp_path: Path) -> None:

@@ -232,6 +232,41 @@ def test_scales_of_any_dtype_are_taken(tmp_path: Path, name: str, dtype: torch.d
     assert same_weights(load(tmp_path / "stored"), before)
 
 
+def test_older_descriptions_have_files_of_their_own(tmp_path: Path) -> None:
+    """And AWQ's has other names for bits and groups."""
+    for name, file, described in (
+        ("llama-awq", "quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}),
+        ("llama-gptq", "quantize_config.json", {"bits": 4, "group_size": 16, "sym": True}),
+    ):
+        write(tmp_path / name, name)
+        before, stored = load(tmp_path / name / "stored"), tmp_path / name / "stored"
+        fields = json.loads((stored / "config.json").read_text())
+        fields.pop("quantization_config")
+        (stored / "config.json").write_text(json.dumps(fields))
+        (stored / file).write_text(json.dumps(described))
+        assert same_weights(load(stored), before)
+
+
+def test_an_index_may_leave_out_tensors_of_its_files(tmp_path: Path) -> None:
+    """The files' own headers count; a tensor that no file has is named."""
+    write(tmp_path, "cohere-packed")
+    before, stored = load(tmp_path / "stored"), tmp_path / "stored"
+    tensors = load_file(stored / WEIGHTS)
+    (stored / WEIGHTS).unlink()
+    scales = {name: each for name, each in tensors.items() if name.endswith("weight_scale")}
+    others = {name: each for name, each in tensors.items() if name not in scales}
+    save_file(scales, stored / "model-00001-of-00002.safetensors")
+    save_file(others, stored / "model-00002-of-00002.safetensors")
+    listed = dict(zip(others, ["model-00002-of-00002.safetensors"] * len(others), strict=True))
+    first = {next(iter(scales)): "model-00001-of-00002.safetensors"}
+    index = stored / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed | first}))
+    assert same_weights(load(stored), before)
+    index.write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(ModelLoadError, match=rf"{len(scales)} tensors are missing \(model\.layers"):
+        load(stored)
+
+
 @pytest.mark.parametrize("part", ["qweight", "weight_packed"])
 def test_quantised_embeddings_are_refused(tmp_path: Path, part: str) -> None:
     write(tmp_path, "llama-gptq" if part == "qweight" else "cohere-packed")
