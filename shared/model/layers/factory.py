@@ -355,11 +355,8 @@ class LayerFactory:
         if isinstance(config, MoeConfig):
             is_sparse = config.sparse
             make_mlp = mlp or partial(self.experts, config, config.experts)
-        tables = {
-            rope: self.cos_sin(rope, config.head_dim)
-            for rope in set(config.ropes)
-            if rope is not None
-        }
+        ropes = {rope for rope in config.ropes if rope is not None}
+        tables = {rope: self.cos_sin(rope, config.head_dim) for rope in ropes}
         scales = config.kv_scales or (UNSCALED,) * config.num_layers
         layers = [
             make_layer(
