@@ -20,6 +20,7 @@
     +-- TransferError          KV blocks could not be transferred
     |   +-- TransferTimeoutError
     |   +-- LayoutMismatchError    the two sides' caches are shaped differently
+    +-- RankError              one of the processes that compute a model together is lost
     +-- IllegalTransitionError a request status change that the table does not allow: a bug
     +-- SchedulingError        the scheduler failed on some sequences: a bug
     +-- IntegrityError         block accounting does not add up: a bug
@@ -165,6 +166,18 @@ class TransferTimeoutError(TransferError):
 
 class LayoutMismatchError(TransferError):
     """The two sides' KV blocks are shaped differently and cannot be exchanged."""
+
+
+class RankError(PagewireError):
+    """One of the processes that compute a model together is lost, so that all end.
+
+    Attributes:
+        rank: the one that the others miss; None if it is not known, or if its own error is known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class IllegalTransitionError(PagewireError):

@@ -30,6 +30,9 @@ from pagewire.shared.engine.execution.kernel_choice import (
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.torch_threads import settle_threads
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
+from pagewire.shared.engine.ranks.executor import RanksExecutor
+from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
+from pagewire.shared.engine.ranks.messages import Begin
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.warm_up import Progress, prepare, warm_up
@@ -44,6 +47,7 @@ from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.loaded_model import LoadedModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.shard import Communicator, Shard
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.model.transformers_model.config import TransformersConfig, require_transformers
 from pagewire.shared.settings.config import EngineSettings
@@ -64,12 +68,15 @@ class BuiltEngine:
     """An engine, and facts about it that its worker or `LLM` needs.
 
     Attributes:
+        runner: runs steps on this process's device: all of the model, or rank 0's part of it.
+        ranks: the processes of the other ranks, which end with `close`.
         max_model_len: longest prompt plus answer.
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
     """
 
     core: EngineCore
     runner: ModelRunner
+    ranks: RankGroup
     config: ModelConfig
     model_path: Path
     model_identity: ModelIdentity
@@ -105,29 +112,55 @@ def build_engine(
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.
+        RankError: a rank has ended while it loaded.
     """
-    loaded = _load(settings, progress)
+    others = (hash_secret, listener, local_prefill_tokens, retained_share)
+    check_ranks(settings)
+    ranks = start_ranks(settings)
+    try:
+        return _build(settings, ranks, *others, progress, other_memory, learns_prices)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _build(
+    settings: EngineSettings,
+    ranks: RankGroup,
+    hash_secret: str | None,
+    listener: CacheListener | None,
+    local_prefill_tokens: int,
+    retained_share: float,
+    progress: Progress,
+    other_memory: OtherMemory,
+    learns_prices: bool,
+) -> BuiltEngine:
+    loaded = _load(settings, progress, ranks.shard, ranks.communicator)
     settings, config, device, layout = loaded.settings, loaded.config, loaded.device, loaded.layout
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(loaded, other_memory)
+    num_blocks = ranks.fewest_blocks(num_blocks)
     max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, layout)
     _log_pool(layout, num_blocks, device)
+    ranks.begin(Begin(num_blocks, max_model_len, torch.get_num_threads()))
     runner = _make_runner(loaded, num_blocks, max_model_len)
     if device.type == "cuda":
         prepare(runner, config, settings, max_model_len, progress)
+    ranks.wait_until_ready()
     identity = _identity(loaded)
     retained = int(retained_share * num_blocks)
     pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener, retained)
     limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)
-    core = EngineCore(scheduler, runner, overlap=device.type == "cuda")
+    core = _core(scheduler, runner, ranks, overlap=device.type == "cuda")
     _learn_prices(core, runner, learns_prices)
     vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
     core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
     return BuiltEngine(
         core=core,
         runner=runner,
+        ranks=ranks,
         config=config,
         model_path=loaded.path,
         model_identity=identity,
@@ -138,6 +171,60 @@ def build_engine(
     )
 
 
+def build_rank(
+    settings: EngineSettings,
+    shard: Shard,
+    communicator: Communicator,
+    agree: Callable[[int], Begin],
+) -> ModelRunner:
+    """Load a rank's part of a model, and return what runs its steps; rank 0 has the engine.
+
+    Args:
+        settings: those of rank 0.
+        shard: which part.
+        communicator: of the ranks.
+        agree: called with the number of KV blocks for which there is room; returns with what all
+            ranks run steps.
+
+    Raises:
+        ConfigError: this machine does not have what the settings ask for.
+    """
+    loaded = _load(settings, lambda _stage: None, shard, communicator)
+    begin = agree(settings.num_blocks or _fitting_blocks(loaded, lambda _layout, _total_bytes: 0))
+    if loaded.device.type == "cpu":
+        torch.set_num_threads(begin.threads)
+    return _make_runner(loaded, begin.num_blocks, begin.max_model_len)
+
+
+def check_ranks(settings: EngineSettings) -> None:
+    """Check that this machine can run as many ranks as the settings ask for.
+
+    Raises:
+        ConfigError: it cannot; says what is missing.
+    """
+    count = settings.tensor_parallel_size
+    if count == 1 or choose_device(settings.device).type == "cpu":
+        return
+    if (gpus := torch.cuda.device_count()) < count:
+        raise ConfigError(
+            f"--tensor-parallel-size {count} needs {count} GPUs, and {gpus} can be used: lower it, "
+            "or see CUDA_VISIBLE_DEVICES"
+        )
+    raise ConfigError(
+        f"--tensor-parallel-size {count} works only with --device cpu: there are no sums among "
+        "GPUs yet"
+    )
+
+
+def _core(
+    scheduler: Scheduler, runner: ModelRunner, ranks: RankGroup, *, overlap: bool
+) -> EngineCore:
+    if ranks.count == 1:
+        return EngineCore(scheduler, runner, overlap)
+    executor = RanksExecutor(runner, ranks)
+    return EngineCore(scheduler, executor, overlap, [executor])
+
+
 def _learn_prices(core: EngineCore, runner: ModelRunner, all_kinds: bool) -> None:
     """Time steps: few on a CPU, so that prompts are cut well; or of all kinds."""
     limits, is_gpu = core.scheduler.limits, runner.kv_pool.is_cuda
@@ -145,7 +232,7 @@ def _learn_prices(core: EngineCore, runner: ModelRunner, all_kinds: bool) -> Non
         return
     limit_s = GPU_CALIBRATION_S if is_gpu else CPU_CALIBRATION_S
     costs, limit_s = core.scheduler.costs, limit_s if all_kinds else 0.0
-    calibrate(runner, costs, limits, overlap=core.overlap, limit_s=limit_s)
+    calibrate(core.executor, runner, costs, limits, overlap=core.overlap, limit_s=limit_s)
 
 
 def _limits(
@@ -194,8 +281,13 @@ class _Loaded:
     full_model_len: int
 
 
-def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
-    """Choose device, dtype and kernels, and load the model."""
+def _load(
+    settings: EngineSettings,
+    progress: Progress,
+    shard: Shard,
+    communicator: Communicator | None,
+) -> _Loaded:
+    """Choose device, dtype and kernels, and load the model, or a rank's part of it."""
     progress("reading the model's configuration")
     path = resolve_model(settings.model, revision=settings.revision)
     config = load_config(path, settings.model_impl, settings.quantization, settings.kv_cache_dtype)
@@ -214,7 +306,7 @@ def _load(settings: EngineSettings, progress: Progress) -> _Loaded:
     else:
         load_format = settings.load_format
         model = load_model(path, config, device, dtype, ops, load_format, full_model_len, progress)
-    settle_threads(model, device)
+    settle_threads(model, device, shard.count)
     return _Loaded(
         settings=settings,
         path=path,

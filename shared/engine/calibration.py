@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from pagewire.shared.costs.first_steps import FIRST, FURTHER, TimedStep
 from pagewire.shared.costs.step_costs import StepCosts
-from pagewire.shared.engine.execution.executor import PendingStep
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.step import (
@@ -37,6 +37,7 @@ _PRIME = 7919  # spreads tokens over the vocabulary, so that they need different
 
 
 def calibrate(
+    executor: Executor,
     runner: ModelRunner,
     costs: StepCosts,
     limits: SchedulerLimits,
@@ -47,7 +48,8 @@ def calibrate(
     """Let an engine's costs learn from steps, in blocks and device slots that are free.
 
     Args:
-        runner: runs them.
+        executor: runs them.
+        runner: the part of the executor in this process.
         costs: the engine's.
         limits: the engine's.
         overlap: whether the engine launches a step before the one before has ended.
@@ -57,7 +59,7 @@ def calibrate(
     # On a CPU this thread's time: workers that start together slow each other, but not for long.
     clock = time.perf_counter if overlap else time.thread_time
     began_s = clock()
-    timer = _StepTimer(runner, limits, overlap, clock, began_s + limit_s)
+    timer = _StepTimer(executor, runner, limits, overlap, clock, began_s + limit_s)
     timer.seconds(timer.fitted(FIRST[0]))  # the first step of all takes longer
     for step in map(timer.fitted, FIRST):
         costs.learn(step.work, timer.seconds(step))
@@ -73,13 +75,15 @@ class _StepTimer:
     """Runs steps, and measures them.
 
     Attributes:
-        runner: runs them.
+        executor: runs them.
+        runner: the part of the executor in this process.
         limits: the engine's.
         overlap: see `calibrate`.
         clock: measures the steps.
         end_s: after this time no step is run again.
     """
 
+    executor: Executor
     runner: ModelRunner
     limits: SchedulerLimits
     overlap: bool
@@ -121,7 +125,7 @@ class _StepTimer:
             first = again = StepPlan(number=0, chunks=[chunk])
         self._take_slots(slots, step.before + (step.tokens or self.runs))
         times = [end - began for began, end in pairwise(self._run(first, again))]
-        self.runner.execute(StepPlan(number=0, freed=slots)).wait()
+        self.executor.execute(StepPlan(number=0, freed=slots)).wait()
         return statistics.median_low(times)
 
     def _take_slots(self, slots: list[int], tokens: int) -> None:
@@ -134,14 +138,14 @@ class _StepTimer:
                 ids = list(range(start, start + count))
                 blocks.add(slot, group * runner.state.max_blocks, ids)
         owners = [NewDeviceSlot(slot, RequestSpec(temperature=1.0, seed=slot)) for slot in slots]
-        runner.execute(StepPlan(number=0, new_slots=owners, blocks=blocks)).wait()
+        self.executor.execute(StepPlan(number=0, new_slots=owners, blocks=blocks)).wait()
 
     def _run(self, first: StepPlan, again: StepPlan) -> list[float]:
         """Run a step several times, as the engine does; return when it began, and each end."""
         depth, times_s = 2 if self.overlap else 1, [self.clock()]
         pending: deque[PendingStep] = deque()
         for run in range(self.runs):
-            pending.append(self.runner.execute(again if run else first))
+            pending.append(self.executor.execute(again if run else first))
             if len(pending) == depth:
                 pending.popleft().wait()
                 times_s.append(self.clock())

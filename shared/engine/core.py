@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from pagewire.shared.base.errors import SchedulingError
+from pagewire.shared.base.errors import RankError, SchedulingError
 from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.failed_steps import FailedSteps
 from pagewire.shared.engine.launched import EngineStats, Launched
@@ -140,6 +140,7 @@ class EngineCore(LiveSequences):
 
         Raises:
             IntegrityError: a hook failed, and the block accounting is wrong afterwards.
+            RankError: a rank of the model is lost.
         """
         schedule, plan = self._decided
         self._decided = Schedule(), None
@@ -147,6 +148,8 @@ class EngineCore(LiveSequences):
         for hook in self.hooks:
             try:
                 self.hooks_busy |= hook.after_launch(plan)
+            except RankError:
+                raise
             except Exception:  # any, here and below: the other requests go on
                 logger.exception("a step hook failed: failing this step's requests")
                 self._contain(schedule.sequences)
@@ -309,8 +312,12 @@ class EngineCore(LiveSequences):
                 steps that were launched after it are spoilt now.
 
         Raises:
-            Exception: the error, if too many steps in a row have failed.
+            Exception: the error, if too many steps in a row have failed, or if a rank of the model
+                is lost, without which no step runs.
         """
+        if isinstance(error, RankError):
+            self.steps.end_with(schedule)
+            raise error
         if launched is None:
             later, verdict = [], self.failures.judge_launch(schedule)
         elif schedule.is_spoilt:

@@ -66,6 +66,7 @@ from pagewire.shared.settings.types import (
     ServiceId,
     ServiceIds,
     SpecialTokens,
+    TensorParallelSize,
     ToolParserName,
 )
 
@@ -96,6 +97,12 @@ class EngineSettings(Settings):
         "auto",
         "auto: the KV cache has the data type of activations. fp8: it is in FP8 (e4m3), with half "
         "the bytes of bfloat16. The same in all workers.",
+        panel=ENGINE,
+    )
+    tensor_parallel_size: TensorParallelSize = described(
+        1,
+        "Number of processes, on a GPU each, that compute one model together: each has a part of "
+        "the weights and of the KV cache. On a CPU they share its cores.",
         panel=ENGINE,
     )
     load_format: LoadFormat = described(

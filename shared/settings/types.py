@@ -32,6 +32,7 @@ def _seconds_from_text(value: Any) -> Any:
 
 
 Positive = Annotated[int, Field(gt=0)]
+TensorParallelSize = Annotated[int, Field(ge=1, le=64)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Gap = Annotated[float, Field(gt=0, le=3600)]  # in seconds, as `RequestSpec.slo_gap_s` may be

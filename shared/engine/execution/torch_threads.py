@@ -24,8 +24,10 @@ PARAMETERS_PER_THREAD = 4_000_000
 TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
-def settle_threads(model: LoadedModel, device: torch.device) -> None:
+def settle_threads(model: LoadedModel, device: torch.device, ranks: int = 1) -> None:
     """Lower torch's number of threads, for the whole process, to what a model can use.
+
+    Ranks of one model share the cores.
 
     A number set by OMP_NUM_THREADS, MKL_NUM_THREADS or `torch.set_num_threads` stays. The exception
     is a call of `torch.set_num_threads` with torch's own default, which cannot be detected.
@@ -33,14 +35,16 @@ def settle_threads(model: LoadedModel, device: torch.device) -> None:
     Args:
         model: its number of parameters decides.
         device: the model's device; on a GPU nothing is changed.
+        ranks: number of processes that compute the model together.
     """
     if device.type != "cpu":
         return
     parameters = sum(each.numel() for each in model.stored())
     current = torch.get_num_threads()
-    useful = 1 + parameters // PARAMETERS_PER_THREAD
+    useful = min(1 + parameters // PARAMETERS_PER_THREAD, max(1, current // ranks))
     if useful < current and not threads_are_chosen() and current in _defaults():
-        logger.info("using %d of %d torch threads: the model is small", useful, current)
+        why = "the model is small" if ranks == 1 else f"{ranks} ranks share the cores"
+        logger.info("using %d of %d torch threads: %s", useful, current, why)
         torch.set_num_threads(useful)
 
 

@@ -1,0 +1,134 @@
+"""The program of ranks 1, 2, ...: loads a part of the model, and runs the plans that rank 0 sends.
+
+    python -P -m pagewire.shared.engine.rank_process RANK PIPE SOCKET...
+
+PIPE is the descriptor of the socket to rank 0 for plans; each SOCKET is one to another rank, in
+their order, for sums. The process ends with rank 0, whose signals from a terminal or a supervisor
+it ignores: rank 0 still needs it for requests that finish.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+
+from pagewire.shared.base.errors import ConfigError, RankError
+from pagewire.shared.base.logs import configure_logging
+from pagewire.shared.engine.build import build_rank
+from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.ranks.communicator import SocketCommunicator
+from pagewire.shared.engine.ranks.executor import Digests
+from pagewire.shared.engine.ranks.messages import (
+    Begin,
+    Failed,
+    Loaded,
+    RankPipe,
+    Ready,
+    Setup,
+    encode,
+)
+from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.model.shard import Shard
+from pagewire.shared.settings.config import EngineSettings
+
+logger = logging.getLogger(__name__)
+
+PARENT_POLL_S = 0.5
+
+
+def main(arguments: list[str]) -> int:
+    """Run until rank 0 ends; returns the exit code."""
+    rank, *fds = map(int, arguments)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    pipe = RankPipe(socket.socket(fileno=fds[0]), 0)
+    others = [other for other in range(len(fds)) if other != rank]
+    sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds[1:], strict=True)}
+    try:
+        _run(rank, pipe, SocketCommunicator(rank, sockets))
+    except RankError as exc:
+        failure = Failed(str(exc), missing=exc.rank)
+    except ConfigError as exc:
+        failure = Failed(str(exc), is_config=True)
+    except Exception as exc:  # whatever a device raises: rank 0 ends all ranks
+        logger.exception("rank %d has failed", rank)
+        failure = Failed(f"{type(exc).__name__}: {exc}")
+    else:
+        return 0
+    with suppress(RankError):  # rank 0 has ended
+        pipe.send(encode(failure))
+    return 1
+
+
+def _end_with(parent: int) -> None:
+    """End this process when rank 0's has ended, even while it loads or computes."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)
+
+
+def _run(rank: int, pipe: RankPipe, communicator: SocketCommunicator) -> None:
+    setup = pipe.next_command()
+    if not isinstance(setup, Setup):
+        return
+    configure_logging(setup.log_level, setup.log_format, setup.service)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RankLabel(rank))
+    settings = EngineSettings(**setup.settings)
+
+    def agree(num_blocks: int) -> Begin:
+        pipe.send(encode(Loaded(num_blocks)))
+        if not isinstance(begin := pipe.next_command(), Begin):
+            raise RankError("rank 0 has ended", 0)
+        return begin
+
+    runner = build_rank(settings, Shard(rank, setup.count), communicator, agree)
+    pipe.send(encode(Ready()))
+    run_plans(pipe, runner)
+
+
+class RankLabel(logging.Filter):
+    """Adds the rank to log lines."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add it; no line is left out."""
+        record.fields = {**getattr(record, "fields", {}), "rank": self._rank}
+        return True
+
+
+def run_plans(pipe: RankPipe, executor: Executor) -> None:
+    """Run plans until rank 0 ends; report now and then what has been sampled.
+
+    Raises:
+        RankError: another rank is lost.
+        Exception: whatever the executor raises.
+    """
+    digests = Digests()
+    running: deque[PendingStep] = deque()  # steps whose tokens have not been read
+    while (command := pipe.next_command()) is not None:
+        if isinstance(command, StepPlan):
+            pending = executor.execute(command)
+            if command.has_rows:
+                running.append(pending)
+        elif isinstance(command, Supply):
+            executor.supply(command)
+        # As rank 0 does, a step's tokens are read once the next step has been launched.
+        while len(running) > 1 or (running and running[0].is_done()):
+            if (sampled := digests.add(running.popleft().wait())) is not None:
+                pipe.send(encode(sampled))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,294 @@
+"""The processes of the other ranks, as rank 0 sees them: their start, their loss, their end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pagewire.shared.base.errors import ConfigError, PagewireError, RankError
+from pagewire.shared.base.logs import LogForm
+from pagewire.shared.engine.ranks.communicator import SocketCommunicator, connected
+from pagewire.shared.engine.ranks.messages import (
+    Begin,
+    Failed,
+    Loaded,
+    RankPipe,
+    Ready,
+    Report,
+    Setup,
+    encode,
+)
+from pagewire.shared.model.shard import Shard
+from pagewire.shared.model.source import resolve_model
+from pagewire.shared.settings.config import EngineSettings, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "pagewire.shared.engine.rank_process"
+LOAD_S = 600.0  # for a rank to have its weights once rank 0 has its own, and then for its pool
+REPORT_S = 1.0  # for the rest of a report
+REASON_S = 0.5  # for a rank that is missed to say why, and to end
+END_S = 2.0  # for ranks to end by themselves
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RankGroup:
+    """The other ranks' processes. With one rank there are none, and nothing here does anything.
+
+    Attributes:
+        communicator: of rank 0; None with one rank.
+        pipes: to ranks 1, 2, ...
+        processes: theirs.
+    """
+
+    communicator: SocketCommunicator | None = None
+    pipes: Sequence[RankPipe] = ()
+    processes: Sequence[subprocess.Popen[bytes]] = ()
+    _poller: select.poll = field(default_factory=select.poll)
+    _failures: dict[int, Failed] = field(default_factory=dict)
+    _loss: PagewireError | None = None
+    _end: weakref.finalize[..., RankGroup] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for pipe in self.pipes:
+            self._poller.register(pipe.fileno(), select.POLLIN)
+        # Also when an `LLM` is collected, or its program ends.
+        parts = self.communicator, self.pipes, self.processes
+        self._end = weakref.finalize(self, _end, *parts)
+
+    @classmethod
+    def start(cls, setup: Setup) -> RankGroup:
+        """Start the processes of all ranks but this one.
+
+        Raises:
+            ConfigError: this machine cannot start them.
+            RankError: one has ended.
+        """
+        sockets = connected(setup.count)
+        communicator = SocketCommunicator(0, sockets[0])
+        pipes: list[RankPipe] = []
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, connections in enumerate(sockets[1:], 1):
+                ours, theirs = socket.socketpair()
+                pipes.append(RankPipe(ours, rank))
+                with theirs:
+                    processes.append(_start_process(rank, theirs, connections))
+        except OSError as exc:
+            _end(communicator, pipes, processes)
+            raise ConfigError(f"the processes of the ranks cannot be started: {exc}") from exc
+        finally:
+            for connections in sockets[1:]:
+                for connection in connections.values():
+                    connection.close()
+        group = cls(communicator, pipes, processes)
+        group.send(encode(setup))
+        return group
+
+    @property
+    def count(self) -> int:
+        """Number of ranks, this one included."""
+        return 1 + len(self.pipes)
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's part of the model."""
+        return Shard(0, self.count)
+
+    def fewest_blocks(self, own: int) -> int:
+        """Wait until all ranks have loaded; return how many KV blocks each has room for.
+
+        Args:
+            own: what this rank has room for.
+
+        Raises:
+            ConfigError: a rank refuses the settings.
+            RankError: a rank is lost.
+        """
+        reports = self._await(Loaded)
+        return min([own, *(each.num_blocks for each in reports if isinstance(each, Loaded))])
+
+    def begin(self, begin: Begin) -> None:
+        """Have all ranks get ready to run plans.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self.send(encode(begin))
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks can run plans.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self._await(Ready)
+
+    def send(self, encoded: bytes) -> None:
+        """Send a command to all ranks.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        try:
+            for pipe in self.pipes:
+                pipe.send(encoded)
+        except RankError as exc:
+            raise self.loss(exc) from exc
+
+    def has_news(self) -> bool:
+        """Whether a rank reports something, or has ended; takes little time."""
+        return self._end.alive and bool(self.pipes and self._poller.poll(0))
+
+    def reports(self) -> list[tuple[int, Report]]:
+        """Return what ranks have reported, and which rank each is of.
+
+        Raises:
+            ConfigError: a rank refuses the settings.
+            RankError: a rank is lost.
+        """
+        due = {fd for fd, _event in self._poller.poll(0)}
+        try:
+            return [
+                (pipe.rank, self._next_report(pipe, REPORT_S))
+                for pipe in self.pipes
+                if pipe.fileno() in due
+            ]
+        except RankError as exc:
+            raise self.loss(exc) from exc
+
+    def loss(self, missed: RankError) -> PagewireError:
+        """End all ranks, and return the error that names the one because of which they end.
+
+        Args:
+            missed: says which rank this one has missed. If that rank has ended because it missed
+                another one, the error names the other one.
+
+        Returns:
+            The same error in each call.
+        """
+        if self._loss is not None:
+            return self._loss
+        error: PagewireError = missed
+        seen: set[int] = set()
+        while isinstance(error, RankError) and error.rank and error.rank not in seen:
+            seen.add(error.rank)
+            error = self._reason(error.rank) or error
+        for process in self.processes:
+            process.kill()
+        self._end()
+        self._loss = error
+        return error
+
+    def close(self) -> None:
+        """End the other ranks; when this returns, none is left."""
+        self._end()
+
+    def _await(self, kind: type[Report]) -> list[Report]:
+        """Wait until each rank has sent a report of this kind, and return these."""
+        found: dict[int, Report] = {}
+        deadline = time.monotonic() + LOAD_S
+        while len(found) < len(self.pipes):
+            if not self._poller.poll(1000 * max(0.0, deadline - time.monotonic())):
+                rank = next(pipe.rank for pipe in self.pipes if pipe.rank not in found)
+                problem = f"rank {rank} has not loaded its part of the model within {LOAD_S:g} s"
+                raise self.loss(RankError(problem, rank))
+            for rank, report in self.reports():
+                if isinstance(report, kind):
+                    found[rank] = report
+        return list(found.values())
+
+    def _next_report(self, pipe: RankPipe, timeout_s: float) -> Report:
+        report = pipe.next_report(timeout_s)
+        if isinstance(report, Failed):
+            self._failures[pipe.rank] = report
+            raise RankError(report.error, pipe.rank)
+        return report
+
+    def _reason(self, rank: int) -> PagewireError | None:
+        """Return why a rank has failed or ended; None if it says nothing and has not ended."""
+        pipe, process = self.pipes[rank - 1], self.processes[rank - 1]
+        with contextlib.suppress(RankError):
+            while rank not in self._failures:
+                self._next_report(pipe, REASON_S)
+        if (failure := self._failures.get(rank)) is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return RankError(f"rank {rank} {_ended_by(process.wait(REASON_S))}", rank)
+            return None
+        if failure.missing is not None:
+            return RankError(failure.error, failure.missing)
+        kind = ConfigError if failure.is_config else RankError
+        return kind(f"rank {rank}: {failure.error}")
+
+
+def start_ranks(settings: EngineSettings) -> RankGroup:
+    """Start the other ranks of an engine, if there are any.
+
+    Raises:
+        ConfigError: this machine cannot start them, or the model cannot be found.
+        RankError: one has ended.
+    """
+    count = settings.tensor_parallel_size
+    if count == 1:
+        return RankGroup()
+    values = settings.model_dump(mode="json", include=set(EngineSettings.model_fields))
+    # Rank 0 may have to fetch the model.
+    values |= {"model": str(resolve_model(settings.model, revision=settings.revision))}
+    logs: tuple[str, LogForm, str] = ("warning", "text", "")
+    if isinstance(settings, WorkerSettings):
+        logs = (settings.log_level, settings.log_format, settings.worker_id)
+    return RankGroup.start(Setup(count, values, *logs))
+
+
+def _start_process(
+    rank: int, pipe: socket.socket, others: dict[int, socket.socket]
+) -> subprocess.Popen[bytes]:
+    """Start the process of a rank.
+
+    Args:
+        rank: its number.
+        pipe: its end of the socket to rank 0.
+        others: its sockets to all other ranks, by rank.
+    """
+    fds = [pipe.fileno(), *(others[other].fileno() for other in sorted(others))]
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", PROGRAM, str(rank), *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=fds,
+    )
+    logger.info("rank %d is process %d", rank, process.pid)
+    return process
+
+
+def _ended_by(code: int) -> str:
+    if code >= 0:
+        return f"has ended with exit code {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _end(
+    communicator: SocketCommunicator | None,
+    pipes: Sequence[RankPipe],
+    processes: Sequence[subprocess.Popen[bytes]],
+) -> None:
+    """Close the sockets, at whose end ranks end by themselves; kill those that do not."""
+    if communicator is not None:
+        communicator.close()
+    for pipe in pipes:
+        pipe.close()
+    deadline = time.monotonic() + END_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
