@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -301,11 +302,16 @@ def _load(
         count_kernels()
     progress("loading weights")
     if isinstance(config, TransformersConfig):
+        if shard.count > 1:
+            raise ConfigError("transformers' code runs on one rank: leave --tensor-parallel-size 1")
         settings = settings.model_copy(update={"cuda_graphs": False})
         model = _load_by_transformers(path, config, device, dtype, ops, settings)
     else:
         load_format = settings.load_format
-        model = load_model(path, config, device, dtype, ops, load_format, full_model_len, progress)
+        parts: dict[str, Any] = {"shard": shard, "communicator": communicator}
+        model = load_model(
+            path, config, device, dtype, ops, load_format, full_model_len, progress, **parts
+        )
     settle_threads(model, device, shard.count)
     return _Loaded(
         settings=settings,
@@ -315,7 +321,7 @@ def _load(
         dtype=dtype,
         ops=ops,
         model=model,
-        layout=config.kv_layout(settings.block_size, str(dtype).removeprefix("torch.")),
+        layout=config.kv_layout(settings.block_size, str(dtype).removeprefix("torch."), shard),
         full_model_len=full_model_len,
     )
 
