@@ -1,10 +1,10 @@
 """The program of ranks 1, 2, ...: loads a part of the model, and runs the plans that rank 0 sends.
 
-    python -P -m pagewire.shared.engine.rank_process RANK PIPE SOCKET...
+    python -P -m pagewire.shared.engine.rank_process RANK PIPE MEMORY SOCKET...
 
-PIPE is the descriptor of the socket to rank 0 for plans; each SOCKET is one to another rank, in
-their order, for sums. The process ends with rank 0, whose signals from a terminal or a supervisor
-it ignores: rank 0 still needs it for requests that finish.
+PIPE is the descriptor of the socket to rank 0 for plans, MEMORY that of the memory that all ranks
+share; each SOCKET is one to another rank, in their order, for sums. The process ends with rank 0.
+It ignores signals from a terminal or a supervisor: rank 0 needs it for requests that finish.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from pagewire.shared.engine.ranks.messages import (
     Begin,
     Failed,
     Loaded,
+    Pack,
     RankPipe,
     Ready,
     Setup,
+    Stage,
     encode,
 )
+from pagewire.shared.engine.ranks.moves import RankMover
 from pagewire.shared.engine.scheduling.step import StepPlan, Supply
 from pagewire.shared.model.shard import Shard
 from pagewire.shared.settings.config import EngineSettings
@@ -45,15 +48,15 @@ PARENT_POLL_S = 0.5
 
 def main(arguments: list[str]) -> int:
     """Run until rank 0 ends; returns the exit code."""
-    rank, *fds = map(int, arguments)
+    rank, pipe_fd, memory_fd, *fds = map(int, arguments)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    pipe = RankPipe(socket.socket(fileno=fds[0]), 0)
-    others = [other for other in range(len(fds)) if other != rank]
-    sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds[1:], strict=True)}
+    pipe = RankPipe(socket.socket(fileno=pipe_fd), 0)
+    others = [other for other in range(len(fds) + 1) if other != rank]
+    sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds, strict=True)}
     try:
-        _run(rank, pipe, SocketCommunicator(rank, sockets))
+        _run(rank, pipe, memory_fd, SocketCommunicator(rank, sockets))
     except RankError as exc:
         failure = Failed(str(exc), missing=exc.rank)
     except ConfigError as exc:
@@ -75,7 +78,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _run(rank: int, pipe: RankPipe, communicator: SocketCommunicator) -> None:
+def _run(rank: int, pipe: RankPipe, memory_fd: int, communicator: SocketCommunicator) -> None:
     setup = pipe.next_command()
     if not isinstance(setup, Setup):
         return
@@ -92,7 +95,7 @@ def _run(rank: int, pipe: RankPipe, communicator: SocketCommunicator) -> None:
 
     runner = build_rank(settings, Shard(rank, setup.count), communicator, agree)
     pipe.send(encode(Ready()))
-    run_plans(pipe, runner)
+    run_plans(pipe, runner, RankMover(rank, runner, memory_fd))
 
 
 class RankLabel(logging.Filter):
@@ -108,8 +111,8 @@ class RankLabel(logging.Filter):
         return True
 
 
-def run_plans(pipe: RankPipe, executor: Executor) -> None:
-    """Run plans until rank 0 ends; report now and then what has been sampled.
+def run_plans(pipe: RankPipe, executor: Executor, mover: RankMover) -> None:
+    """Run plans and moves until rank 0 ends; report now and then what has been sampled.
 
     Raises:
         RankError: another rank is lost.
@@ -124,6 +127,10 @@ def run_plans(pipe: RankPipe, executor: Executor) -> None:
                 running.append(pending)
         elif isinstance(command, Supply):
             executor.supply(command)
+        elif isinstance(command, Pack):
+            pipe.send(encode(mover.move(command)))
+        elif isinstance(command, Stage):
+            mover.stage(command)
         # As rank 0 does, a step's tokens are read once the next step has been launched.
         while len(running) > 1 or (running and running[0].is_done()):
             if (sampled := digests.add(running.popleft().wait())) is not None:

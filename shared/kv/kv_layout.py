@@ -69,6 +69,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     Layouts may be equal although the models are not (see `ModelIdentity`).
 
     Attributes:
+        ranks: number of processes that compute the model together. Each has such blocks, with its
+            part of the heads, in a pool of its own; all move together.
         dtype: of the numbers, as torch names it without the prefix.
         block_size: positions of a block.
         layers_per_block: rows of a block.
@@ -76,6 +78,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         groups: the cache groups, at least one; those without a window come first.
     """
 
+    ranks: _Number = 1
     dtype: DtypeName
     block_size: Tokens
     layers_per_block: _Number
@@ -124,7 +127,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
+        """Bytes of one block of one rank."""
         return math.prod(self.block_shape) * _ITEM_BYTES[self.dtype]
 
     # The layer groups of a block, which are moved and have a checksum each

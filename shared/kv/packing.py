@@ -1,5 +1,7 @@
 """Sizes of packed KV blocks in staging, and the rows that layer groups have in the pool.
 
+In staging, the parts of all ranks follow each other. Each has its own checksums.
+
 A block is a row `[L, N, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, N, KH, BS, D]`,
 the pool has a row for each layer group of each block, `block * count + group`: what is moved and
 has a checksum of its own.
@@ -15,15 +17,30 @@ from numpy.typing import NDArray
 from pagewire.kernels import kv_staging
 from pagewire.shared.kv.kv_layout import KvLayout
 
+_ALIGNMENT = 256  # of each rank's part: what kernels are quickest with
+
 
 def packed_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
     """Return the bytes of staging for a number of blocks, whole or some layer groups of each."""
+    if layout.ranks > 1:
+        return layout.ranks * rank_bytes(layout, num_blocks, num_groups)
+    return _packed_bytes(layout, num_blocks, num_groups)
+
+
+def rank_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
+    """Return how many of these bytes each of several ranks has."""
+    return -(-_packed_bytes(layout, num_blocks, num_groups) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None) -> int:
     per_block = len(layout.layer_groups) if num_groups is None else num_groups
     return kv_staging.packed_bytes(num_blocks * per_block, layout.layer_group_bytes)
 
 
 def max_blocks(layout: KvLayout, num_bytes: int, num_groups: int | None = None) -> int:
     """Return how many blocks fit a number of bytes of staging, likewise."""
+    if layout.ranks > 1:
+        num_bytes = num_bytes // layout.ranks // _ALIGNMENT * _ALIGNMENT
     per_block = len(layout.layer_groups) if num_groups is None else num_groups
     return kv_staging.max_blocks(num_bytes, layout.layer_group_bytes) // per_block
 

@@ -111,7 +111,8 @@ class ModelConfig:
         token = self.cached_token
         _, heads = shard.heads(self.num_heads, token.heads)
         token = msgspec.structs.replace(token, heads=heads.count)
-        return KvLayout.of(self.windows, token, block_size, self.kv_dtype or dtype)
+        layout = KvLayout.of(self.windows, token, block_size, self.kv_dtype or dtype)
+        return msgspec.structs.replace(layout, ranks=shard.count)
 
     def attention_bytes(self, tokens: int, element_size: int) -> int:
         """Return what an attention layer holds at once of these tokens, its input not counted."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from pagewire.shared.transfer.device_memory import allocate
@@ -28,11 +30,24 @@ class Staging:
         return len(self.buffers)
 
 
-def make_staging(num_slots: int, slot_bytes: int, device: torch.device) -> Staging:
+def make_staging(
+    num_slots: int,
+    slot_bytes: int,
+    device: torch.device,
+    shared: Callable[[int], torch.Tensor] | None = None,
+) -> Staging:
     """Allocate staging.
+
+    Args:
+        num_slots: number of staging slots.
+        slot_bytes: size of each.
+        device: where it is.
+        shared: returns memory of so many bytes that all ranks of the model share; None with one.
 
     Raises:
         ConfigError: there is no room for it.
     """
     stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
+    if shared is not None:
+        return Staging(shared(num_slots * stride).view(num_slots, stride), slot_bytes)
     return Staging(allocate((num_slots, stride), device), slot_bytes)

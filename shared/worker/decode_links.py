@@ -13,6 +13,7 @@ from pagewire.shared.base.addresses import numeric_endpoint
 from pagewire.shared.base.errors import LayoutMismatchError, PagewireError, TransferError
 from pagewire.shared.base.logs import Complaints
 from pagewire.shared.control.protocol import ControlMessage, KvHello, KvRefusal, clip_text
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
@@ -77,6 +78,7 @@ class DecodeLinks:
         hello = peer.hello
         ours, names = self.engine, (hello.worker_id, "the prefill worker")
         difference = first_difference(hello.model_identity, ours.model_identity, *names)
+        difference = difference or _rank_difference(hello.layout, ours.layout, *names)
         difference = difference or first_difference(hello.layout, ours.layout, *names)
         if difference is not None:
             raise LayoutMismatchError(difference)
@@ -111,3 +113,13 @@ class DecodeLinks:
         if (peer_id := self.connection_of(link)) is not None:
             number = self._peers.pop(peer_id).hello.link
             self.post(peer_id, KvRefusal(link=number, error=clip_text(reason)))
+
+
+def _rank_difference(its: KvLayout, other: KvLayout, its_name: str, other_name: str) -> str | None:
+    """Return in which ranks two layouts have their heads, if in different numbers of them."""
+    if its.ranks == other.ranks:
+        return None
+    return (
+        f"{its_name} has {its.token.heads} KV heads on each of {its.ranks} ranks, {other_name} "
+        f"{other.token.heads} on each of {other.ranks}: choose the same --tensor-parallel-size"
+    )

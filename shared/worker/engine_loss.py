@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 
+from pagewire.shared.base.errors import RankError
 from pagewire.shared.control.channel import ControlServer
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed, EngineLost, clip_text
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -75,7 +76,10 @@ def ended(step: RunningStep | None, error: Exception | None) -> EngineLoss:
         step: the step that was under way, if there was one.
         error: what ended the thread.
     """
-    cause = "the engine ended" if error is None else f"the engine ended: {type(error).__name__}"
+    cause = "the engine ended"
+    if error is not None:
+        why = str(error) if isinstance(error, RankError) else type(error).__name__
+        cause = f"{cause}: {why}"
     if step is None or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return EngineLoss(cause, in_step=step is not None)
     return EngineLoss(f"{cause} in a step of {step.work.text}", step.suspects, 1)

@@ -12,8 +12,11 @@ import torch
 
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.base.errors import ConfigError, TransferError
+from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.engine.ranks.executor import RanksExecutor
+from pagewire.shared.engine.ranks.moves import RanksMoves
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
 from pagewire.shared.transfer.carriers.base import Carrier
@@ -22,7 +25,7 @@ from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
-from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.shared.worker.engine_handle import EngineHandle
 
 CARRIERS = tuple(name for name in get_args(KvTransport) if name != "auto")
@@ -72,6 +75,20 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
 
         return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
     raise ConfigError(f"KV transport {name!r} is unknown; choose {', '.join(CARRIERS)}")
+
+
+def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[Staging, BlockMoves]:
+    """Allocate the staging slots; return them, and what moves blocks to and from them.
+
+    Raises:
+        ConfigError: there is no room for them.
+        RankError: a rank of the model is lost.
+    """
+    executor, runner = built.core.executor, built.runner
+    if not isinstance(executor, RanksExecutor):
+        return make_staging(num_slots, slot_bytes, built.device), runner
+    staging = make_staging(num_slots, slot_bytes, built.device, built.ranks.stage)
+    return staging, RanksMoves(executor, runner, staging.memory)
 
 
 async def open_endpoint(

@@ -32,6 +32,7 @@ from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.execution.builds import BUILDS
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
@@ -43,14 +44,13 @@ from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sockets import KvSockets
-from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_loss import log_loss, notify_peers
 from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
-from pagewire.shared.worker.kv import capture_moves, open_endpoint
+from pagewire.shared.worker.kv import capture_moves, open_endpoint, open_staging
 from pagewire.shared.worker.kv_metrics import KvCollector, links_of
 from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.service import WorkerService
@@ -77,6 +77,7 @@ class WorkerRuntime:
     Attributes:
         built: the engine and its facts, from `open` on.
         role: what the worker prefers to do; it can do all that others can.
+        moves: moves the engine's KV blocks, from `open` on.
         kv: the KV endpoint, from `open` on.
         tracing: makes the spans of requests; None if they are not traced.
         crash_reports: says why peers crashed, from `open` on.
@@ -87,6 +88,7 @@ class WorkerRuntime:
     engine: EngineThread
     server: ControlServer
     directory: WorkerDirectory
+    moves: BlockMoves
     kv: KvEndpoint
     crash_reports: CrashReports
 
@@ -119,7 +121,7 @@ class WorkerRuntime:
         built = self.built
         return EngineHandle(
             core=built.core,
-            moves=built.runner,
+            moves=self.moves,
             thread=self.engine,
             model_identity=built.model_identity,
             layout=built.layout,
@@ -185,6 +187,7 @@ class WorkerRuntime:
             PrefixIndex(redis, cluster_tag(secret)), self.worker_id, self.epoch, self._cached_hashes
         )
         self.built = await asyncio.to_thread(self._build, index)
+        stack.callback(self.built.ranks.close)
         is_gpu = self.built.device.type == "cuda"
         self.engine = EngineThread(
             self.built.core,
@@ -247,7 +250,7 @@ class WorkerRuntime:
         settings = self.settings
         layout, device = self.built.layout, self.built.device
         slot_bytes = staging_slot_bytes(settings, layout, device_memory(device))
-        staging = make_staging(settings.staging_slots, slot_bytes, device)
+        staging, self.moves = open_staging(self.built, settings.staging_slots, slot_bytes)
         self.kv = await open_endpoint(
             stack,
             settings,
@@ -386,6 +389,6 @@ class WorkerRuntime:
             kv_transports=list(self.kv.receiver.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
             links=links_of(self.kv.sender),
-            block_bytes=layout.block_bytes * len(layout.groups),
+            block_bytes=layout.block_bytes * layout.ranks * len(layout.groups),
             prices=self.engine.snapshot.prices,
         )

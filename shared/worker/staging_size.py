@@ -51,7 +51,7 @@ def slot_size(asked: int | None, layout: KvLayout, share: int = LARGEST_SLOT_BYT
     Raises:
         ConfigError: what was asked for holds no block, or more than a staging slot may.
     """
-    block_bytes = layout.block_bytes
+    block_bytes = layout.block_bytes * layout.ranks
     if asked is None:
         largest = min(LARGEST_SLOT_BYTES, share)
         asked = max(1, min(largest // block_bytes, MOST_BLOCKS_PER_SLOT)) * block_bytes

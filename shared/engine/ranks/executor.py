@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ import msgspec
 
 from pagewire.shared.base.errors import RankError
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.ranks.communicator import STEP_S
 from pagewire.shared.engine.ranks.group import RankGroup
-from pagewire.shared.engine.ranks.messages import Sampled, encode
+from pagewire.shared.engine.ranks.messages import Moved, Pack, Sampled, encode
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 
 DIGEST_STEPS = 100
+MOST_WAITED_S = 0.1  # that counts between two looks at a move
 
 T = TypeVar("T")
 
@@ -39,6 +42,23 @@ class Digests:
 
 
 @dataclass(slots=True)
+class OthersMove:
+    """A move of KV blocks on the other ranks.
+
+    Attributes:
+        num_left: ranks that have not made it.
+        is_intact: all checksums so far were right.
+        waited_s: how long rank 0 has waited for it.
+        looked_s: when it last looked, on the monotonic clock.
+    """
+
+    num_left: int
+    is_intact: bool = True
+    waited_s: float = 0.0
+    looked_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
 class RanksExecutor:
     """Sends plans to all other ranks, and runs them on this one.
 
@@ -57,6 +77,7 @@ class RanksExecutor:
     _digests: Digests = field(default_factory=Digests)
     _expected: dict[int, int] = field(default_factory=dict)  # number of steps -> rank 0's hash
     _sampled: list[tuple[int, Sampled]] = field(default_factory=list)  # not compared yet
+    _moves: dict[int, OthersMove] = field(default_factory=dict)
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a step on all ranks.
@@ -84,8 +105,7 @@ class RanksExecutor:
         Raises:
             RankError: a rank is lost, or has sampled other tokens.
         """
-        if self.is_due():
-            self._together(self._compare)
+        self._together(self._take_reports)
         return False
 
     def is_due(self) -> bool:
@@ -111,10 +131,51 @@ class RanksExecutor:
         self.group.send(encode(supply))
         self.own.supply(supply)
 
-    def _compare(self) -> None:
+    def move(self, command: Pack) -> OthersMove:
+        """Have the other ranks move their parts of blocks.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self._together(lambda: self.group.send(encode(command)))
+        move = self._moves[command.number] = OthersMove(len(self.group.pipes))
+        return move
+
+    def look_at(self, move: OthersMove) -> bool:
+        """Return whether the other ranks have made a move.
+
+        Raises:
+            RankError: a rank is lost, or does nothing for too long.
+        """
+        if move.num_left:
+            self._together(lambda: self._look_at(move))
+        return not move.num_left
+
+    def _look_at(self, move: OthersMove) -> None:
+        self._take_reports()
+        # What passes between two looks is counted up to a bound: rank 0 may be in a long step.
+        now = time.monotonic()
+        move.waited_s += min(now - move.looked_s, MOST_WAITED_S)
+        move.looked_s = now
+        if move.num_left and move.waited_s > STEP_S:
+            raise RankError(f"a rank has moved no KV blocks for {STEP_S:g} s")
+
+    def _take_reports(self) -> None:
+        self.group.check()
+        if not self.group.has_news():
+            return
         for rank, report in self.group.reports():
             if isinstance(report, Sampled):
                 self._sampled.append((rank, report))
+            elif isinstance(report, Moved):
+                move = self._moves[report.number]
+                move.num_left -= 1
+                move.is_intact &= report.is_intact
+                if not move.num_left:
+                    del self._moves[report.number]
+        self._compare()
+
+    def _compare(self) -> None:
         for rank, sampled in self._sampled:
             if self._expected.get(sampled.steps, sampled.digest) != sampled.digest:
                 problem = f"rank {rank} has sampled other tokens than rank 0"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
+import os
 import select
 import signal
 import socket
@@ -13,6 +15,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from pagewire.shared.base.errors import ConfigError, PagewireError, RankError
 from pagewire.shared.base.logs import LogForm
@@ -25,6 +29,7 @@ from pagewire.shared.engine.ranks.messages import (
     Ready,
     Report,
     Setup,
+    Stage,
     encode,
 )
 from pagewire.shared.model.shard import Shard
@@ -48,11 +53,13 @@ class RankGroup:
         communicator: of rank 0; None with one rank.
         pipes: to ranks 1, 2, ...
         processes: theirs.
+        memory_fd: a file without a name, which all ranks can map; -1 with one rank.
     """
 
     communicator: SocketCommunicator | None = None
     pipes: Sequence[RankPipe] = ()
     processes: Sequence[subprocess.Popen[bytes]] = ()
+    memory_fd: int = -1
     _poller: select.poll = field(default_factory=select.poll)
     _failures: dict[int, Failed] = field(default_factory=dict)
     _loss: PagewireError | None = None
@@ -63,7 +70,7 @@ class RankGroup:
             self._poller.register(pipe.fileno(), select.POLLIN)
         # Also when an `LLM` is collected, or its program ends.
         parts = self.communicator, self.pipes, self.processes
-        self._end = weakref.finalize(self, _end, *parts)
+        self._end = weakref.finalize(self, _end, self.memory_fd, *parts)
 
     @classmethod
     def start(cls, setup: Setup) -> RankGroup:
@@ -73,6 +80,7 @@ class RankGroup:
             ConfigError: this machine cannot start them.
             RankError: one has ended.
         """
+        memory_fd = os.memfd_create("pagewire-staging")
         sockets = connected(setup.count)
         communicator = SocketCommunicator(0, sockets[0])
         pipes: list[RankPipe] = []
@@ -82,15 +90,15 @@ class RankGroup:
                 ours, theirs = socket.socketpair()
                 pipes.append(RankPipe(ours, rank))
                 with theirs:
-                    processes.append(_start_process(rank, theirs, connections))
+                    processes.append(_start_process(rank, theirs, memory_fd, connections))
         except OSError as exc:
-            _end(communicator, pipes, processes)
+            _end(memory_fd, communicator, pipes, processes)
             raise ConfigError(f"the processes of the ranks cannot be started: {exc}") from exc
         finally:
             for connections in sockets[1:]:
                 for connection in connections.values():
                     connection.close()
-        group = cls(communicator, pipes, processes)
+        group = cls(communicator, pipes, processes, memory_fd)
         group.send(encode(setup))
         return group
 
@@ -144,6 +152,32 @@ class RankGroup:
                 pipe.send(encoded)
         except RankError as exc:
             raise self.loss(exc) from exc
+
+    def check(self) -> None:
+        """Check that no rank has been found lost.
+
+        Raises:
+            PagewireError: one has; the same error as then.
+        """
+        if self._loss is not None:
+            raise self._loss
+
+    def stage(self, num_bytes: int) -> torch.Tensor:
+        """Return memory that all ranks share, uint8; once only.
+
+        Raises:
+            ConfigError: there is no room for it.
+            RankError: a rank is lost.
+        """
+        try:
+            os.ftruncate(self.memory_fd, num_bytes)
+            memory = shared_memory(self.memory_fd, num_bytes)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot allocate {num_bytes >> 20} MiB for KV staging: {exc}"
+            ) from exc
+        self.send(encode(Stage(num_bytes)))
+        return memory
 
     def has_news(self) -> bool:
         """Whether a rank reports something, or has ended; takes little time."""
@@ -230,6 +264,11 @@ class RankGroup:
         return kind(f"rank {rank}: {failure.error}")
 
 
+def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:
+    """Map a file into memory, as uint8; it stays mapped while the tensor lives."""
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+
+
 def start_ranks(settings: EngineSettings) -> RankGroup:
     """Start the other ranks of an engine, if there are any.
 
@@ -250,16 +289,17 @@ def start_ranks(settings: EngineSettings) -> RankGroup:
 
 
 def _start_process(
-    rank: int, pipe: socket.socket, others: dict[int, socket.socket]
+    rank: int, pipe: socket.socket, memory_fd: int, others: dict[int, socket.socket]
 ) -> subprocess.Popen[bytes]:
     """Start the process of a rank.
 
     Args:
         rank: its number.
         pipe: its end of the socket to rank 0.
+        memory_fd: see `RankGroup`.
         others: its sockets to all other ranks, by rank.
     """
-    fds = [pipe.fileno(), *(others[other].fileno() for other in sorted(others))]
+    fds = [pipe.fileno(), memory_fd, *(others[other].fileno() for other in sorted(others))]
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", PROGRAM, str(rank), *map(str, fds)],
         stdin=subprocess.DEVNULL,
@@ -276,6 +316,7 @@ def _ended_by(code: int) -> str:
 
 
 def _end(
+    memory_fd: int,
     communicator: SocketCommunicator | None,
     pipes: Sequence[RankPipe],
     processes: Sequence[subprocess.Popen[bytes]],
@@ -283,6 +324,7 @@ def _end(
     """Close the sockets, at whose end ranks end by themselves; kill those that do not."""
     if communicator is not None:
         communicator.close()
+        os.close(memory_fd)
     for pipe in pipes:
         pipe.close()
     deadline = time.monotonic() + END_S

@@ -56,6 +56,48 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     threads: int
 
 
+class Stage(msgspec.Struct, frozen=True, tag=True):
+    """The memory that all ranks share has `num_bytes` from now on: the staging slots."""
+
+    num_bytes: int
+
+
+class Pack(msgspec.Struct, frozen=True, tag=True):
+    """Gather a rank's part of blocks into staging; see `BlockMoves.pack`.
+
+    Attributes:
+        number: of the move.
+        start: where the parts of all ranks begin in the shared memory, in bytes; in their order.
+        size: of each of them, in bytes.
+        first_group, num_groups: layer groups of each block.
+    """
+
+    number: int
+    start: int
+    size: int
+    block_ids: list[int]
+    first_group: int
+    num_groups: int
+    seed: int
+    after: int
+
+
+class Unpack(Pack, frozen=True, tag=True):
+    """Scatter a rank's part of staging into blocks, and check it; see `BlockMoves.unpack`."""
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """A rank has moved its part.
+
+    Attributes:
+        number: of the move.
+        is_intact: its checksums are right.
+    """
+
+    number: int
+    is_intact: bool = True
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """A rank has its weights, and room for this many blocks."""
 
@@ -87,8 +129,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     missing: int | None = None
 
 
-Command = Setup | Begin | StepPlan | Supply
-Report = Loaded | Ready | Sampled | Failed
+Command = Setup | Begin | StepPlan | Supply | Stage | Pack | Unpack
+Report = Loaded | Ready | Sampled | Moved | Failed
 
 
 def encode(message: Command | Report) -> bytes:

@@ -179,7 +179,8 @@ class KvSender(KvHalf[SenderLink]):
             job = self._jobs.get(work.request_id)
             if job is not None and isinstance(work, Export):
                 self._outgoing.may_pack = True
-                num_bytes = job.queue.num_new(work.block_ids) * self.layout.block_bytes
+                num_blocks = job.queue.num_new(work.block_ids)
+                num_bytes = num_blocks * self.layout.block_bytes * self.layout.ranks
                 is_large = work.is_last and num_bytes > self.divided_bytes
                 by_layer_group = is_large and self.moves.has_group_events(plan.number)
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)

@@ -1,0 +1,153 @@
+"""Moves of KV blocks on all ranks: each moves its part between its pool and the shared staging.
+
+A staging slot has the parts of all ranks, one after the other, each with its checksums. So one
+rank, which has the engine, sends and receives the whole; a segment is intact if all parts are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pagewire.shared.base.errors import RankError
+from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.ranks.executor import OthersMove, RanksExecutor
+from pagewire.shared.engine.ranks.group import shared_memory
+from pagewire.shared.engine.ranks.messages import Moved, Pack, Stage, Unpack
+from pagewire.shared.kv.packing import rank_bytes
+
+POLL_S = 0.0001
+
+
+class RanksMove(PendingCheck):
+    """A move on all ranks."""
+
+    __slots__ = ("_executor", "_others", "_own")
+
+    def __init__(self, own: PendingMove, others: OthersMove, executor: RanksExecutor) -> None:
+        super().__init__(np.zeros((), np.int64), None)
+        self._own, self._others, self._executor = own, others, executor
+
+    def is_done(self) -> bool:
+        """Whether all ranks have moved their parts, without waiting.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        return self._executor.look_at(self._others) and self._own.is_done()
+
+    def is_intact(self) -> bool:
+        """Wait for the move; return whether all checksums are right.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        while not self._executor.look_at(self._others):
+            time.sleep(POLL_S)
+        return (
+            self._others.is_intact and isinstance(self._own, PendingCheck) and self._own.is_intact()
+        )
+
+
+@dataclass(slots=True)
+class RanksMoves:
+    """The `BlockMoves` of rank 0, which has the other ranks move their parts.
+
+    Other ranks run moves and plans in the order in which they are sent.
+
+    Attributes:
+        executor: sends what the others do.
+        own: moves this rank's part.
+        staging: the staging slots, in the memory that all ranks share.
+    """
+
+    executor: RanksExecutor
+    own: ModelRunner
+    staging: torch.Tensor
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def has_group_events(self, plan: int) -> bool:
+        """Whether this plan records an event for each layer group; see `BlockMoves`."""
+        return self.own.has_group_events(plan)
+
+    def pack(
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+    ) -> PendingMove:
+        """Gather blocks into staging on all ranks, as `BlockMoves` says."""
+        command = Pack(*self._place(block_ids, groups, staging), seed, after)
+        others = self.executor.move(command)
+        own = self.own.pack(block_ids, groups, staging[: command.size], seed, after)
+        return RanksMove(own, others, self.executor)
+
+    def unpack(
+        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+    ) -> PendingCheck:
+        """Scatter staging into blocks on all ranks and check them, as `BlockMoves` says."""
+        command = Unpack(*self._place(block_ids, groups, staging), seed, after)
+        others = self.executor.move(command)
+        own = self.own.unpack(staging[: command.size], block_ids, groups, seed, after)
+        return RanksMove(own, others, self.executor)
+
+    def queue(self, work: Callable[[], object]) -> PendingMove:
+        """Queue other work on this rank's device, as `BlockMoves` says."""
+        return self.own.queue(work)
+
+    def fence(self) -> None:
+        """Have later plans wait for the moves so far."""
+        self.own.fence()
+
+    def rehearse_launch(self) -> None:
+        """Do parts of a move and a launch on this rank, without effect."""
+        self.own.rehearse_launch()
+
+    def _place(
+        self, block_ids: list[int], groups: range, staging: torch.Tensor
+    ) -> tuple[int, int, int, list[int], int, int]:
+        """Return the first fields of a move's command."""
+        start = staging.data_ptr() - self.staging.data_ptr()
+        size = rank_bytes(self.own.layout, len(block_ids), len(groups))
+        return next(self._numbers), start, size, block_ids, groups.start, len(groups)
+
+
+@dataclass(slots=True)
+class RankMover:
+    """Makes the moves that rank 0 asks another rank for.
+
+    Attributes:
+        rank: this one.
+        runner: moves its part of blocks.
+        memory_fd: a file that all ranks can map.
+    """
+
+    rank: int
+    runner: ModelRunner
+    memory_fd: int
+    _memory: torch.Tensor | None = None
+
+    def stage(self, command: Stage) -> None:
+        """Map the staging slots."""
+        self._memory = shared_memory(self.memory_fd, command.num_bytes)
+
+    def move(self, command: Pack) -> Moved:
+        """Move this rank's part.
+
+        Raises:
+            RankError: there is no staging.
+        """
+        if self._memory is None:
+            raise RankError("blocks cannot be moved before there is staging", self.rank)
+        start = command.start + self.rank * command.size
+        part = self._memory[start : start + command.size]
+        groups = range(command.first_group, command.first_group + command.num_groups)
+        ids, seed, after = command.block_ids, command.seed, command.after
+        if isinstance(command, Unpack):
+            check = self.runner.unpack(part, ids, groups, seed, after)
+            return Moved(command.number, check.is_intact())
+        self.runner.pack(ids, groups, part, seed, after)  # on a CPU, it is done when this returns
+        return Moved(command.number)
