@@ -138,4 +138,6 @@ def run_plans(pipe: RankPipe, executor: Executor, mover: RankMover) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)  # ending the interpreter would take a second, for which rank 0 waits

@@ -1,0 +1,188 @@
+"""One model over several ranks: the same answers as in one process, and the loss of a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from pagewire import LLM, SamplingParams
+from pagewire.shared.base.errors import ConfigError, RankError
+from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
+from pagewire.shared.engine.ranks.messages import Begin
+from pagewire.shared.settings.config import LLMSettings
+from pagewire.tests.support.aio import wait_until
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Some sequences are preempted, and prompts are cut into chunks.
+TIGHT = {"num_blocks": 12, "max_num_batched_tokens": 40}
+PROMPTS = [[n * 37 % 1000 + 10 for n in range(length)] for length in (1, 17, 60, 140, 33, 16)]
+SHAPED = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "logit_bias": {11: 1.5}}
+ASKED = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=16, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=5, max_tokens=24, ignore_eos=True, **SHAPED),
+    SamplingParams(temperature=1, seed=1, max_tokens=40, structured_outputs={"regex": "[0-9]{20}"}),
+    SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=2),
+]
+LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
+
+
+def make_llm(ranks: int = 1, **settings: Any) -> LLM:
+    made = LLM("demo", device="cpu", dtype="float32", tensor_parallel_size=ranks, **settings)
+    assert made.engine.ranks.count == ranks
+    return made
+
+
+@pytest.fixture(scope="module")
+def one(one_thread: None) -> LLM:
+    return make_llm(**TIGHT)
+
+
+@pytest.fixture(scope="module")
+def two(one_thread: None) -> Iterator[LLM]:
+    llm = make_llm(2, **TIGHT)
+    yield llm
+    llm.engine.ranks.close()
+
+
+def test_a_rank_has_its_part_of_the_kv_cache(one: LLM, two: LLM) -> None:
+    assert 2 * two.engine.layout.block_bytes == one.engine.layout.block_bytes
+    assert two.engine.layout.ranks == 2
+
+
+def test_answers_of_all_kinds_are_those_of_one_process(one: LLM, two: LLM) -> None:
+    expected = one.generate(PROMPTS, ASKED)
+    found = two.generate(PROMPTS, ASKED)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert [each.token_ids for each in ours.outputs] == [
+            each.token_ids for each in theirs.outputs
+        ]
+    assert two.engine.core.scheduler.num_preemptions > 0
+    digits = found[4].text
+    assert len(digits) == 20 and digits.isdigit()
+    for ours, theirs in zip(found[5].outputs, expected[5].outputs, strict=True):
+        for position, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert position.keys() == other.keys()
+            for token, each in position.items():
+                assert each.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+
+
+def test_cached_prompts_and_embeddings(one: LLM, two: LLM) -> None:
+    for llm in (one, two):
+        llm.generate([PROMPTS[3]], ASKED[0])
+    [expected], [found] = (llm.generate([PROMPTS[3]], ASKED[0]) for llm in (one, two))
+    assert found.cached_tokens == expected.cached_tokens > 0
+    assert found.token_ids == expected.token_ids
+    for ours, theirs in zip(two.embed(PROMPTS[1:3]), one.embed(PROMPTS[1:3]), strict=True):
+        assert list(ours.embedding) == pytest.approx(list(theirs.embedding), abs=1e-5)
+
+
+@pytest.mark.parametrize("at_work", [True, False], ids=["at-work", "idle"])
+def test_a_killed_rank_is_named(at_work: bool) -> None:
+    llm = make_llm(2)
+    [rank] = llm.engine.ranks.processes
+    if at_work:
+        threading.Timer(0.5, rank.kill).start()
+    else:
+        rank.kill()
+        rank.wait()
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        llm.generate(PROMPTS, LONG)
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        llm.generate(PROMPTS, LONG)
+
+
+def test_a_stopped_rank_is_named_and_ended() -> None:
+    llm = make_llm(2)
+    [rank] = llm.engine.ranks.processes
+    threading.Timer(0.5, rank.send_signal, [signal.SIGSTOP]).start()
+    began_s = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 has not answered for 5 s"):
+        llm.generate(PROMPTS, LONG)
+    assert time.monotonic() - began_s < 20
+    assert rank.poll() == -signal.SIGKILL
+
+
+def start(**settings: Any) -> RankGroup:
+    return start_ranks(LLMSettings(model="demo", tensor_parallel_size=2, device="cpu", **settings))
+
+
+def test_a_rank_that_cannot_load_says_why() -> None:
+    """Here the ranks are started with what rank 0 would refuse before."""
+    group = start(max_model_len=100_000)
+    with pytest.raises(ConfigError, match=r"rank 1: --max-model-len 100000 is more than"):
+        group.fewest_blocks(10)
+    assert [process.poll() for process in group.processes] != [None]
+
+
+def test_all_ranks_take_as_many_blocks_as_fit_on_each() -> None:
+    group = start(num_blocks=300)
+    assert group.fewest_blocks(1000) == 300
+    group.begin(Begin(300, 100, 1))
+    group.wait_until_ready()
+    group.close()
+    assert [process.poll() for process in group.processes] == [0]
+
+
+def test_more_ranks_than_the_heads_allow() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.raises(ConfigError, match="4 ranks cannot share 6 attention heads and 2 KV heads"):
+        make_llm(4)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_transformers_code_runs_on_one_rank() -> None:
+    with pytest.raises(ConfigError, match="transformers' code runs on one rank"):
+        make_llm(2, model_impl="transformers")
+
+
+PROGRAM = """
+import sys
+from pagewire import LLM
+llm = LLM("demo", device="cpu", tensor_parallel_size=2)
+print(*(process.pid for process in llm.engine.ranks.processes), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "is-killed"])
+def test_ranks_end_with_the_program(is_killed: bool) -> None:
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert program.stdin is not None and program.stdout is not None
+    with program:
+        ranks = [int(pid) for pid in program.stdout.readline().split()]
+        assert ranks and all(psutil.pid_exists(pid) for pid in ranks)
+        if is_killed:
+            program.kill()
+        program.stdin.close()
+        program.wait(30)
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks), 10, lambda: f"{ranks} live")
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_a_terminals_signals_do_not_reach_ranks() -> None:
+    llm = make_llm(2)
+    [rank] = llm.engine.ranks.processes
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(rank.pid, number)
+    assert len(llm.generate([PROMPTS[0]], ASKED[0])[0].token_ids) == 24
+    llm.engine.ranks.close()
+    assert rank.poll() == 0
