@@ -31,6 +31,7 @@ class Service(msgspec.Struct, frozen=True):
     """One worker that the router knows to be alive; it may be draining or unreachable.
 
     Attributes:
+        ranks: number of processes that compute its model together.
         max_model_len: longest prompt plus answer that it accepts; None if that is not known.
         full_model_len: the same if its KV pool were large enough.
         missing_links: prefill workers that this decode worker has no KV link to yet.
@@ -41,6 +42,7 @@ class Service(msgspec.Struct, frozen=True):
     role: str
     epoch: int | None = None
     state: str = "ready"
+    ranks: int = 1
     max_model_len: int | None = None
     full_model_len: int | None = None
     links: list[Link] = []

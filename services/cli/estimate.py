@@ -16,6 +16,7 @@ from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.model.config import has_dtype, load_config
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.shard import Shard
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.settings.config import WorkerSettings, load_settings
 
@@ -40,6 +41,7 @@ SIZES = (
     "dtype",
     "quantization",
     "kv_cache_dtype",
+    "tensor_parallel_size",
     "block_size",
     "gpu_memory_utilization",
     "max_model_len",
@@ -100,14 +102,15 @@ def estimate(
         if as_json:
             print(json.dumps(_report(found, seqs, length), indent=2))
         else:
-            _show(found, seqs, length, settings.max_num_seqs)
+            _show(found, seqs, length, settings)
 
 
 def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: ModelConfig) -> int:
     """Return how many sequences of a length run at once: `max_num_seqs` at most."""
     if length > found.context:
         return 0
-    layout = config.kv_layout(settings.block_size, found.dtype)
+    ranks = settings.tensor_parallel_size
+    layout = config.kv_layout(settings.block_size, found.dtype, Shard(ranks - 1, ranks))
     return min(settings.max_num_seqs, found.kv_blocks // layout.held_blocks(length))
 
 
@@ -121,18 +124,22 @@ def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> di
     }
 
 
-def _show(found: dict[str, Estimate], seqs: dict[str, int], length: int, most: int) -> None:
+def _show(
+    found: dict[str, Estimate], seqs: dict[str, int], length: int, settings: WorkerSettings
+) -> None:
     first = next(iter(found.values()))
-    kind = first.weight_format
+    kind, ranks = first.weight_format, settings.tensor_parallel_size
+    each = "" if ranks == 1 else f" on each of {ranks} GPUs"
     console = Console()
-    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind})")
-    console.print(f"KV cache: {first.kv_bytes_per_token} bytes a token, {first.kv_dtype}")
+    console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind}){each}")
+    kv = f"{first.kv_bytes_per_token} bytes a token"
+    console.print(f"KV cache: {kv}, {first.kv_dtype}{each}")
     table = Table()
-    sequences = f"sequences of {length}, at most {most}"
+    sequences = f"sequences of {length}, at most {settings.max_num_seqs}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):
         table.add_column(name, justify="left" if name == "GPU" else "right")
-    for name, each in found.items():
-        fits = [f"{each.kv_pool / GIB:.1f}", f"{each.kv_tokens}", f"{each.context}"]
-        cells = [*fits, f"{seqs[name]}"] if each.kv_tokens else ["does not fit", "", "", ""]
-        table.add_row(name, f"{each.total / GIB:.1f}", *cells)
+    for name, size in found.items():
+        fits = [f"{size.kv_pool / GIB:.1f}", f"{size.kv_tokens}", f"{size.context}"]
+        cells = [*fits, f"{seqs[name]}"] if size.kv_tokens else ["does not fit", "", "", ""]
+        table.add_row(name, f"{size.total / GIB:.1f}", *cells)
     print_whole(console, table)

@@ -20,7 +20,8 @@ _COMMANDS = (
 )
 
 _NO_PARALLEL = (
-    "one GPU computes a whole model; more GPUs take more workers, --prefill N and --decode N"
+    "several GPUs share a model by --tensor-parallel-size, and requests by more workers, "
+    "--prefill N and --decode N"
 )
 _ALWAYS = "this is always on: leave it out"
 _NO_DRAFTS = "there is no speculative decoding"
@@ -30,7 +31,7 @@ _NO_IMAGES = "images, audio and video are not supported"
 
 # Names of options, and what to use instead.
 _OPTIONS = (
-    ("--tensor-parallel-size --tp-size --tp -tp", _NO_PARALLEL),
+    ("--tp-size --tp -tp", "use --tensor-parallel-size"),
     ("--pipeline-parallel-size --pp-size --pp -pp", _NO_PARALLEL),
     ("--enable-expert-parallel --ep-size --ep --split-mode --tensor-split", _NO_PARALLEL),
     ("--data-parallel-size --dp-size --dp -dp", "use --decode N for N decode workers"),

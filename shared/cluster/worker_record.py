@@ -98,6 +98,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         model: the model's name for clients.
         model_identity: workers with the same one continue each other's requests.
         resume_blocks: see `KvLayout`.
+        ranks: number of processes that compute the model together.
         max_model_len: longest prompt plus answer that the worker accepts.
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
         state: a draining worker accepts no new requests.
@@ -116,6 +117,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Meta(max_length=256)]
     model_identity: ModelIdentity
     resume_blocks: Count = 0
+    ranks: Count = 1
     max_model_len: Count
     full_model_len: Count = 0
     state: Literal["ready", "draining"] = "ready"

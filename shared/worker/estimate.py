@@ -18,6 +18,7 @@ from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.layers.int4 import dequantised_bytes
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
+from pagewire.shared.model.shard import WHOLE, Shard
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.staging_size import staging_bytes
 
@@ -63,16 +64,19 @@ class Estimate:
 
 
 def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estimate:
-    """Estimate the memory of a worker on a GPU of `total` bytes.
+    """Estimate the memory of a worker on a GPU of `total` bytes, or of one of its ranks.
+
+    Of ranks that differ, the last one has most.
 
     Raises:
         ConfigError: the settings ask for what the model cannot do.
     """
     dtype = choose_dtype(settings.dtype, config)
     model_len = choose_max_model_len(settings.max_model_len, config)
-    name = str(dtype).removeprefix("torch.")
-    layout = config.kv_layout(settings.block_size, name)
-    stored = _stored(config, dtype)
+    ranks = settings.tensor_parallel_size
+    shard, name = Shard(ranks - 1, ranks), str(dtype).removeprefix("torch.")
+    layout = config.kv_layout(settings.block_size, name, shard)
+    stored = _stored(config, dtype, shard)
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
     activations += _dequantised_bytes(stored, dtype)
@@ -120,9 +124,10 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(each.nbytes for each in _stored(config, dtype))
 
 
-def _stored(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return a model's parameters, which have no memory here."""
-    model = build_model(config, META, dtype, load_ops("torch", "cpu"), max_positions=1)
+def _stored(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> list[torch.Tensor]:
+    """Return a model's parameters on a rank, which have no memory here."""
+    ops = load_ops("torch", "cpu")
+    model = build_model(config, META, dtype, ops, max_positions=1, shard=shard)
     return list(model.stored())
 
 

@@ -38,10 +38,11 @@ class EngineCollector:
     Args:
         engine: the engine's thread.
         model_name: label of the metrics with vLLM's names.
+        ranks: number of processes that compute the model together.
     """
 
-    def __init__(self, engine: EngineThread, model_name: str) -> None:
-        self._engine, self._model_name = engine, model_name
+    def __init__(self, engine: EngineThread, model_name: str, ranks: int = 1) -> None:
+        self._engine, self._model_name, self._ranks = engine, model_name, ranks
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family after another."""
@@ -67,6 +68,9 @@ class EngineCollector:
             "pagewire_kv_blocks_retained",
             "KV blocks that sessions keep while they pause, or use now",
             value=snapshot.num_retained,
+        )
+        yield GaugeMetricFamily(
+            "pagewire_ranks", "Processes that compute the model together", value=self._ranks
         )
         yield _builds()
         yield _prediction_errors(snapshot.prices)

@@ -197,7 +197,9 @@ class WorkerRuntime:
         )
         self._engine_watch = EngineWatch(self.engine, settings.step_timeout_s)
         names = served_names(settings.served_model_name, settings.model)
-        self.metrics_registry.register(EngineCollector(self.engine, names[0]))
+        self.metrics_registry.register(
+            EngineCollector(self.engine, names[0], self.built.layout.ranks)
+        )
         await self._open_kv(stack)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(
@@ -383,6 +385,7 @@ class WorkerRuntime:
             model=default_served_name(self.settings.model),
             model_identity=self.built.model_identity,
             resume_blocks=layout.resume_blocks,
+            ranks=layout.ranks,
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.is_healthy() else "draining",

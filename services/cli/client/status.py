@@ -188,7 +188,8 @@ def _workers_table(services: list[Service]) -> Table:
             numbers = [count(n) for n in (load.running, load.waiting, load.queued_prefill_tokens)]
             numbers += [f"{share:.1%}" for share in shares] or ["-", "-"]
             numbers.append(count(total))
-        table.add_row(cell(each.id), cell(each.role), state_cell(each.state), *numbers)
+        role = each.role if each.ranks == 1 else f"{each.role}, {each.ranks} ranks"
+        table.add_row(cell(each.id), cell(role), state_cell(each.state), *numbers)
     return table
 
 
@@ -229,6 +230,7 @@ def _worker_json(service: Service) -> dict[str, Any]:
     total = blocks.get("total")
     return {
         **{name: getattr(service, name) for name in ("id", "role", "state")},
+        "ranks": service.ranks,
         "max_model_len": service.max_model_len,
         "full_model_len": service.full_model_len,
         **{name: getattr(load, name, None) for name in numbers},

@@ -23,6 +23,7 @@ class ClusterOptions:
     """What `pagewire up` was asked for.
 
     Attributes:
+        ranks: processes of each worker.
         operator_port: on the loopback address; 0 takes a free one.
         worker_options: settings of the workers by field name; None means "not given".
         router_options: settings of the router, likewise.
@@ -32,6 +33,7 @@ class ClusterOptions:
     prefill: int = 1
     decode: int = 1
     routers: int = 2
+    ranks: int = 1
     host: str = LOOPBACK
     port: int = 8000
     operator_port: int = 0
@@ -130,7 +132,8 @@ def _plan_workers(
             env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
             settings["gpu_memory_utilization"] = share
         elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
-            env["OMP_NUM_THREADS"] = str(max(1, machine.cores // len(names)))
+            processes = len(names) * options.ranks
+            env["OMP_NUM_THREADS"] = str(max(1, machine.cores // processes))
         argv = service_argv(role, settings, options.modules.get(role, ()))
         yield ChildSpec(name, argv, env)
 

@@ -17,6 +17,7 @@ from pagewire.services.cli.up.run_dir import make_log_dir
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.shard import Shard
 from pagewire.shared.model.source import resolve_model, served_names
 from pagewire.shared.model.transformers_model.config import require_transformers
 
@@ -37,7 +38,9 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model, revision=worker.revision)
-    load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)
+    config = load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)
+    ranks = worker.tensor_parallel_size
+    config.kv_layout(worker.block_size, config.dtype, Shard(ranks - 1, ranks))
     if worker.model_impl == "transformers":
         require_transformers()
     load_sampling_defaults(model_path, router.generation_config)
@@ -52,6 +55,7 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
             prefill=params["prefill"],
             decode=params["decode"],
             routers=params["routers"],
+            ranks=ranks,
             host=router.host,
             port=port,
             operator_port=operator_port(router.operator_port, port),

@@ -48,6 +48,7 @@ def describe_services(
                 "role": record.role,
                 "epoch": record.epoch,
                 "state": state,
+                "ranks": record.ranks,
                 "max_model_len": record.max_model_len,
                 "full_model_len": record.full_model_len,
                 "kv_transports": record.kv_transports,
