@@ -1,4 +1,4 @@
-"""An executor in another process: plans go there over a pipe, results come back."""
+"""A fake device in another process: plans go there over a pipe, results come back."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
-from pagewire import LLM
 from pagewire.shared.engine.execution.executor import PendingStep
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -19,7 +17,7 @@ from pagewire.tests.support.fake_device import FakeDevice
 
 
 class FarExecutor:
-    """What the other process runs: a fake device or the demo model, until another replaces it."""
+    """What the other process runs: a fake device, until another replaces it."""
 
     def __init__(self) -> None:
         self._executor: Any = None
@@ -28,11 +26,6 @@ class FarExecutor:
     def new_device(self, *args: Any) -> None:
         """Begin with a fresh fake device."""
         self._executor = FakeDevice(*args)
-
-    def new_model(self, settings: dict[str, Any]) -> None:
-        """Begin with the demo model; the settings are those of `LLM`."""
-        torch.set_num_threads(1)
-        self._executor = LLM("demo", **settings).engine.runner
 
     def execute(self, encoded: bytes) -> bytes | None:
         """Run a plan; returns its result, unless it waits for its supply."""
@@ -85,16 +78,6 @@ class PipeExecutor:
     def __init__(self, pipe: Remote) -> None:
         self._pipe = pipe
         self._last: FarStep | None = None
-
-    @classmethod
-    def like(cls, llm: LLM, pipe: Remote) -> PipeExecutor:
-        """Load a model in the other process, with the settings and number of blocks of an `LLM`."""
-        names = ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens")
-        settings = {name: getattr(llm.settings, name) for name in names}
-        settings |= {"device": "cpu", "max_model_len": llm.engine.max_model_len}
-        settings["num_blocks"] = llm.engine.core.scheduler.pool.num_blocks
-        pipe.call("new_model", settings)
-        return cls(pipe)
 
     def execute(self, plan: StepPlan) -> PendingStep:
         launched = self._pipe.start("execute", msgspec.msgpack.encode(plan))

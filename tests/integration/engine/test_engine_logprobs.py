@@ -23,8 +23,6 @@ from pagewire.shared.engine.scheduling.step import (
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.request.logprobs import MAX_POSITIONS
 from pagewire.shared.request.sampling import RequestSpec
-from pagewire.tests.support.child_process import Remote
-from pagewire.tests.support.executor_pipe import PipeExecutor
 from pagewire.tests.support.logprob_truth import TOLERANCE, LogprobTruth
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,10 +93,10 @@ def test_tokens_are_the_same_whether_anybody_asks_or_not() -> None:
     assert [a.token_ids for a in asked] == [b.token_ids for b in unasked]
 
 
-def test_executor_over_a_pipe_gives_the_same(other_process: Remote) -> None:
-    here, there = make_llm(), make_llm()
-    there.engine.core.executor = PipeExecutor.like(there, other_process)
-    assert there.generate(PROMPTS, ASKED) == here.generate(PROMPTS, ASKED)
+def test_two_ranks_give_the_same(truth: LogprobTruth) -> None:
+    outputs = make_llm(tensor_parallel_size=2).generate(PROMPTS, ASKED)
+    for output, params in zip(outputs, ASKED, strict=True):
+        check(truth, output, params)
 
 
 def test_a_cached_prompt_is_computed_again_and_stays_cached(truth: LogprobTruth) -> None:

@@ -21,8 +21,6 @@ from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults
-from pagewire.tests.support.child_process import Remote
-from pagewire.tests.support.executor_pipe import PipeExecutor
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.shaped_requests import SHAPES, shaped_fields
 
@@ -281,12 +279,8 @@ def test_padded_steps_give_the_same_tokens(alone: list[list[int]]) -> None:
     assert together(batch) == alone
 
 
-def test_a_model_in_another_process_gives_the_same_tokens(
-    alone: list[list[int]], other_process: Remote
-) -> None:
-    batch = make_llm(num_blocks=40, max_model_len=300)
-    batch.engine.core.executor = PipeExecutor.like(batch, other_process)
-    assert together(batch) == alone
+def test_two_ranks_give_the_same_tokens(alone: list[list[int]]) -> None:
+    assert together(make_llm(num_blocks=40, max_model_len=300, tensor_parallel_size=2)) == alone
 
 
 def test_children_get_what_they_get_alone(llm: LLM) -> None:

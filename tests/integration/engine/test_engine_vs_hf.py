@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.model.demo import demo_model_path
-from pagewire.tests.support.executor_pipe import PipeExecutor
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tools.demo_model.prompts import standard_prompts
@@ -24,28 +22,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAX_TOKENS = 64
 BLOCK_SIZE = 16
-EACH_EXECUTOR = pytest.mark.parametrize("run_on", ["here", "pipe"], indirect=True)
-RunOn = Callable[[LLM], LLM]
+EACH_EXECUTOR = pytest.mark.parametrize("ranks", [1, 2], ids=["one-rank", "two-ranks"])
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
-def make_llm(*, overlap: bool = False, **settings: Any) -> LLM:
+def make_llm(*, overlap: bool = False, ranks: int = 1, **settings: Any) -> LLM:
+    settings["tensor_parallel_size"] = ranks
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
     llm.engine.core.overlap = overlap
     return llm
-
-
-@pytest.fixture
-def run_on(request: pytest.FixtureRequest) -> RunOn:
-    """What lets an engine run its model here, or in another process over a pipe."""
-
-    def run(llm: LLM) -> LLM:
-        if request.param == "pipe":
-            pipe = request.getfixturevalue("other_process")
-            llm.engine.core.executor = PipeExecutor.like(llm, pipe)
-        return llm
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -128,32 +113,31 @@ CASES = {
 }
 
 
-# Over a pipe run those that differ most: each costs as much again.
-PIPED = ("roomy-overlap", "tight-chunk-64", "tight-chunk-100-blocks-of-32-overlap")
+# Over two ranks run those that differ most: each costs as much again.
+RANKED = ("roomy-overlap", "tight-chunk-64", "tight-chunk-100-blocks-of-32-overlap")
 # Each of their settings is in another case, too.
 EXHAUSTIVE = {
-    ("roomy", "here"),
-    ("tight", "here"),
-    ("tight-chunk-100-blocks-of-32-overlap", "here"),
-    ("roomy-overlap", "pipe"),
-    ("tight-chunk-64", "pipe"),
+    ("roomy", 1),
+    ("tight", 1),
+    ("tight-chunk-100-blocks-of-32-overlap", 1),
+    ("roomy-overlap", 2),
+    ("tight-chunk-64", 2),
 }
 
 
-def case(name: str, run_on: str) -> Any:
-    marks = [pytest.mark.exhaustive] if (name, run_on) in EXHAUSTIVE else []
-    return pytest.param(CASES[name], run_on, id=f"{name}-{run_on}", marks=marks)
+def case(name: str, ranks: int) -> Any:
+    marks = [pytest.mark.exhaustive] if (name, ranks) in EXHAUSTIVE else []
+    return pytest.param(CASES[name], ranks, id=f"{name}-{ranks}", marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("settings", "run_on"),
-    [*(case(name, "here") for name in CASES), *(case(name, "pipe") for name in PIPED)],
-    indirect=["run_on"],
+    ("settings", "ranks"),
+    [*(case(name, 1) for name in CASES), *(case(name, 2) for name in RANKED)],
 )
 def test_greedy_tokens_equal_hugging_faces(
-    truth: Truth, settings: dict[str, Any], run_on: RunOn
+    truth: Truth, settings: dict[str, Any], ranks: int
 ) -> None:
-    llm = run_on(make_llm(**settings))
+    llm = make_llm(ranks=ranks, **settings)
     outputs = llm.generate(truth.prompts, GREEDY)
     assert_equal(tokens_of(outputs), truth.tokens)
     assert {output.finish_reason for output in outputs} == {"length"}
@@ -163,8 +147,8 @@ def test_greedy_tokens_equal_hugging_faces(
 
 
 @EACH_EXECUTOR
-def test_generation_ends_after_the_end_of_sequence(truth: Truth, run_on: RunOn) -> None:
-    llm = run_on(make_llm(overlap=True))
+def test_generation_ends_after_the_end_of_sequence(truth: Truth, ranks: int) -> None:
+    llm = make_llm(ranks=ranks, overlap=True)
     ends = set(llm.engine.config.eos_token_ids)
     expected = []
     for tokens in truth.tokens:
@@ -263,9 +247,9 @@ def test_seeded_tokens_do_not_depend_on_the_company(
     short_prompts: list[list[int]],
     alone: list[list[int]],
     settings: dict[str, Any],
-    run_on: RunOn,
+    ranks: int,
 ) -> None:
-    llm = run_on(make_llm(**settings))
+    llm = make_llm(ranks=ranks, **settings)
     assert len(short_prompts) == 16
     assert_equal(tokens_of(llm.generate(short_prompts, seeded(16))), alone)
     preempted = llm.engine.core.scheduler.num_preemptions > 0
@@ -333,8 +317,8 @@ def test_one_prompt_may_come_without_a_list(shared_llm: LLM) -> None:
 
 
 @EACH_EXECUTOR
-def test_same_prompts_again_are_cached_but_for_their_tails(truth: Truth, run_on: RunOn) -> None:
-    llm = run_on(make_llm(**ROOMY, overlap=True))
+def test_same_prompts_again_are_cached_but_for_their_tails(truth: Truth, ranks: int) -> None:
+    llm = make_llm(ranks=ranks, **ROOMY, overlap=True)
     prompts = truth.prompts[::4]
     first, again = ([llm.generate([prompt], GREEDY)[0] for prompt in prompts] for _ in range(2))
     assert_equal(tokens_of(first), truth.tokens[::4])

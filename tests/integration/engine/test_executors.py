@@ -22,8 +22,6 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
 )
 from pagewire.shared.request.sampling import RequestSpec
-from pagewire.tests.support.child_process import Remote
-from pagewire.tests.support.executor_pipe import PipeExecutor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,12 +124,8 @@ def test_a_changed_plan_gives_other_tokens(kept: tuple[list[list[int]], Keeper])
     assert results != [step.wait() for step in keeper.steps]
 
 
-def test_model_in_another_process_gives_the_same_tokens(
-    kept: tuple[list[list[int]], Keeper], other_process: Remote
-) -> None:
-    llm = make_llm()
-    llm.engine.core.executor = PipeExecutor.like(llm, other_process)
-    assert tokens_of(llm) == kept[0]
+def test_two_ranks_give_the_same_tokens(kept: tuple[list[list[int]], Keeper]) -> None:
+    assert tokens_of(make_llm(tensor_parallel_size=2)) == kept[0]
 
 
 def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:

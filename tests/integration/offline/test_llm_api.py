@@ -20,25 +20,20 @@ from pagewire.shared.base.errors import ConfigError, InvalidRequestError
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.answer_text import TextAssembler
-from pagewire.tests.support.executor_pipe import PipeExecutor
 
 TEXT = "Lambda expressions"
 ANSWER = " (sometimes called lambda forms) are used to create\nanonymous functions."
 QUESTION = [{"role": "user", "content": "What is a lambda?"}]
 
 
-@pytest.fixture(scope="module", params=["here", "pipe"])
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
 def module_llm(request: pytest.FixtureRequest) -> LLM:
-    llm = LLM("demo", device="cpu")
-    if request.param == "pipe":
-        pipe = request.getfixturevalue("other_process")
-        llm.engine.core.executor = PipeExecutor.like(llm, pipe)
-    return llm
+    return LLM("demo", device="cpu", tensor_parallel_size=request.param)
 
 
 @pytest.fixture
 def llm(module_llm: LLM) -> Iterator[LLM]:
-    """An engine that has nothing left to do after each test; its model is here or over a pipe."""
+    """An engine that has nothing left to do after each test; of one rank or two."""
     yield module_llm
     assert module_llm.block_counts().used == 0
     assert not module_llm.engine.core.has_work
