@@ -46,13 +46,13 @@ class OthersMove:
     """A move of KV blocks on the other ranks.
 
     Attributes:
-        num_left: ranks that have not made it.
+        left: ranks that have not made it.
         is_intact: all checksums so far were right.
         waited_s: how long rank 0 has waited for it.
         looked_s: when it last looked, on the monotonic clock.
     """
 
-    num_left: int
+    left: set[int]
     is_intact: bool = True
     waited_s: float = 0.0
     looked_s: float = field(default_factory=time.monotonic)
@@ -138,7 +138,8 @@ class RanksExecutor:
             RankError: a rank is lost.
         """
         self._together(lambda: self.group.send(encode(command)))
-        move = self._moves[command.number] = OthersMove(len(self.group.pipes))
+        left = {pipe.rank for pipe in self.group.pipes}
+        move = self._moves[command.number] = OthersMove(left)
         return move
 
     def look_at(self, move: OthersMove) -> bool:
@@ -147,9 +148,9 @@ class RanksExecutor:
         Raises:
             RankError: a rank is lost, or does nothing for too long.
         """
-        if move.num_left:
+        if move.left:
             self._together(lambda: self._look_at(move))
-        return not move.num_left
+        return not move.left
 
     def _look_at(self, move: OthersMove) -> None:
         self._take_reports()
@@ -157,8 +158,9 @@ class RanksExecutor:
         now = time.monotonic()
         move.waited_s += min(now - move.looked_s, MOST_WAITED_S)
         move.looked_s = now
-        if move.num_left and move.waited_s > STEP_S:
-            raise RankError(f"a rank has moved no KV blocks for {STEP_S:g} s")
+        if move.left and move.waited_s > STEP_S:
+            rank = min(move.left)
+            raise RankError(f"rank {rank} has not moved KV blocks for {STEP_S:g} s", rank)
 
     def _take_reports(self) -> None:
         self.group.check()
@@ -169,9 +171,9 @@ class RanksExecutor:
                 self._sampled.append((rank, report))
             elif isinstance(report, Moved):
                 move = self._moves[report.number]
-                move.num_left -= 1
+                move.left.discard(rank)
                 move.is_intact &= report.is_intact
-                if not move.num_left:
+                if not move.left:
                     del self._moves[report.number]
         self._compare()
 

@@ -61,6 +61,26 @@ def test_a_link_is_refused_by_the_name_of_what_differs(
     run_async(scenario())
 
 
+def test_workers_with_other_numbers_of_ranks_name_both_layouts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = msgspec.structs.replace(LAYOUT, ranks=2)
+
+    async def scenario() -> None:
+        async with prefill_worker() as p, decode_worker("decode-1", layout=other) as d:
+            d.records = [p.record()]
+            await eventually(lambda: "no link to prefill-0" in caplog.text)
+
+    caplog.set_level("WARNING")
+    run_async(scenario())
+    [said] = [r.message for r in caplog.records if "no KV link to decode-1" in r.message]
+    heads = LAYOUT.token.heads
+    assert said.endswith(
+        f"decode-1 has {heads} KV heads on each of 2 ranks, the prefill worker {heads} on each of "
+        "1: choose the same --tensor-parallel-size"
+    )
+
+
 def test_a_worker_whose_blocks_do_not_fit_is_a_line_on_each_side_not_one_an_attempt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
