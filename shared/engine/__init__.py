@@ -2,10 +2,13 @@
 
     scheduling/        decides what the next step runs; pure, without torch
     execution/         executors: they run a step on a device
+    ranks/             the executor over several processes that compute a model together
+    rank_process.py    the program of each of them but the first
     core.py            the loop: launches steps, accepts their tokens
     live_sequences.py  the sequences by name; how they end
     failed_steps.py    who fails when a step fails, and who is computed again
-    build.py           chooses device and dtype, sizes the KV pool, and makes an `EngineCore`
+    build.py           loads a model, sizes the KV pool, and makes an `EngineCore`
+    choices.py         device, ranks and context, by settings, machine and model
     warm_up.py         its first steps, of every kind, which compile kernels
     calibration.py     times steps before there is work, so that prices are known
     step_clock.py      which step runs, and how long steps take

@@ -1,6 +1,6 @@
 """Builds an engine from settings.
 
-Chooses device and dtype (`auto`), loads weights, sizes the KV pool from free GPU memory, warms up.
+Loads weights, sizes the KV pool from free GPU memory, warms up.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.calibration import calibrate
+from pagewire.shared.engine.choices import (
+    check_ranks,
+    choose_device,
+    choose_max_model_len,
+    fit_context,
+    log_pool,
+)
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.builds import count_kernels
 from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS
@@ -142,7 +149,7 @@ def _build(
     num_blocks = settings.num_blocks or _fitting_blocks(loaded, other_memory)
     num_blocks = ranks.fewest_blocks(num_blocks)
     max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, layout)
-    _log_pool(layout, num_blocks, device)
+    log_pool(layout, num_blocks, device)
     ranks.begin(Begin(num_blocks, max_model_len, torch.get_num_threads()))
     runner = _make_runner(loaded, num_blocks, max_model_len)
     if device.type == "cuda":
@@ -195,26 +202,6 @@ def build_rank(
     if loaded.device.type == "cpu":
         torch.set_num_threads(begin.threads)
     return _make_runner(loaded, begin.num_blocks, begin.max_model_len)
-
-
-def check_ranks(settings: EngineSettings) -> None:
-    """Check that this machine can run as many ranks as the settings ask for.
-
-    Raises:
-        ConfigError: it cannot; says what is missing.
-    """
-    count = settings.tensor_parallel_size
-    if count == 1 or choose_device(settings.device).type == "cpu":
-        return
-    if (gpus := torch.cuda.device_count()) < count:
-        raise ConfigError(
-            f"--tensor-parallel-size {count} needs {count} GPUs, and {gpus} can be used: lower it, "
-            "or see CUDA_VISIBLE_DEVICES"
-        )
-    raise ConfigError(
-        f"--tensor-parallel-size {count} works only with --device cpu: there are no sums among "
-        "GPUs yet"
-    )
 
 
 def _core(
@@ -358,81 +345,10 @@ def _identity(loaded: _Loaded) -> ModelIdentity:
     )
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that a setting selects.
-
-    Raises:
-        ConfigError: CUDA was asked for and there is none.
-    """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("no CUDA device was found: install a driver, or use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def choose_dtype(name: str, config: ModelConfig) -> torch.dtype:
     """Return the dtype of weights and activations."""
     dtype: torch.dtype = getattr(torch, config.dtype if name == "auto" else name)
     return dtype
-
-
-def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:
-    """Return the longest sequence.
-
-    Raises:
-        ConfigError: more was asked for than the model has positions.
-    """
-    if asked is not None and asked > config.max_position_embeddings:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the model's "
-            f"{config.max_position_embeddings} positions{config.rope.why_no_longer}"
-        )
-    return asked or config.max_position_embeddings
-
-
-def _log_pool(layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-    gib = num_blocks * layout.block_bytes / (1 << 30)
-    logger.info(
-        "the KV pool has %d blocks of %d tokens (%.2f GiB, %s) on %s",
-        num_blocks,
-        layout.block_size,
-        gib,
-        layout.dtype,
-        device,
-    )
-
-
-def fit_context(
-    settings: EngineSettings, full_model_len: int, num_blocks: int, layout: KvLayout
-) -> int:
-    """Return the length of the longest sequence; log it if the KV pool shortens it.
-
-    Args:
-        settings: if `max_model_len` was set, a pool that is too small for it is an error.
-        full_model_len: the length that was set, else the model's own.
-        num_blocks: blocks of the pool.
-        layout: of the blocks.
-
-    Raises:
-        ConfigError: the pool does not hold the length that was set.
-    """
-    fits = layout.longest_sequence(num_blocks, settings.max_num_batched_tokens)
-    if full_model_len <= fits:
-        return full_model_len
-    if settings.max_model_len is not None:
-        raise ConfigError(
-            f"--max-model-len {full_model_len} does not fit: the KV pool holds {fits} tokens. "
-            "Lower it, raise --gpu-memory-utilization, or lower --max-num-batched-tokens"
-        )
-    logger.warning(
-        "the context is %d tokens, not the model's %d: the KV pool of %d blocks holds no more; "
-        "raise --num-blocks or --gpu-memory-utilization",
-        fits,
-        full_model_len,
-        num_blocks,
-    )
-    return fits
 
 
 def _make_runner(loaded: _Loaded, num_blocks: int, max_model_len: int) -> ModelRunner:

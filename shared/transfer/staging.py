@@ -42,7 +42,7 @@ def make_staging(
         num_slots: number of staging slots.
         slot_bytes: size of each.
         device: where it is.
-        shared: returns memory of so many bytes that all ranks of the model share; None with one.
+        shared: returns this many bytes that all ranks of the model share; None with one rank.
 
     Raises:
         ConfigError: there is no room for it.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.build import choose_dtype, choose_max_model_len
+from pagewire.shared.engine.build import choose_dtype
+from pagewire.shared.engine.choices import choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.execution.scoring import TILE_ROWS

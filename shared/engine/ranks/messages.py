@@ -202,7 +202,7 @@ class RankPipe:
             raise RankError(f"rank {self.rank} has ended", self.rank) from exc
 
     def _read(self, count: int) -> bytearray:
-        """Return so many bytes.
+        """Return this many bytes.
 
         Raises:
             OSError: the other end is closed.

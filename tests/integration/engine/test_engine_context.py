@@ -8,7 +8,8 @@ import pytest
 
 from pagewire import LLM
 from pagewire.shared.base.errors import ConfigError
-from pagewire.shared.engine.build import build_engine, fit_context
+from pagewire.shared.engine.build import build_engine
+from pagewire.shared.engine.choices import fit_context
 from pagewire.shared.settings.config import EngineSettings, load_settings
 from pagewire.tests.support.kv_layouts import kv_layout
 

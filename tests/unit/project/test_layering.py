@@ -40,6 +40,7 @@ PACKAGES = (
     "shared.tool_calls",
     "shared.engine.scheduling",
     "shared.engine.execution",
+    "shared.engine.ranks",
     "shared.engine",
     "shared.engine.offline",
     "shared.transfer",
