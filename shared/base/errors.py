@@ -21,6 +21,7 @@
     |   +-- TransferTimeoutError
     |   +-- LayoutMismatchError    the two sides' caches are shaped differently
     +-- RankError              one of the processes that compute a model together is lost
+    |   +-- RankKilledError      somebody has killed it, or the system, whose memory ran out
     +-- IllegalTransitionError a request status change that the table does not allow: a bug
     +-- SchedulingError        the scheduler failed on some sequences: a bug
     +-- IntegrityError         block accounting does not add up: a bug
@@ -178,6 +179,10 @@ class RankError(PagewireError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class RankKilledError(RankError):
+    """One of these processes was killed, so that no request is suspected."""
 
 
 class IllegalTransitionError(PagewireError):

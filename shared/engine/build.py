@@ -52,6 +52,7 @@ from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config, model_fingerprint
+from pagewire.shared.model.load_progress import quiet
 from pagewire.shared.model.loaded_model import LoadedModel
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.model_config import ModelConfig
@@ -197,7 +198,7 @@ def build_rank(
     Raises:
         ConfigError: this machine does not have what the settings ask for.
     """
-    loaded = _load(settings, lambda _stage: None, shard, communicator)
+    loaded = _load(settings, quiet, shard, communicator)
     begin = agree(settings.num_blocks or _fitting_blocks(loaded, lambda _layout, _total_bytes: 0))
     if loaded.device.type == "cpu":
         torch.set_num_threads(begin.threads)

@@ -16,6 +16,10 @@ LINE_S = 5.0  # time between two lines
 GB = 1e9
 
 
+def quiet(_line: str) -> None:
+    """Show nothing: another process shows the progress."""
+
+
 class LoadProgress:
     """Counts loaded bytes and shows the progress.
 
@@ -37,7 +41,8 @@ class LoadProgress:
         Args:
             what: name of the work.
             total: number of bytes to load.
-            say: called with a line every `LINE_S` if stderr is not a terminal.
+            say: called with a line every `LINE_S` if stderr is not a terminal; `quiet` shows
+                nothing at all.
             clock: returns the time in seconds.
         """
         self.what, self.total, self.seconds = what, total, 0.0
@@ -46,7 +51,7 @@ class LoadProgress:
         self._start = self._said = clock()
         self._lock = threading.Lock()
         self._bar: Progress | None = None
-        if sys.stderr.isatty():
+        if say is not quiet and sys.stderr.isatty():
             self._bar = _make_bar(what)
             self._task = self._bar.add_task("", total=total)
 

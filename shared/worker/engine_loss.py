@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from pagewire.shared.base.errors import RankError
+from pagewire.shared.base.errors import RankError, RankKilledError
 from pagewire.shared.control.channel import ControlServer
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed, EngineLost, clip_text
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -24,6 +24,9 @@ from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.engine_watch import EngineWatch
 
 logger = logging.getLogger(__name__)
+
+# What ends an engine through no fault of the requests in its step.
+_OF_NOBODY = (MemoryError, torch.OutOfMemoryError, RankKilledError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ def hanging(step: RunningStep | None, silence_s: float) -> EngineLoss:
 def ended(step: RunningStep | None, error: Exception | None) -> EngineLoss:
     """Describe an engine whose thread has ended.
 
-    A request that is in the step is suspected once; nobody is, if memory ran out: it may have been
-    taken elsewhere.
+    A request that is in the step is suspected once; nobody is, if memory ran out, which may have
+    been taken elsewhere, or if a rank of the model was killed.
 
     Args:
         step: the step that was under way, if there was one.
@@ -80,7 +83,7 @@ def ended(step: RunningStep | None, error: Exception | None) -> EngineLoss:
     if error is not None:
         why = str(error) if isinstance(error, RankError) else type(error).__name__
         cause = f"{cause}: {why}"
-    if step is None or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if step is None or isinstance(error, _OF_NOBODY):
         return EngineLoss(cause, in_step=step is not None)
     return EngineLoss(f"{cause} in a step of {step.work.text}", step.suspects, 1)
 

@@ -78,6 +78,8 @@ def test_status_and_metrics_show_ranks(cluster: LocalCluster) -> None:
     services = cluster.health()["services"]
     assert [each["ranks"] for each in services] == [2, 2, 2]
     assert cluster.total("pagewire_ranks") == 6
+    lines = cluster.log_of("decode-0").splitlines()
+    assert any("loaded weights" in line and line.endswith(" rank=1") for line in lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -159,7 +159,7 @@ class SocketCommunicator:
 
 def _bytes_of(row: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor with one dimension."""
-    return memoryview(row.view(torch.uint8).numpy())
+    return row.view(torch.uint8).numpy().data
 
 
 def connected(count: int) -> list[dict[int, socket.socket]]:

@@ -182,7 +182,8 @@ class RanksExecutor:
             if self._expected.get(sampled.steps, sampled.digest) != sampled.digest:
                 problem = f"rank {rank} has sampled other tokens than rank 0"
                 raise RankError(f"{problem} within the first {sampled.steps} steps")
-        self._sampled = [each for each in self._sampled if each[1].steps not in self._expected]
+        newest = max(self._expected, default=0)
+        self._sampled = [each for each in self._sampled if each[1].steps > newest]
         # Ranks are at most a step apart, so that all have reported all but the last hash.
         self._expected = dict(list(self._expected.items())[-2:])
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.base.errors import ConfigError, PagewireError, RankError
+from pagewire.shared.base.errors import ConfigError, PagewireError, RankError, RankKilledError
 from pagewire.shared.base.logs import LogForm
 from pagewire.shared.engine.ranks.communicator import SocketCommunicator, connected
 from pagewire.shared.engine.ranks.messages import (
@@ -256,12 +256,14 @@ class RankGroup:
                 self._next_report(pipe, REASON_S)
         if (failure := self._failures.get(rank)) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return RankError(f"rank {rank} {_ended_by(process.wait(REASON_S))}", rank)
+                code = process.wait(REASON_S)
+                kind = RankKilledError if code == -signal.SIGKILL else RankError
+                return kind(f"rank {rank} {_ended_by(code)}", rank)
             return None
         if failure.missing is not None:
             return RankError(failure.error, failure.missing)
-        kind = ConfigError if failure.is_config else RankError
-        return kind(f"rank {rank}: {failure.error}")
+        error = f"rank {rank}: {failure.error}"
+        return ConfigError(error) if failure.is_config else RankError(error)
 
 
 def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:

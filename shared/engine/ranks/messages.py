@@ -149,8 +149,8 @@ class RankPipe:
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
         self._socket = connection
-        self._commands = msgspec.msgpack.Decoder(Command)
-        self._reports = msgspec.msgpack.Decoder(Report)
+        self._commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once it is closed."""

@@ -10,17 +10,21 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import ConfigError, RankError
+from pagewire.shared.engine.choices import check_ranks
 from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin
 from pagewire.shared.settings.config import LLMSettings
 from pagewire.tests.support.aio import wait_until
+from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,11 +76,12 @@ def test_answers_of_all_kinds_are_those_of_one_process(one: LLM, two: LLM) -> No
     assert two.engine.core.scheduler.num_preemptions > 0
     digits = found[4].text
     assert len(digits) == 20 and digits.isdigit()
-    for ours, theirs in zip(found[5].outputs, expected[5].outputs, strict=True):
-        for position, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
-            assert position.keys() == other.keys()
-            for token, each in position.items():
-                assert each.logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    scored, other_scored = found[5].outputs[0].logprobs, expected[5].outputs[0].logprobs
+    assert scored and other_scored
+    for position, other in zip(scored, other_scored, strict=True):
+        assert position.keys() == other.keys()
+        for token, each in position.items():
+            assert each.logprob == pytest.approx(other[token].logprob, abs=1e-4)
 
 
 def test_cached_prompts_and_embeddings(one: LLM, two: LLM) -> None:
@@ -87,6 +92,19 @@ def test_cached_prompts_and_embeddings(one: LLM, two: LLM) -> None:
     assert found.token_ids == expected.token_ids
     for ours, theirs in zip(two.embed(PROMPTS[1:3]), one.embed(PROMPTS[1:3]), strict=True):
         assert list(ours.embedding) == pytest.approx(list(theirs.embedding), abs=1e-5)
+
+
+def test_four_ranks_of_another_model(tmp_path: Path) -> None:
+    """The demo model's heads cannot be shared by four."""
+    write_tiny_model(tmp_path, "llama", "groups-of-4-tied-odd-vocabulary")
+    prompts = [[n * 7 % VOCAB for n in range(length)] for length in (3, 20, 45)]
+    settings: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64}
+    settings["max_num_batched_tokens"] = 16
+    expected = LLM(tmp_path, **settings).generate(prompts, ASKED[:2] + ASKED[3:4])
+    four = LLM(tmp_path, tensor_parallel_size=4, **settings)
+    found = four.generate(prompts, ASKED[:2] + ASKED[3:4])
+    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
+    four.engine.ranks.close()
 
 
 @pytest.mark.parametrize("at_work", [True, False], ids=["at-work", "idle"])
@@ -115,6 +133,16 @@ def test_a_stopped_rank_is_named_and_ended() -> None:
     assert rank.poll() == -signal.SIGKILL
 
 
+def test_ranks_that_sample_different_tokens_end() -> None:
+    llm = make_llm(2)
+    asked = SamplingParams(temperature=1, seed=1, max_tokens=400, ignore_eos=True)
+    outputs = llm.stream([PROMPTS[1]], asked)
+    next(outputs)
+    llm.engine.runner.state.parameters["seeds"].fill_(5)  # on rank 0 alone
+    with pytest.raises(RankError, match="rank 1 has sampled other tokens than rank 0 within the"):
+        list(outputs)
+
+
 def start(**settings: Any) -> RankGroup:
     return start_ranks(LLMSettings(model="demo", tensor_parallel_size=2, device="cpu", **settings))
 
@@ -141,6 +169,18 @@ def test_more_ranks_than_the_heads_allow() -> None:
     with pytest.raises(ConfigError, match="4 ranks cannot share 6 attention heads and 2 KV heads"):
         make_llm(4)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize(
+    ("gpus", "problem"),
+    [(1, "needs 2 GPUs, and 1 can be used"), (2, "works only with --device cpu")],
+)
+def test_what_is_missing_on_gpus(gpus: int, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size 2 {problem}"):
+        check_ranks(LLMSettings(tensor_parallel_size=2, device="cuda"))
 
 
 def test_transformers_code_runs_on_one_rank() -> None:
