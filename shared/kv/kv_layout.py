@@ -130,6 +130,20 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Bytes of one block of one rank."""
         return math.prod(self.block_shape) * _ITEM_BYTES[self.dtype]
 
+    @property
+    def on_one_rank(self) -> KvLayout:
+        """The layout with the heads of all ranks on one."""
+        return self._with_ranks(1)
+
+    def divided(self, ranks: int) -> KvLayout | None:
+        """Return the layout with the heads of all ranks on this many, if these can share them."""
+        return None if self.ranks * self.token.heads % ranks else self._with_ranks(ranks)
+
+    def _with_ranks(self, ranks: int) -> KvLayout:
+        heads = self.ranks * self.token.heads // ranks
+        token = msgspec.structs.replace(self.token, heads=heads)
+        return msgspec.structs.replace(self, ranks=ranks, token=token)
+
     # The layer groups of a block, which are moved and have a checksum each
 
     @cached_property

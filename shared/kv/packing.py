@@ -1,6 +1,7 @@
 """Sizes of packed KV blocks in staging, and the rows that layer groups have in the pool.
 
-In staging, the parts of all ranks follow each other. Each has its own checksums.
+In staging, the parts of all ranks follow each other. Each has its own checksums. Between workers
+with different numbers of ranks, a rank of one has several such parts.
 
 A block is a row `[L, N, KH, BS, D]` of the pool. Seen as `[NB * count, L / count, N, KH, BS, D]`,
 the pool has a row for each layer group of each block, `block * count + group`: what is moved and
@@ -23,12 +24,12 @@ _ALIGNMENT = 256  # of each rank's part: what kernels are quickest with
 def packed_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
     """Return the bytes of staging for a number of blocks, whole or some layer groups of each."""
     if layout.ranks > 1:
-        return layout.ranks * rank_bytes(layout, num_blocks, num_groups)
+        return layout.ranks * part_bytes(layout, num_blocks, num_groups)
     return _packed_bytes(layout, num_blocks, num_groups)
 
 
-def rank_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
-    """Return how many of these bytes each of several ranks has."""
+def part_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:
+    """Return how many of these bytes the part of each of several ranks has."""
     return -(-_packed_bytes(layout, num_blocks, num_groups) // _ALIGNMENT) * _ALIGNMENT
 
 

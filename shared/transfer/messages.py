@@ -50,10 +50,12 @@ class Open(_Message, frozen=True):
     Attributes:
         carrier: the carrier that it has chosen from `KvHello`.
         reply: what the receiver's half of the carrier needs to know.
+        ranks: number of the sender's ranks.
     """
 
     carrier: Id
     reply: Annotated[bytes, Meta(max_length=MAX_REPLY_BYTES)]
+    ranks: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
 class Segment(_Message, frozen=True):

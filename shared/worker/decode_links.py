@@ -79,7 +79,8 @@ class DecodeLinks:
         ours, names = self.engine, (hello.worker_id, "the prefill worker")
         difference = first_difference(hello.model_identity, ours.model_identity, *names)
         difference = difference or _rank_difference(hello.layout, ours.layout, *names)
-        difference = difference or first_difference(hello.layout, ours.layout, *names)
+        layouts = hello.layout.on_one_rank, ours.layout.on_one_rank
+        difference = difference or first_difference(*layouts, *names)
         if difference is not None:
             raise LayoutMismatchError(difference)
         try:
@@ -116,8 +117,11 @@ class DecodeLinks:
 
 
 def _rank_difference(its: KvLayout, other: KvLayout, its_name: str, other_name: str) -> str | None:
-    """Return in which ranks two layouts have their heads, if in different numbers of them."""
-    if its.ranks == other.ranks:
+    """Return how two layouts divide the heads, if the parts of one do not make those of the other.
+
+    If a model has fewer KV heads than ranks, several ranks have the same one.
+    """
+    if its.ranks == other.ranks or its.on_one_rank.token == other.on_one_rank.token:
         return None
     return (
         f"{its_name} has {its.token.heads} KV heads on each of {its.ranks} ranks, {other_name} "

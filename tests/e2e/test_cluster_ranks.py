@@ -21,13 +21,14 @@ pytestmark = pytest.mark.timeout(240)
 
 MAX_TOKENS = 64
 PROMPTS = [[n * 37 % 1000 + 10 + i for n in range(40 + 7 * i)] for i in range(12)]
-OPTIONS = ("--device", "cpu", "--dtype", "float32", "--routers", "1", "--tensor-parallel-size", "2")
+OPTIONS = ("--device", "cpu", "--dtype", "float32", "--routers", "1")
+TWO_RANKS = (*OPTIONS, "--tensor-parallel-size", "2")
 REGEX = r"\[[0-9]{3}(, [0-9]{3}){9}\]"
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with local_cluster("--prefill", "1", "--decode", "2", *OPTIONS) as running:
+    with local_cluster("--prefill", "1", "--decode", "2", *TWO_RANKS) as running:
         yield running
 
 
@@ -53,6 +54,13 @@ async def tokens_of(cluster: LocalCluster) -> list[list[int]]:
     return [answer["choices"][0]["token_ids"] for answer in answers]
 
 
+def check_blocks_crossed(cluster: LocalCluster) -> None:
+    sent = 'pagewire_kv_transfer_bytes_total{direction="received"'
+    received = [each for name, each in cluster.metrics().items() if name.startswith(sent)]
+    # At least the KV of the whole blocks of each prompt, 2 KiB a token on all ranks together.
+    assert sum(received) > sum(len(prompt) // 16 * 16 * 2048 for prompt in PROMPTS)
+
+
 def ranks_of(cluster: LocalCluster, name: str) -> list[int]:
     """Return the process ids of a worker's other ranks."""
     children = psutil.Process(cluster.worker_pid(name)).children()
@@ -64,10 +72,7 @@ def test_tokens_are_those_of_one_process_and_kv_blocks_cross(
 ) -> None:
     cluster.wait_whole()
     assert run_async(tokens_of(cluster), 120) == truth
-    sent = 'pagewire_kv_transfer_bytes_total{direction="received"'
-    received = [each for name, each in cluster.metrics().items() if name.startswith(sent)]
-    # At least the KV of the whole blocks of each prompt, 2 KiB a token on both ranks together.
-    assert sum(received) > sum(len(prompt) // 16 * 16 * 2048 for prompt in PROMPTS)
+    check_blocks_crossed(cluster)
     body = {"model": "pagewire-demo", "prompt": PROMPTS[0], "guided_regex": REGEX, "seed": 4}
     [answer] = run_async(complete_all(cluster.url, [{**body, "max_tokens": 90}], 1), 60)
     assert len(answer["choices"][0]["text"].split(", ")) == 10
@@ -105,8 +110,24 @@ def test_requests_move_when_a_rank_is_lost(
     cluster.wait_whole()
 
 
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
+def test_kv_blocks_cross_between_different_numbers_of_ranks(
+    prefill_ranks: int, decode_ranks: int, truth: list[list[int]]
+) -> None:
+    workers = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(decode_ranks))
+    ranks = ("--prefill-tensor-parallel-size", str(prefill_ranks))
+    with local_cluster(*workers, *ranks, *OPTIONS) as cluster:
+        cluster.wait_whole()
+        assert [each["ranks"] for each in cluster.health()["services"]] == [
+            prefill_ranks,
+            decode_ranks,
+        ]
+        assert run_async(tokens_of(cluster), 120) == truth
+        check_blocks_crossed(cluster)
+
+
 def test_no_rank_outlives_its_cluster() -> None:
-    with local_cluster("--prefill", "0", "--decode", "1", *OPTIONS) as cluster:
+    with local_cluster("--prefill", "0", "--decode", "1", *TWO_RANKS) as cluster:
         [rank] = ranks_of(cluster, "decode-0")
         body = {"model": "pagewire-demo", "prompt": PROMPTS[0], "max_tokens": 4}
         run_async(complete_all(cluster.url, [body], 1), 60)

@@ -238,8 +238,15 @@ class FakeDevice:
         return is_last and exports and not self.replays
 
     def pack(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> FakeMove:
+        assert parts == 1
         if after:  # else it is a link's test, of any block in any state
             self._begin_move(block_ids, after)
             self.moved.append((block_ids, groups, after))
@@ -247,8 +254,15 @@ class FakeDevice:
         return self.queue(lambda: pack_blocks(self._pool(), copy_list, staging))
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> FakeMove:
+        assert parts == 1
         self._begin_move(block_ids, after)
         copy_list = self._copy_list(block_ids, groups, seed)
 

@@ -23,7 +23,7 @@ class ClusterOptions:
     """What `pagewire up` was asked for.
 
     Attributes:
-        ranks: processes of each worker.
+        ranks, prefill_ranks: processes of each decode worker and of each prefill worker.
         operator_port: on the loopback address; 0 takes a free one.
         worker_options: settings of the workers by field name; None means "not given".
         router_options: settings of the router, likewise.
@@ -34,6 +34,7 @@ class ClusterOptions:
     decode: int = 1
     routers: int = 2
     ranks: int = 1
+    prefill_ranks: int = 1
     host: str = LOOPBACK
     port: int = 8000
     operator_port: int = 0
@@ -127,12 +128,14 @@ def _plan_workers(
         if role == "prefill":
             for option in DECODE_ONLY:
                 settings.pop(option, None)
+            if options.prefill_ranks != options.ranks:
+                settings["tensor_parallel_size"] = options.prefill_ranks
         env = dict(shared_env)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
             settings["gpu_memory_utilization"] = share
         elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
-            processes = len(names) * options.ranks
+            processes = options.prefill * options.prefill_ranks + options.decode * options.ranks
             env["OMP_NUM_THREADS"] = str(max(1, machine.cores // processes))
         argv = service_argv(role, settings, options.modules.get(role, ()))
         yield ChildSpec(name, argv, env)

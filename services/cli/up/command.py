@@ -20,6 +20,7 @@ from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.shared.base.addresses import is_address
 from pagewire.shared.model.source import DEMO
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
+from pagewire.shared.settings.texts import ENGINE
 
 OF_ONE_SERVICE = (
     "worker_id",
@@ -31,7 +32,8 @@ OF_ONE_SERVICE = (
 )
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
 OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
-NOT_SETTINGS = ("prefill", "decode", "routers", *OWN, "log_dir", "ready_file", "verbose")
+COUNTS = ("prefill", "decode", "routers", "prefill_tensor_parallel_size")
+NOT_SETTINGS = (*COUNTS, *OWN, "log_dir", "ready_file", "verbose")
 
 Prefill = Annotated[
     int,
@@ -41,6 +43,16 @@ Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
 Routers = Annotated[
     int,
     typer.Option(min=1, max=64, help="Router processes, which accept connections from one socket."),
+]
+PrefillRanks = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-tensor-parallel-size",
+        min=1,
+        max=64,
+        help="The same of prefill workers.  [default: --tensor-parallel-size]",
+        rich_help_panel=ENGINE,
+    ),
 ]
 LogDir = Annotated[
     Path | None,
@@ -67,6 +79,7 @@ def up(
     prefill: Prefill = 1,
     decode: Decode = 1,
     routers: Routers = 2,
+    prefill_tensor_parallel_size: PrefillRanks = None,
     log_dir: LogDir = None,
     ready_file: ReadyFilePath = None,
     verbose: Verbose = False,

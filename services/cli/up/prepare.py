@@ -40,7 +40,9 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
     model_path = resolve_model(worker.model, revision=worker.revision)
     config = load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)
     ranks = worker.tensor_parallel_size
-    config.kv_layout(worker.block_size, config.dtype, Shard(ranks - 1, ranks))
+    prefill_ranks = params.get("prefill_tensor_parallel_size") or ranks
+    for count in (ranks, prefill_ranks):
+        config.kv_layout(worker.block_size, config.dtype, Shard(count - 1, count))
     if worker.model_impl == "transformers":
         require_transformers()
     load_sampling_defaults(model_path, router.generation_config)
@@ -56,6 +58,7 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
             decode=params["decode"],
             routers=params["routers"],
             ranks=ranks,
+            prefill_ranks=prefill_ranks,
             host=router.host,
             port=port,
             operator_port=operator_port(router.operator_port, port),

@@ -17,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from pagewire.kernels import Ops
+from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool, launch_graph
 from pagewire.shared.kv.kv_layout import KvLayout
-from pagewire.shared.kv.packing import max_blocks, packed_bytes, pool_rows
+from pagewire.shared.kv.packing import max_blocks, packed_bytes, part_bytes, pool_rows
 
 # Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -133,6 +134,7 @@ class BlockMover:
         staging: torch.Tensor,
         seed: int,
         after: DeviceEvent,
+        parts: int = 1,
     ) -> PendingMove:
         """Gather blocks into a staging buffer, after an event.
 
@@ -143,11 +145,16 @@ class BlockMover:
                 beginning of a staging slot; nobody else touches it before the move is done.
             seed: added to the checksums, signed 64 bit.
             after: an event that `record_event` returned.
+            parts: of the heads, which follow each other in staging.
 
         Raises:
             UnsupportedShapeError: staging is too short.
         """
         rows = pool_rows(self.layout, block_ids, groups)
+        if parts > 1:
+            with self._moving(after):
+                self._pack_parts(rows, staging, seed, parts)
+                return PendingMove(self.record_event())
         graph = self._packing.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_after(after))
@@ -163,9 +170,14 @@ class BlockMover:
         groups: range,
         seed: int,
         after: DeviceEvent,
+        parts: int = 1,
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, after an event; arguments as in `pack`."""
         rows = pool_rows(self.layout, block_ids, groups)
+        if parts > 1:
+            with self._moving(after):
+                corrupt = self._unpack_parts(rows, staging, seed, parts)
+                return PendingCheck(self._to_host(corrupt), self.record_event())
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_after(after))
@@ -174,6 +186,49 @@ class BlockMover:
             corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
             self.ops.unpack_blocks(staging, self._rows, self._copy_list(rows, seed), corrupt)
             return PendingCheck(self._to_host(corrupt), self.record_event())
+
+    # The heads in several parts, for a worker with more ranks
+
+    def _pack_parts(
+        self, rows: NDArray[np.int64], staging: torch.Tensor, seed: int, parts: int
+    ) -> None:
+        index = torch.from_numpy(rows).to(self.kv_pool.device)
+        copy_list = self._copy_list(np.arange(len(rows)), seed)
+        for heads, part in self._parts(len(rows), staging, parts):
+            self.ops.pack_blocks(heads[index].flatten(1), copy_list, part)
+
+    def _unpack_parts(
+        self, rows: NDArray[np.int64], staging: torch.Tensor, seed: int, parts: int
+    ) -> torch.Tensor:
+        """Return whether a checksum is wrong, as `ops.unpack_blocks` reports it."""
+        device = self.kv_pool.device
+        corrupt = torch.zeros((), dtype=torch.int64, device=device)
+        index = torch.from_numpy(rows).to(device)
+        copy_list, written = self._copy_list(np.arange(len(rows)), seed), index >= 0
+        for heads, part in self._parts(len(rows), staging, parts):
+            own = torch.empty((len(rows), *heads.shape[1:]), dtype=torch.uint8, device=device)
+            self.ops.unpack_blocks(part, own.flatten(1), copy_list, corrupt)
+            heads[index[written]] = own[written]
+        return corrupt
+
+    def _parts(
+        self, num_rows: int, staging: torch.Tensor, parts: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each part of the heads in the pool, and its place in staging.
+
+        In the pool it is `[rows, layers * components, heads, bytes]` uint8.
+
+        Raises:
+            UnsupportedShapeError: the heads have no such parts.
+        """
+        layout = self.layout
+        if (divided := layout.divided(layout.ranks * parts)) is None:
+            raise UnsupportedShapeError(f"{layout.token.heads} heads do not make {parts} parts")
+        head_bytes = layout.block_size * layout.token.size * self.kv_pool.element_size()
+        rows = self._rows.view(torch.uint8)
+        heads = rows.view(len(rows), -1, layout.token.heads, head_bytes).chunk(parts, 2)
+        places = staging.split(part_bytes(divided, num_rows, 1))
+        yield from zip(heads, places, strict=False)  # a staging slot may be longer
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Launch other work after the moves so far, by calling `work`."""

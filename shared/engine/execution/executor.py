@@ -63,7 +63,13 @@ class BlockMoves(Protocol):
         ...
 
     def pack(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingMove:
         """Gather blocks into staging, once these layer groups are final in plan `after`.
 
@@ -73,11 +79,19 @@ class BlockMoves(Protocol):
             staging: a staging slot; nothing else may touch its bytes before the move is done.
             seed: added to the checksums, a signed 64-bit integer.
             after: number of a plan.
+            parts: of the heads, which follow each other in staging with checksums of their own; a
+                multiple of the number of ranks.
         """
         ...
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingCheck:
         """Scatter staging into blocks and check them, once plan `after` has run.
 

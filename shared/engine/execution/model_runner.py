@@ -295,11 +295,17 @@ class ModelRunner:
         return self._events.has_group_events(plan)
 
     def pack(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingMove:
         """Gather blocks into a staging buffer, as `BlockMoves` says."""
         event = self._events.find(after, groups[-1])
-        return self.mover.pack(block_ids, groups, staging, seed, event)
+        return self.mover.pack(block_ids, groups, staging, seed, event, parts)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work on the device after the moves so far."""
@@ -317,11 +323,17 @@ class ModelRunner:
         PendingTokens(0, self.state.last_token[:1])
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingCheck:
         """Scatter a staging buffer into blocks, as `BlockMoves` says."""
         event = self._events.find(after, groups[-1])
-        return self.mover.unpack(staging, block_ids, groups, seed, event)
+        return self.mover.unpack(staging, block_ids, groups, seed, event, parts)
 
     def round_steps(self) -> None:
         """Pad steps that no CUDA graph replays, from now on."""

@@ -68,13 +68,15 @@ class Pack(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         number: of the move.
         start: where the parts of all ranks begin in the shared memory, in bytes; in their order.
-        size: of each of them, in bytes.
+        size: of those of each rank, in bytes.
+        parts: how many each rank has.
         first_group, num_groups: layer groups of each block.
     """
 
     number: int
     start: int
     size: int
+    parts: int
     block_ids: list[int]
     first_group: int
     num_groups: int

@@ -1,6 +1,7 @@
 """Moves of KV blocks on all ranks: each moves its part between its pool and the shared staging.
 
-A staging slot has the parts of all ranks, one after the other, each with its checksums. So one
+A staging slot has the parts of all ranks, one after the other, each with its checksums; a rank has
+several if the other worker has more ranks. So one
 rank, which has the engine, sends and receives the whole; a segment is intact if all parts are.
 """
 
@@ -14,13 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pagewire.shared.base.errors import RankError
+from pagewire.shared.base.errors import RankError, TransferError
 from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.executor import OthersMove, RanksExecutor
 from pagewire.shared.engine.ranks.group import shared_memory
 from pagewire.shared.engine.ranks.messages import Moved, Pack, Stage, Unpack
-from pagewire.shared.kv.packing import rank_bytes
+from pagewire.shared.kv.packing import part_bytes
 
 POLL_S = 0.0001
 
@@ -77,21 +78,33 @@ class RanksMoves:
         return self.own.has_group_events(plan)
 
     def pack(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor, seed: int, after: int
+        self,
+        block_ids: list[int],
+        groups: range,
+        staging: torch.Tensor,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingMove:
         """Gather blocks into staging on all ranks, as `BlockMoves` says."""
-        command = Pack(*self._place(block_ids, groups, staging), seed, after)
-        others = self.executor.move(command)
-        own = self.own.pack(block_ids, groups, staging[: command.size], seed, after)
+        command = Pack(*self._place(block_ids, groups, staging, parts), seed, after)
+        others, part = self.executor.move(command), staging[: command.size]
+        own = self.own.pack(block_ids, groups, part, seed, after, command.parts)
         return RanksMove(own, others, self.executor)
 
     def unpack(
-        self, staging: torch.Tensor, block_ids: list[int], groups: range, seed: int, after: int
+        self,
+        staging: torch.Tensor,
+        block_ids: list[int],
+        groups: range,
+        seed: int,
+        after: int,
+        parts: int = 1,
     ) -> PendingCheck:
         """Scatter staging into blocks on all ranks and check them, as `BlockMoves` says."""
-        command = Unpack(*self._place(block_ids, groups, staging), seed, after)
-        others = self.executor.move(command)
-        own = self.own.unpack(staging[: command.size], block_ids, groups, seed, after)
+        command = Unpack(*self._place(block_ids, groups, staging, parts), seed, after)
+        others, part = self.executor.move(command), staging[: command.size]
+        own = self.own.unpack(part, block_ids, groups, seed, after, command.parts)
         return RanksMove(own, others, self.executor)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
@@ -107,12 +120,19 @@ class RanksMoves:
         self.own.rehearse_launch()
 
     def _place(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor
-    ) -> tuple[int, int, int, list[int], int, int]:
-        """Return the first fields of a move's command."""
-        start = staging.data_ptr() - self.staging.data_ptr()
-        size = rank_bytes(self.own.layout, len(block_ids), len(groups))
-        return next(self._numbers), start, size, block_ids, groups.start, len(groups)
+        self, block_ids: list[int], groups: range, staging: torch.Tensor, parts: int
+    ) -> tuple[int, int, int, int, list[int], int, int]:
+        """Return the first fields of a move's command.
+
+        Raises:
+            TransferError: the heads cannot be divided so.
+        """
+        layout = self.own.layout
+        if parts % layout.ranks or (divided := layout.divided(parts)) is None:
+            raise TransferError(f"the KV heads of {layout.ranks} ranks do not make {parts} parts")
+        start, own_parts = staging.data_ptr() - self.staging.data_ptr(), parts // layout.ranks
+        size = own_parts * part_bytes(divided, len(block_ids), len(groups))
+        return next(self._numbers), start, size, own_parts, block_ids, groups.start, len(groups)
 
 
 @dataclass(slots=True)
@@ -143,11 +163,11 @@ class RankMover:
         if self._memory is None:
             raise RankError("blocks cannot be moved before there is staging", self.rank)
         start = command.start + self.rank * command.size
-        part = self._memory[start : start + command.size]
+        part, parts = self._memory[start : start + command.size], command.parts
         groups = range(command.first_group, command.first_group + command.num_groups)
         ids, seed, after = command.block_ids, command.seed, command.after
         if isinstance(command, Unpack):
-            check = self.runner.unpack(part, ids, groups, seed, after)
+            check = self.runner.unpack(part, ids, groups, seed, after, parts)
             return Moved(command.number, check.is_intact())
-        self.runner.pack(ids, groups, part, seed, after)  # on a CPU, it is done when this returns
+        self.runner.pack(ids, groups, part, seed, after, parts)  # done now, on a CPU
         return Moved(command.number)

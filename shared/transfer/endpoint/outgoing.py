@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import has_ended
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
@@ -29,7 +28,6 @@ class Outgoing:
         slots: which of them the sender may use.
         notify: sends messages about staging slots that the sender no longer needs.
         moves: packs the engine's blocks.
-        layout: of the blocks.
         clock: returns a time in seconds.
         may_pack: something has changed since nothing more could be packed.
         sending: segments that are being packed or sent, in the order of their launch.
@@ -39,7 +37,6 @@ class Outgoing:
     slots: StagingSlots
     notify: Notify
     moves: BlockMoves
-    layout: KvLayout
     clock: Callable[[], float]
     may_pack: bool = False
     sending: list[OutgoingSegment] = field(default_factory=list)
@@ -76,7 +73,8 @@ class Outgoing:
         slot, seed = self.slots.acquire(), secrets.randbits(64) - 2**63
         link, now = job.link, self.clock()
         try:
-            packed = self.moves.pack(blocks, cut.groups, self.staging.buffers[slot], seed, plan)
+            buffer, parts = self.staging.buffers[slot], link.layout.ranks
+            packed = self.moves.pack(blocks, cut.groups, buffer, seed, plan, parts)
             credit, use = link.credits.take()  # after the packing, which may fail
             segment = Segment(
                 credit=credit,
@@ -87,7 +85,7 @@ class Outgoing:
                 first_group=cut.groups.start,
                 num_groups=len(cut.groups),
                 seed=seed,
-                nbytes=packed_bytes(self.layout, len(cut.positions), len(cut.groups)),
+                nbytes=packed_bytes(link.layout, len(cut.positions), len(cut.groups)),
             )
             try:
                 pending = link.outbound.send(segment, slot, packed)

@@ -32,6 +32,7 @@ from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.segments import layout_between
 from pagewire.shared.transfer.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
 from pagewire.shared.transfer.job_messages import JobRequest
 from pagewire.shared.transfer.messages import (
@@ -117,7 +118,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
         """
         self._end_quarantine()
         self.slots.check_room(len(self.links))
-        link = ReceiverLink(next(self._numbers), peer, epoch, secrets.token_bytes(TOKEN_BYTES))
+        token = secrets.token_bytes(TOKEN_BYTES)
+        link = ReceiverLink(next(self._numbers), peer, epoch, token, self.layout)
         problems = {name: f"{name}: {why}" for name, why in (without or {}).items()}
         for name, carrier in self.carriers.items():
             if name in problems:
@@ -260,7 +262,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
         job = self.jobs.note_activity(segment.job)
         positions, groups = segment.positions, segment.groups
-        is_wanted = segment.nbytes == packed_bytes(self.layout, segment.count, len(groups))
+        is_wanted = segment.nbytes == packed_bytes(link.layout, segment.count, len(groups))
         if job is None:
             is_wanted &= segment.job == TEST_JOB and groups == self.layout.layer_groups
         else:
@@ -273,7 +275,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
             blocks, after = job.block_ids[positions.start : positions.stop], job.after
         payload = self.staging.buffers[segment.credit]
         try:
-            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after)
+            parts = link.layout.ranks
+            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after, parts)
         except Exception:  # whatever a device raises: the sender packs the segment again
             logger.exception("cannot unpack a KV segment from %s", link.peer)
             self._acknowledge(link, segment, "corrupt")
@@ -323,13 +326,17 @@ class KvReceiver(KvHalf[ReceiverLink]):
         """Open a link's inbound half with the carrier that the sender has chosen.
 
         Raises:
-            ProtocolError: the link was opened already, or this carrier was not offered.
+            ProtocolError: the link was opened already, this carrier was not offered, or the heads
+                cannot be divided so that they fit the sender's ranks.
             TransferError: the carrier's reply makes no sense.
         """
         if link.inbound is not None:
             raise ProtocolError("the link was opened twice")
         if message.carrier not in link.offers:
             raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        if (layout := layout_between(self.layout, message.ranks)) is None:
+            raise ProtocolError(f"{message.ranks} ranks cannot share the KV heads of these blocks")
+        link.layout = layout
         link.carrier = message.carrier  # first: if it fails, it is not offered again
         link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
         for name, other in self.carriers.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Inbound
 
 
@@ -16,6 +17,7 @@ class ReceiverLink:
         peer: name of the worker that sends.
         epoch: number of its run.
         token: identifies the link on the socket.
+        layout: of segments, from `Open` on: a part for each of the ranks of the side that has more.
         offers: what a sender needs to know, by carrier.
         carrier: name of the carrier; empty until the sender has chosen one.
         inbound: the receiver's half of the carrier; None until then.
@@ -27,6 +29,7 @@ class ReceiverLink:
     peer: str
     epoch: int
     token: bytes
+    layout: KvLayout
     offers: dict[str, bytes] = field(default_factory=dict)
     carrier: str = ""
     inbound: Inbound | None = None

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import max_blocks
+
+
+def layout_between(own: KvLayout, peer_ranks: int) -> KvLayout | None:
+    """Return the layout of segments between two workers; None if heads cannot be divided so.
+
+    Args:
+        own: of this worker's blocks.
+        peer_ranks: number of the other worker's ranks.
+    """
+    return own.divided(math.lcm(own.ranks, peer_ranks))
 
 
 @dataclass(frozen=True, slots=True)

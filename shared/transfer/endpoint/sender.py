@@ -22,7 +22,7 @@ from pagewire.shared.kv.packing import max_blocks, packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.outgoing import Notify, Outgoing
-from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
+from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue, layout_between
 from pagewire.shared.transfer.endpoint.sender_link import (
     SenderJob,
     SenderLink,
@@ -66,9 +66,7 @@ class KvSender(KvHalf[SenderLink]):
     _outgoing: Outgoing = field(init=False)
 
     def __post_init__(self) -> None:
-        self._outgoing = Outgoing(
-            self.staging, self.slots, self.notify, self.moves, self.layout, self.clock
-        )
+        self._outgoing = Outgoing(self.staging, self.slots, self.notify, self.moves, self.clock)
 
     # Verbs
 
@@ -82,7 +80,10 @@ class KvSender(KvHalf[SenderLink]):
             TransferError: a block does not fit into the receiver's staging slots, or no carrier
                 works between both sides; says why each does not.
         """
-        smallest = packed_bytes(self.layout, 1)
+        if (layout := layout_between(self.layout, hello.layout.ranks)) is None:
+            problem = f"the KV heads cannot be divided for {hello.layout.ranks} ranks"
+            raise TransferError(f"{problem} of {hello.worker_id}")
+        smallest = packed_bytes(layout, 1)
         if hello.slot_bytes < smallest:
             raise TransferError(
                 f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
@@ -95,14 +96,14 @@ class KvSender(KvHalf[SenderLink]):
             socket.close()
             raise
         slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
-        link = SenderLink(hello.worker_id, name, slot_bytes, socket, outbound)
-        link.test = SenderJob(TEST_JOB, link, ExportQueue(self.layout, slot_bytes, 0), 0)
-        count = max(1, max_blocks(self.layout, min(slot_bytes, MAX_TEST_BYTES)))
+        link = SenderLink(hello.worker_id, name, slot_bytes, layout, socket, outbound)
+        link.test = SenderJob(TEST_JOB, link, ExportQueue(layout, slot_bytes, 0), 0)
+        count = max(1, max_blocks(layout, min(slot_bytes, MAX_TEST_BYTES)))
         link.test.queue.add([0] * count, 0, by_layer_group=False)  # any block, many times
         self.links.append(link)
         self.watch(socket.fd)
         self.notify(self.slots.start_sending())
-        if not self.post(link, Open(name, outbound.reply)):
+        if not self.post(link, Open(name, outbound.reply, self.layout.ranks)):
             raise TransferError("the receiver cannot be reached")
         return link
 
@@ -136,7 +137,7 @@ class KvSender(KvHalf[SenderLink]):
         if link not in self.links:
             raise TransferError("the KV link is gone")
         units = max(0, num_blocks - first_block) * len(self.layout.layer_groups)
-        queue = ExportQueue(self.layout, link.slot_bytes, first_block)
+        queue = ExportQueue(link.layout, link.slot_bytes, first_block)
         self._jobs[job] = SenderJob(job, link, queue, units)
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.costs.link_speed import LinkSpeed
+from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.transfer.endpoint.credits import SenderCredits
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
@@ -70,6 +71,7 @@ class SenderLink:
         peer: name of the worker that receives.
         carrier: name of the carrier.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
+        layout: of segments: a part for each of the ranks of the side that has more of them.
         speed: of the segments, from the end of their packing to their acknowledgement; unknown
             before the test is acknowledged.
         sent: segments that are not acknowledged, by credit, in the order of their sending.
@@ -80,6 +82,7 @@ class SenderLink:
     peer: str
     carrier: str
     slot_bytes: int
+    layout: KvLayout
     socket: SenderSocket
     outbound: Outbound
     credits: SenderCredits = field(default_factory=SenderCredits)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
-from pagewire.shared.kv.packing import packed_bytes
+from pagewire.shared.kv.packing import packed_bytes, part_bytes
 from pagewire.shared.transfer.staging import make_staging
 
 CAPACITY = 5
@@ -136,3 +137,34 @@ def test_a_rehearsal_moves_nothing(device: str) -> None:
     assert torch.equal(side.pool, pool)
     assert torch.equal(side.staging.buffers[1], staging[1])
     assert len(packed) == packed_bytes(LAYOUT, 2)
+
+
+@each_device
+def test_the_heads_of_one_rank_go_to_two_and_back(device: str) -> None:
+    source, target = Side(device, 1, captured=False), Side(device, 2, captured=False)
+    divided = LAYOUT.divided(2)
+    assert divided is not None
+    pools = [target.pool[:, :, :, head : head + 1].contiguous() for head in range(2)]
+    ranks = [BlockMover(load_ops("auto", device), pool, divided) for pool in pools]
+    staging = torch.zeros(packed_bytes(divided, 3), dtype=torch.uint8, device=device)
+    size, event = part_bytes(divided, 3), source.mover.record_event()
+    source.mover.pack([7, 2, 9], WHOLE, staging, 5, event, parts=2)
+    for rank, part in zip(ranks, staging.split(size), strict=True):
+        assert rank.unpack(part, [1, 0, 4], WHOLE, 5, event).is_intact()
+    for head, pool in enumerate(pools):
+        assert torch.equal(pool[[1, 0, 4]], source.pool[[7, 2, 9], :, :, head : head + 1])
+        untouched = [block for block in range(12) if block not in (1, 0, 4)]
+        assert torch.equal(pool[untouched], target.pool[untouched, :, :, head : head + 1])
+    staging.zero_()
+    for rank, part in zip(ranks, staging.split(size), strict=True):
+        rank.pack([1, 0, 4], WHOLE, part, 6, event)
+    assert target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).is_intact()
+    assert torch.equal(target.pool[[3, 5]], source.pool[[7, 9]])
+    staging[size + 1] ^= 1  # of the second part
+    assert not target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).is_intact()
+
+
+def test_heads_that_make_no_such_parts() -> None:
+    side = Side("cpu", 1, captured=False)
+    with pytest.raises(UnsupportedShapeError, match="2 heads do not make 3 parts"):
+        side.mover.pack([1], WHOLE, side.staging.buffers[0], 5, None, parts=3)

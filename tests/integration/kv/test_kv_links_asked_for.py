@@ -61,7 +61,7 @@ def test_a_link_is_refused_by_the_name_of_what_differs(
     run_async(scenario())
 
 
-def test_workers_with_other_numbers_of_ranks_name_both_layouts(
+def test_ranks_whose_parts_do_not_fit_are_refused_by_both_layouts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = msgspec.structs.replace(LAYOUT, ranks=2)
