@@ -32,12 +32,13 @@ from pagewire.shared.settings.types import KvCacheDtype, ModelImpl, Quantization
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 FP8_KV = "float8_e4m3fn"
 
 # What describes quantised weights if config.json does not, and the method of each if it names none.
 _DESCRIPTIONS = {
-    "hf_quant_config.json": "modelopt",
+    MODELOPT_FILE: "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
@@ -98,7 +99,9 @@ def load_config(
                 f"--kv-cache-dtype fp8 is not for {config.architecture}, whose cache has latent "
                 "vectors in place of keys and values: leave it out"
             )
-        check_kv_scheme(fields)
+        check_kv_scheme(fields.raw.get("quantization_config"), fields.source)
+        if (file := path / MODELOPT_FILE).exists():
+            check_kv_scheme(read_json(file).get("quantization"), str(file))
         config = dataclasses.replace(config, kv_dtype=FP8_KV)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 

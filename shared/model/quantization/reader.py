@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.quantization.compressed_tensors import read_compressed_tensors
 from pagewire.shared.model.quantization.config import QuantConfig
@@ -29,24 +30,28 @@ _SUPPORTED = (
 _OTHER_FIELDS = ("compression_config", "quantization")
 
 
-def check_kv_scheme(fields: Fields) -> None:
+def check_kv_scheme(described: object, source: str) -> None:
     """Refuse a description of a KV cache whose scales are not those of FP8.
 
     Args:
-        fields: of config.json.
+        described: `quantization_config`, or what ModelOpt writes in its place; anything else
+            describes no cache.
+        source: the file.
 
     Raises:
         ModelLoadError: it is so; one line.
     """
-    described = fields.raw.get("quantization_config")
-    scheme = described.get("kv_cache_scheme") if isinstance(described, dict) else None
-    if not isinstance(scheme, dict):
+    if not isinstance(described, dict):
         return
-    kind, bits = scheme.get("type"), scheme.get("num_bits")
-    if (kind, bits) != ("float", 8):
-        raise fields.error(
-            f"kv_cache_scheme has {bits!r:.20} bits of type {kind!r:.20}: --kv-cache-dtype fp8 is "
-            "only for scales of 8 bits of type 'float', or a checkpoint without them; leave it out"
+    scheme, name = described.get("kv_cache_scheme"), described.get("kv_cache_quant_algo")
+    found = None if name in (None, "FP8") else f"kv_cache_quant_algo is {name!r:.20}"
+    if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
+        kind, bits = scheme.get("type"), scheme.get("num_bits")
+        found = f"kv_cache_scheme has {bits!r:.20} bits of type {kind!r:.20}"
+    if found is not None:
+        raise ModelLoadError(
+            f"{source}: {found}: --kv-cache-dtype fp8 is only for scales of FP8, or a checkpoint "
+            "without scales; leave it out"
         )
 
 

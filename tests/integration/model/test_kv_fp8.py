@@ -123,7 +123,7 @@ def test_scales_of_the_checkpoint_are_used(
     with caplog.at_level("INFO", "pagewire"):
         found = answers(make(tmp_path, max_num_batched_tokens=32), prompts)
     assert "scales of the KV cache in FP8: 6 of 6 are the checkpoint's" in caplog.text
-    assert "skipping tensors" not in caplog.text
+    assert "does not use" not in caplog.text
     with rounded_caches(theirs, rounded):
         for prompt, answer in zip(prompts, found, strict=True):
             assert is_greedy(theirs, prompt, answer)
@@ -173,17 +173,36 @@ def test_wrong_scales_are_refused(tmp_path: Path, scale: torch.Tensor, message: 
         make(tmp_path)
 
 
-def test_scales_of_int8_are_refused(tmp_path: Path) -> None:
+OTHER_SCALES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "int8": (
+        "config.json",
+        {
+            "quantization_config": {
+                "quant_method": "compressed-tensors",
+                "config_groups": {},
+                "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+            }
+        },
+        "config.json: kv_cache_scheme has 8 bits of type 'int': --kv-cache-dtype fp8",
+    ),
+    "nvfp4": (
+        "hf_quant_config.json",
+        {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}},
+        "hf_quant_config.json: kv_cache_quant_algo is 'NVFP4': --kv-cache-dtype fp8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), OTHER_SCALES.values(), ids=OTHER_SCALES)
+def test_scales_of_other_formats_are_refused(
+    tmp_path: Path, name: str, fields: dict[str, Any], message: str
+) -> None:
     write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {},
-        "kv_cache_scheme": {"num_bits": 8, "type": "int", "strategy": "tensor"},
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    file = tmp_path / name
+    own = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(own | fields))
     assert LLM(tmp_path, device="cpu", dtype="float32").engine.layout.dtype == "float32"
-    with pytest.raises(ModelLoadError, match="kv_cache_scheme has 8 bits of type 'int'"):
+    with pytest.raises(ModelLoadError, match=message):
         make(tmp_path)
 
 
