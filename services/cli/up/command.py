@@ -50,7 +50,8 @@ PrefillRanks = Annotated[
         "--prefill-tensor-parallel-size",
         min=1,
         max=64,
-        help="The same of prefill workers.  [default: --tensor-parallel-size]",
+        help="Processes that compute the model in each prefill worker.  [default: as in decode "
+        "workers, --tensor-parallel-size]",
         rich_help_panel=ENGINE,
     ),
 ]
