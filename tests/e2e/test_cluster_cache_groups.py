@@ -1,5 +1,5 @@
-"""Clusters of models of each kind of cache group: Hugging Face's tokens, over each carrier,
-whatever happens meanwhile."""
+"""Clusters of each kind of cache group, and of quantised models: Hugging Face's tokens, over each
+carrier, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.tests.support.aio import run_async
+from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
 from pagewire.tests.support.hf_greedy import is_greedy
+from pagewire.tests.support.int4_checkpoints import Int4Layout, write_int4
 from pagewire.tests.support.local_cluster import (
     ONE_ROUTER,
     LocalCluster,
@@ -38,6 +41,7 @@ pytestmark = pytest.mark.timeout(240)
 
 ANSWER, TIMEOUT_S = 60, 100.0
 IN_FP8 = "some windows in fp8"
+WEIGHTS_IN_INT4, ALL_IN_FP8 = "weights in int4", "weights and some windows in fp8"
 WORKERS = 3
 # Device and carrier.
 CARRIERS = {
@@ -63,11 +67,21 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any], int]] = {
     "all windows": ("mistral", "window-groups-of-2", {"sliding_window": 24, "head_dim": 24}, 14),
     "latents": ("deepseekv2", "lite-yarn", {}, 20),
 }
-SHAPES[IN_FP8] = SHAPES["some windows"]
+SHAPES[IN_FP8] = SHAPES[ALL_IN_FP8] = SHAPES["some windows"]
+SHAPES[WEIGHTS_IN_INT4] = SHAPES["no windows"]
+# Formats of weights, and the models whose KV cache is in FP8.
+LAYOUTS: dict[str, Layout | Int4Layout] = {
+    ALL_IN_FP8: Layout("fp8", (32, 32)),
+    WEIGHTS_IN_INT4: Int4Layout("awq", 8),
+}
+KV_IN_FP8 = {IN_FP8, ALL_IN_FP8}
 
 
 # A carrier moves bytes, whatever they are: on a CPU, UCX moves those of one group and of several.
-EXHAUSTIVE = {("no windows", "ucx"), ("all windows", "ucx"), (IN_FP8, "ucx")}
+EXHAUSTIVE = {
+    ("no windows", "ucx"), ("all windows", "ucx"), (IN_FP8, "zmq"), (IN_FP8, "ucx"),
+    (WEIGHTS_IN_INT4, "ucx"), (ALL_IN_FP8, "ucx"),
+}  # fmt: skip
 
 
 def cases() -> Iterator[Any]:
@@ -113,13 +127,21 @@ class Tried:
 @pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tried:
     family, shape, changes, few_blocks = SHAPES[request.param]
-    path, demo = tmp_path_factory.mktemp("models") / "tiny", demo_model_path()
+    folder, demo = tmp_path_factory.mktemp("models"), demo_model_path()
+    path, meant, layout = folder / "tiny", folder / "meant", LAYOUTS.get(request.param)
+    plain = path if layout is None else folder / "plain"
     vocab_size = Tokenizer.from_dir(demo).vocab_size
-    theirs = write_tiny_model(path, family, shape, vocab_size=vocab_size, **changes)
+    theirs = write_tiny_model(plain, family, shape, vocab_size=vocab_size, **changes)
+    if isinstance(layout, Layout):
+        write_fp8(plain, path, meant, layout)
+    elif layout is not None:
+        write_int4(plain, path, meant, layout)
+    if layout is not None:
+        theirs = type(theirs).from_pretrained(meant, dtype=torch.float32).eval()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(demo / name, path / name)
     theirs.set_attn_implementation("eager")
-    return Tried(path, few_blocks, "fp8" if request.param == IN_FP8 else "auto", theirs)
+    return Tried(path, few_blocks, "fp8" if request.param in KV_IN_FP8 else "auto", theirs)
 
 
 @pytest.fixture(scope="module")
