@@ -134,6 +134,8 @@ def _show(
     console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind}){each}")
     kv = f"{first.kv_bytes_per_token} bytes a token"
     console.print(f"KV cache: {kv}, {first.kv_dtype}{each}")
+    if ranks > 1:
+        console.print("Only CPUs share a model so far: what follows is what GPUs would need.")
     table = Table()
     sequences = f"sequences of {length}, at most {settings.max_num_seqs}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):

@@ -101,8 +101,8 @@ class EngineSettings(Settings):
     )
     tensor_parallel_size: TensorParallelSize = described(
         1,
-        "Number of processes, on a GPU each, that compute one model together: each has a part of "
-        "the weights and of the KV cache. On a CPU they share its cores.",
+        "Number of processes that compute one model together, so far only with --device cpu: each "
+        "has a part of the weights and of the KV cache, and they share the cores.",
         panel=ENGINE,
     )
     load_format: LoadFormat = described(
