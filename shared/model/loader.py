@@ -161,7 +161,8 @@ def _note_long_factors(config: ModelConfig, positions: int) -> None:
         original = config.rope.original_max_position_embeddings
         logger.warning(
             "using longrope's long factors for all sequences, since up to %d tokens are served: "
-            "answers within %d differ from Hugging Face's. --max-model-len %d takes the short ones",
+            "answers within %d differ from Hugging Face's. --max-model-len %d takes the short "
+            "factors",
             positions,
             original,
             original,

@@ -414,7 +414,7 @@ def test_a_publisher_outlives_redis(
 
     with caplog.at_level(logging.WARNING):
         run_async(scenario())
-    assert 1 <= caplog.text.count("cannot be renewed") <= 2
+    assert 1 <= caplog.text.count("cannot renew the worker record") <= 2
 
 
 def test_a_bug_in_making_a_record_is_logged(

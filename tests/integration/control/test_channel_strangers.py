@@ -178,7 +178,9 @@ def test_a_client_of_another_release_learns_the_servers_version(
     with caplog.at_level(logging.WARNING):
         run_async(scenario())
     [warning] = caplog.messages
-    assert f"turned away 'raw': the peer speaks protocol version {PROTOCOL_VERSION + 1}" in warning
+    assert (
+        f"connection of 'raw': the peer speaks protocol version {PROTOCOL_VERSION + 1}" in warning
+    )
 
 
 def test_a_server_of_another_release_is_named_as_such() -> None:

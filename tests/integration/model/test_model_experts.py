@@ -45,6 +45,10 @@ def _mixture(layer: Any) -> Any:
     return getattr(mlp, "experts", mlp)
 
 
+def targets_of(layer: Any) -> dict[str, torch.Tensor]:
+    return {each.name: each.tensor for each in named_targets(layer.parameters("mlp"))}
+
+
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
     """Return what a model loaded from `path` has in its mixtures, by layer and parameter."""
     model = load_model(path, load_config(path), CPU, torch.float32, OPS)
@@ -166,7 +170,7 @@ def test_deepseeks_router_runs_in_float32() -> None:
     make = LayerFactory(CPU, torch.bfloat16, replace(OPS, route=note), 16)
     ours = make.experts(config, ExpertsConfig(24, 8, Routing(top_k=4)), wide_router=True)
     make.methods.choose(ours.parameters("mlp"))
-    dict(named_targets(ours.parameters("mlp")))["mlp.gate.weight"].copy_(theirs.weight.detach())
+    targets_of(ours)["mlp.gate.weight"].copy_(theirs.weight.detach())
     hidden = torch.randn(40, 64).bfloat16()
     with torch.inference_mode():
         assert ours.forward(hidden).dtype == torch.bfloat16
@@ -203,7 +207,7 @@ def test_the_mixture_of_gpt_oss() -> None:
         transposed=True,
     )
     make.methods.choose(ours.parameters("mlp"))
-    targets = dict(named_targets(ours.parameters("mlp")))
+    targets = targets_of(ours)
     state = {f"mlp.{name}": tensor for name, tensor in theirs.state_dict().items()}
     assert targets.keys() == state.keys()
     for name, tensor in state.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import uvicorn
 
+from pagewire.services.router.dispatch.sender import Sender
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet
 from pagewire.services.router.http.api.openai.formats import CompletionFormat
 from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
@@ -68,8 +69,8 @@ class Served:
         asked = SimpleNamespace(
             prompts=[prompt], n=1, rules=TextRules(), generates=True, timings=False
         )
-        dispatcher = SimpleNamespace(open=lambda requests, watch: [source])
-        answers = AnswerSet(dispatcher, MODEL, asked, "r")
+        dispatcher = SimpleNamespace(open=lambda requests, session, watch: [source])
+        answers = AnswerSet(dispatcher, MODEL, asked, Sender("r", "its owner"))
         self.answers.append(answers)
         rest = answers.deltas()
         first = await anext(rest)
