@@ -283,9 +283,12 @@ class _Config:
     stages: int
 
 
-def _choose_config(element_size: int) -> _Config:
+def _choose_config(element_size: int, key_pad: int, value_pad: int) -> _Config:
+    """Return the tiles for an element's bytes, and padded numbers of a key and of a value."""
     if element_size == 4:  # no tensor cores: tiles that fit into registers
         return _Config(block_m=16, block_n=16, num_warps=4, stages=2)
+    if max(key_pad, value_pad) > 128:  # so that shared memory and registers suffice
+        return _Config(block_m=64, block_n=64, num_warps=8, stages=2)
     return _Config(block_m=128, block_n=64, num_warps=8, stages=3)
 
 
@@ -358,7 +361,8 @@ def latent_prefill(
     heads, rotated, value_dim = *q_rope.shape[1:], value_matrices.shape[2]
     key_dim, rank = key_matrices.shape[1:]
     work = _Workspace.allocate(q_nope, rotated, value_dim)
-    config = _choose_config(q_nope.element_size())
+    key_pad, value_pad = (max(_MIN_DOT, next_power_of_2(n)) for n in (key_dim, value_dim))
+    config = _choose_config(q_nope.element_size(), key_pad, value_pad)
     ends = seq_lens.cumsum(0, dtype=torch.int32)
     size, total = len(work.keys), sum(context for _, context in chunks)
     longest = max(context for _, context in chunks)
@@ -389,7 +393,7 @@ def latent_prefill(
             *key_matrices.stride(),
             *value_matrices.stride(),
             RANK=rank,
-            OUT_PAD=max(_MIN_DOT, next_power_of_2(max(key_dim, value_dim))),
+            OUT_PAD=max(key_pad, value_pad),
             BLOCK_SIZE=cache.shape[1],
             BLOCK_M=config.block_m,
             BLOCK_K=min(_INNER, max(_MIN_DOT, next_power_of_2(rank))),
@@ -415,8 +419,8 @@ def latent_prefill(
             *q_nope.stride()[:2],
             *q_rope.stride()[:2],
             *out.stride()[:2],
-            KEY_PAD=max(_MIN_DOT, next_power_of_2(key_dim)),
-            VALUE_PAD=max(_MIN_DOT, next_power_of_2(value_dim)),
+            KEY_PAD=key_pad,
+            VALUE_PAD=value_pad,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.stages,

@@ -18,6 +18,9 @@ def keys_are_cheaper(
 ) -> bool:
     """Return whether chunks multiply fewer numbers if keys and values are made first.
 
+    Only if one of them is longer than `longest_absorbed`, whatever prefixes they have: so the first
+    step of an engine, whose chunk has none, shows what later ones need.
+
     Args:
         chunks: length and context of each.
         key_dim: numbers of a head's key that are not rotated.
@@ -25,6 +28,9 @@ def keys_are_cheaper(
         rank: numbers of a latent vector.
         rotated: numbers of a rotated key.
     """
+    longest = longest_absorbed(key_dim, value_dim, rank)
+    if all(length <= longest for length, _ in chunks):
+        return False
     pairs = sum(length * (context - length / 2) for length, context in chunks)
     tokens = sum(context for _, context in chunks)
     head = key_dim + value_dim

@@ -190,8 +190,10 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
         context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]
         yield "latent_attention", ops.latent_attention, [*context, y.scale, *y.lengths]
-    z = LatentChunksCase(LatentCase((300, 400), (300, 400), 16, 512, 64), 128, 128)
-    yield "latent_prefill", ops.latent_prefill, list(z.build("cpu", dtype))
+    z = LatentCase((300, 400), (300, 400), 16, 512, 64)
+    for dims in ((128, 128), (192, 256)):
+        x = LatentChunksCase(z, *dims).build("cpu", dtype)
+        yield "latent_prefill", ops.latent_prefill, list(x)
     caches = torch.empty(8, 2, 8, 16, 128, dtype=dtype).unbind(1)
     q, kv = torch.empty(2, 32, 128, dtype=dtype), torch.empty(2, 8, 128, dtype=dtype)
     slots, cos_sin = torch.zeros(2, dtype=torch.int64), torch.empty(64, 128)
