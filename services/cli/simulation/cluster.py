@@ -202,7 +202,7 @@ class SimulatedCluster:
 
     def _on_first_token(self, request: Request, prefill: Worker, report: LoadReport) -> None:
         """Handle a prefill worker's first token, which the router has now."""
-        request.end_prompt()
+        request.end_prompt(prefill.name)
         request.router.in_flight.note_report(prefill.name, report)
 
     def _on_outputs(self, decode: Worker, outputs: StepOutputs) -> None:
@@ -240,7 +240,7 @@ class SimulatedCluster:
             if is_running or any(each.router is router for each in special):
                 router.in_flight.note_report(decode.name, report)
         for request in special:
-            request.end_prompt()
+            request.end_prompt(decode.name)
             if request.answer.outcome == "ok":
                 request.unload()
                 delay_s = self.machine.host.answer_ms * 1e-3

@@ -63,10 +63,10 @@ class Request:
         sequence.block_hashes = list(self.client.hashes)  # so that no engine hashes them again
         return sequence
 
-    def end_prompt(self) -> None:
-        """Have the router note that its first token has arrived, as `Attempt` does."""
+    def end_prompt(self, computed_by: str) -> None:
+        """Have the router note whose first token has arrived, as `Attempt` does."""
         if self.prefill_load is not None:
-            self.router.in_flight.end_prompt(self.prefill_load)
+            self.router.in_flight.end_prompt(self.prefill_load, computed_by)
             self.prefill_load = None
 
     def unload(self) -> None:

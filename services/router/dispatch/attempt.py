@@ -130,7 +130,8 @@ class Attempt:
             if self._tokens_to_clear < 0:
                 self.strikes = 0
         if self._prefill_load is not None and output.token_ids:
-            self.in_flight.end_prompt(self._prefill_load)
+            computed_by = output.prefill_worker or self.link.worker_id
+            self.in_flight.end_prompt(self._prefill_load, computed_by)
             self._prefill_load = None
         if output.finish_reason is not None:
             self._unload()

@@ -76,10 +76,15 @@ class InFlightLoad:
         if not entries:
             self._entries.pop(entry.worker_id, None)
 
-    def end_prompt(self, entry: Entry) -> None:
-        """Stop counting a prompt whose first token has arrived, and learn from the time it took."""
+    def end_prompt(self, entry: Entry, computed_by: str) -> None:
+        """Stop counting a prompt whose first token has arrived, and learn from the time it took.
+
+        Nothing is learnt if another worker has computed it than the entry's, or if the entry's
+        worker was lost meanwhile.
+        """
+        is_counted = entry.number in self._entries.get(entry.worker_id, {})
         self.remove(entry)
-        if entry.expected_s is not None:
+        if is_counted and entry.expected_s is not None and computed_by == entry.worker_id:
             pace = self._paces.setdefault(entry.worker_id, Pace())
             pace.observe(entry.expected_s, self._clock() - entry.since)
 
@@ -94,7 +99,9 @@ class InFlightLoad:
             self._reports[worker_id] = _Arrived(report, self._clock())
 
     def forget(self, worker_id: str) -> None:
-        """Drop what is known of a lost worker."""
+        """Drop what is known of a lost worker, and what was placed there."""
+        if self._entries.pop(worker_id, None):
+            self._changed.add(worker_id)
         self._reports.pop(worker_id, None)
         self._paces.pop(worker_id, None)
 

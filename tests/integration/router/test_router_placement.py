@@ -461,6 +461,25 @@ def test_first_tokens_show_how_slow_a_worker_is(redis):
     with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
 
 
+def test_a_prefill_worker_has_only_the_pace_of_the_prompts_that_it_computed(redis):
+    async def scenario(cluster: Cluster) -> None:
+        (decode,), (prefill,) = cluster.decodes, cluster.prefills
+        in_flight = cluster.router.service.dispatcher.in_flight
+        directory = cluster.router.service.members.directory
+        decode.put_record(**priced(queued_prefill_s=9.0))
+        prefill.put_record(**priced())
+        await eventually(
+            lambda: all(directory.get(each).prices for each in ("decode-0", "prefill-0"))
+        )
+        assert await cluster.ask([1] * 200) == ("decode-0", ["prefill-0"])
+        assert in_flight.pace("prefill-0") == 1.0  # the decode worker computed it after all
+        decode.prefilled_by = "prefill-0", LoadReport(1, 1, Load(rows=1, room=512))
+        assert await cluster.ask([2] * 200) == ("decode-0", ["prefill-0"])
+        assert in_flight.pace("prefill-0") < 1.0
+
+    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
+
+
 def test_a_prefill_worker_answers_when_decode_is_full(redis):
     async def scenario(cluster: Cluster) -> None:
         (decode,), (prefill,) = cluster.decodes, cluster.prefills

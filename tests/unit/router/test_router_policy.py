@@ -317,7 +317,7 @@ def test_a_worker_has_the_pace_of_its_latest_first_tokens():
         nonlocal now_s
         entry = in_flight.add("w", Load(tokens=9, seconds=0.1), expected_s)
         now_s += seconds
-        in_flight.end_prompt(entry)
+        in_flight.end_prompt(entry, "w")
         assert in_flight.recently_placed("w") == Load()
 
     assert in_flight.pace("w") == 1.0
@@ -334,3 +334,25 @@ def test_a_worker_has_the_pace_of_its_latest_first_tokens():
     assert in_flight.pace("w") == pytest.approx(0.8, abs=0.05)
     in_flight.forget("w")
     assert in_flight.pace("w") == 1.0
+
+
+def test_only_the_worker_that_computed_a_prompt_has_its_pace_changed():
+    clock = Clock()
+    in_flight = InFlightLoad(settle_s=60, clock=clock)
+    entry = in_flight.add("planned", Load(seconds=0.1), 0.1)
+    clock.now = 0.4
+    in_flight.end_prompt(entry, "other")
+    assert in_flight.recently_placed("planned") == Load()
+    assert in_flight.pace("planned") == in_flight.pace("other") == 1.0
+
+
+def test_nothing_placed_on_a_lost_worker_counts_when_it_is_back():
+    clock = Clock()
+    in_flight = InFlightLoad(settle_s=60, clock=clock)
+    entry = in_flight.add("w0", Load(5), 0.1)
+    in_flight.take_changes()
+    in_flight.forget("w0")
+    assert in_flight.take_changes() == {"w0": (Load(), 60)}
+    clock.now = 0.4
+    in_flight.end_prompt(entry, "w0")
+    assert in_flight.pace("w0") == 1.0
