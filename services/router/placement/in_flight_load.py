@@ -86,11 +86,13 @@ class InFlightLoad:
         self.remove(entry)
         if is_counted and entry.expected_s is not None and computed_by == entry.worker_id:
             pace = self._paces.setdefault(entry.worker_id, Pace())
-            pace.observe(entry.expected_s, self._clock() - entry.since)
+            now = self._clock()
+            pace.observe(entry.expected_s, now - entry.since, now)
 
     def pace(self, worker_id: str) -> float:
         """Return how many times as long as predicted a worker takes."""
-        return self._paces[worker_id].factor if worker_id in self._paces else 1.0
+        pace = self._paces.get(worker_id)
+        return 1.0 if pace is None else pace.factor(self._clock())
 
     def note_report(self, worker_id: str, report: LoadReport) -> None:
         """Keep a worker's report, unless a newer one is known."""

@@ -356,3 +356,25 @@ def test_nothing_placed_on_a_lost_worker_counts_when_it_is_back():
     clock.now = 0.4
     in_flight.end_prompt(entry, "w0")
     assert in_flight.pace("w0") == 1.0
+
+
+def test_a_worker_without_prompts_gets_its_usual_pace_back():
+    """A worker that seems slow gets no prompt that would show that it is not."""
+    clock = Clock()
+    in_flight = InFlightLoad(settle_s=60, clock=clock)
+
+    def pace_after(idle_s: float) -> float:
+        clock.now += idle_s
+        return in_flight.pace("w0")
+
+    entry = in_flight.add("w0", Load(), 5.0)
+    clock.now = 20.0
+    in_flight.end_prompt(entry, "w0")
+    paces = [pace_after(60.0 * (number > 0)) for number in range(6)]
+    assert paces[0] > 3.5
+    assert paces == sorted(paces, reverse=True)
+    assert paces[-1] == pytest.approx(1.0, abs=0.15)
+    entry = in_flight.add("w0", Load(), 5.0)  # old prompts count less than this one, too
+    clock.now += 5.0
+    in_flight.end_prompt(entry, "w0")
+    assert in_flight.pace("w0") == pytest.approx(1.0, abs=0.03)
