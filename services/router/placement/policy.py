@@ -111,7 +111,7 @@ class Placement:
         prefill_workers: likewise; empty means that the decode worker prefills locally.
         prefill_s: predicted seconds of computing the prompt, by worker, as far as known.
         expected_s: predicted seconds until it is computed, by worker, without its pace. Only where
-            less is queued than the prompt: queues change.
+            less is queued than the prompt, as queues change, and the decode worker has room.
         local_tokens: the decode worker computes the prompt itself if it lacks at most this many
             tokens; None: its settings decide, or no prefill worker is known.
     """

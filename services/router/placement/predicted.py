@@ -215,7 +215,7 @@ def _placement(
         {
             each.worker_id: each.queue_s + each.prefill_s
             for each in (*decodes, *senders)
-            if each.queue_s <= each.prefill_s
+            if best.decode.has_room and each.queue_s <= each.prefill_s
         },
         local_tokens=local_tokens if computing else None,
     )

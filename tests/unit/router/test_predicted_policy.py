@@ -130,6 +130,15 @@ def test_a_prompt_is_expected_to_take_what_its_worker_predicts_unless_more_is_qu
         assert found == expected
 
 
+@pytest.mark.parametrize("prefills", [[], [sender("p")]], ids=["own", "remote"])
+def test_nothing_is_expected_of_a_prompt_that_waits_for_a_free_row(prefills: list[Candidate]):
+    prompt = prompt_of(512, remote=bool(prefills))
+    for rows, count in ((255, 1 + len(prefills)), (256, 0)):
+        placement = place(prompt, [worker("d", rows=rows)], prefills)
+        assert placement.decode_workers == ("d",)
+        assert len(placement.expected_s) == count
+
+
 def test_a_request_may_ask_for_a_prefill_worker():
     prompt = prompt_of(3, remote=True)
     placement = place(prompt, [worker("d")], [worker("p", seconds=9.0)])
