@@ -152,7 +152,7 @@ def model_fingerprint(
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
         state.update(b"transformers")  # whose keys and values may differ from ours in a bit
-    if config.quantization is not None and config.quantization.while_loading:
+    if config.quantization is not None:  # config.json does not always say how
         state.update(f"quantised to {config.quantization}".encode())
     if config.rope.is_long(longest or config.max_position_embeddings):
         state.update(b"long factors")

@@ -341,6 +341,25 @@ def test_fingerprint_changes_with_the_content(demo_copy: Path, where: str) -> No
     assert model_fingerprint(demo_copy, config) != before
 
 
+@pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json"])
+def test_fingerprint_changes_with_a_description_of_quantised_weights(
+    demo_copy: Path, name: str
+) -> None:
+    """Versions of GPTQ store zero points differently, and only this file may say which it is."""
+    found = set()
+    for layout in ("gptq", "gptq_v2"):
+        described = {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 16,
+            "sym": True,
+            "checkpoint_format": layout,
+        }
+        (demo_copy / name).write_text(json.dumps(described))
+        found.add(model_fingerprint(demo_copy, load_config(demo_copy)))
+    assert len(found) == 2
+
+
 def _change_weights(file: Path, where: str) -> None:
     """Change one byte of the header or of a tensor's ends."""
     data = bytearray(file.read_bytes())
