@@ -101,7 +101,7 @@ def load_config(
             )
         check_kv_scheme(fields.raw.get("quantization_config"), fields.source)
         if (file := path / MODELOPT_FILE).exists():
-            check_kv_scheme(read_json(file).get("quantization"), str(file))
+            check_kv_scheme(read_json(file), str(file))
         config = dataclasses.replace(config, kv_dtype=FP8_KV)
     return dataclasses.replace(config, eos_token_ids=_eos_token_ids(path, fields, config))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.quantization.config import KEPT, FormatGroup, Fp8Format, QuantConfig
 from pagewire.shared.model.quantization.names import read_names
@@ -16,13 +18,12 @@ def read_modelopt(fields: Fields) -> QuantConfig | None:
         None where weights are not quantised.
 
     Args:
-        fields: of `quantization_config`, or of hf_quant_config.json, which has them one level down.
+        fields: of `quantization_config`, or of hf_quant_config.json.
 
     Raises:
         ModelLoadError: a field is wrong, or a variant is not supported; one line.
     """
-    inner = fields.raw.get("quantization")
-    fields = Fields(inner, fields.source) if isinstance(inner, dict) else fields
+    fields = Fields(unwrapped(fields.raw), fields.source)
     kind = fields.raw.get("quant_algo")
     if kind is None:
         return None
@@ -35,3 +36,9 @@ def read_modelopt(fields: Fields) -> QuantConfig | None:
         ignored=read_names(fields, field, wildcards=True),
         kept=KEPT,
     )
+
+
+def unwrapped(described: dict[str, Any]) -> dict[str, Any]:
+    """Return what ModelOpt describes, which may be one level down."""
+    inner = described.get("quantization")
+    return inner if isinstance(inner, dict) else described

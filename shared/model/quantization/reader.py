@@ -10,7 +10,7 @@ from pagewire.shared.model.quantization.compressed_tensors import read_compresse
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.quantization.fp8 import read_fp8
 from pagewire.shared.model.quantization.int4 import read_awq, read_gptq
-from pagewire.shared.model.quantization.modelopt import read_modelopt
+from pagewire.shared.model.quantization.modelopt import read_modelopt, unwrapped
 from pagewire.shared.model.quantization.mxfp4 import read_mxfp4
 
 _READERS = {
@@ -34,8 +34,8 @@ def check_kv_scheme(described: object, source: str) -> None:
     """Refuse a description of a KV cache whose scales are not those of FP8.
 
     Args:
-        described: `quantization_config`, or what ModelOpt writes in its place; anything else
-            describes no cache.
+        described: `quantization_config`, or hf_quant_config.json; what is no object describes no
+            cache.
         source: the file.
 
     Raises:
@@ -43,6 +43,7 @@ def check_kv_scheme(described: object, source: str) -> None:
     """
     if not isinstance(described, dict):
         return
+    described = unwrapped(described)
     scheme, name = described.get("kv_cache_scheme"), described.get("kv_cache_quant_algo")
     found = None if name in (None, "FP8") else f"kv_cache_quant_algo is {name!r:.20}"
     if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):

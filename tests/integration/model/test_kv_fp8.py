@@ -190,6 +190,21 @@ OTHER_SCALES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}},
         "hf_quant_config.json: kv_cache_quant_algo is 'NVFP4': --kv-cache-dtype fp8",
     ),
+    "nvfp4-flat": (
+        "hf_quant_config.json",
+        {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"},
+        "hf_quant_config.json: kv_cache_quant_algo is 'NVFP4': --kv-cache-dtype fp8",
+    ),
+    "nvfp4-nested": (
+        "config.json",
+        {
+            "quantization_config": {
+                "quant_method": "modelopt",
+                "quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"},
+            }
+        },
+        "config.json: kv_cache_quant_algo is 'NVFP4': --kv-cache-dtype fp8",
+    ),
 }
 
 
