@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pagewire.kernels import Ops
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.kv_scales import has_kv_scales
 from pagewire.shared.model.safetensors_header import find_weights
 from pagewire.shared.model.transformers_model.attention import PagedAttention
 from pagewire.shared.model.transformers_model.check import check_model
 from pagewire.shared.model.transformers_model.config import TransformersConfig
 from pagewire.shared.model.transformers_model.model import TransformersModel
+
+logger = logging.getLogger(__name__)
 
 _DUMMY_SEED = 0
 _DUMMY_STD = 0.02
@@ -58,7 +62,7 @@ def load_transformers_model(
             if load_format == "dummy":
                 causal_lm = _random(model_class, theirs, dtype)
             else:
-                find_weights(path)  # raises a one-line error if the files are wrong
+                _check_files(path, config)
                 causal_lm = _loaded(model_class, theirs, path, dtype)
             causal_lm = causal_lm.to(device).eval().requires_grad_(False)
         except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as exc:
@@ -74,6 +78,16 @@ def load_transformers_model(
     model = TransformersModel(config, causal_lm, attention)
     check_model(model)
     return model
+
+
+def _check_files(path: Path, config: TransformersConfig) -> None:
+    """Raise a one-line error if the files are wrong; log if they have scales of a KV cache."""
+    if has_kv_scales(find_weights(path)):
+        logger.log(
+            logging.INFO if config.kv_dtype is None else logging.WARNING,
+            "the checkpoint has scales for a KV cache in FP8, which --model-impl transformers does "
+            "not use: they are 1",
+        )
 
 
 def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:

@@ -238,6 +238,25 @@ def test_a_block_has_half_the_bytes_of_bfloat16() -> None:
     assert 2 * make("demo").engine.layout.block_bytes == plain.block_bytes
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "auto"])
+def test_transformers_code_says_that_it_does_not_use_scales(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kv_cache_dtype: str
+) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, {"model.layers.0.self_attn.k_scale": torch.full((1,), 0.5)})
+    with caplog.at_level("INFO", "pagewire"):
+        LLM(
+            tmp_path,
+            device="cpu",
+            dtype="float32",
+            model_impl="transformers",
+            kv_cache_dtype=kv_cache_dtype,
+        )
+    text = "scales for a KV cache in FP8, which --model-impl transformers does not use: they are 1"
+    (level,) = [each.levelname for each in caplog.records if text in each.getMessage()]
+    assert level == ("WARNING" if kv_cache_dtype == "fp8" else "INFO")
+
+
 def test_transformers_code_caches_in_fp8() -> None:
     prompts = random_prompts((60, 9), VOCAB)
     assert answers(make("demo", model_impl="transformers"), prompts) == answers(
