@@ -9,8 +9,9 @@ import re
 
 import torch
 
-from pagewire.kernels.fp8_numbers import KvScales
+from pagewire.kernels.fp8_numbers import LEAST_SCALE, KvScales
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model.quantization.checkpoint import KV_ZEROS
 from pagewire.shared.model.safetensors_header import WeightsFile
 from pagewire.shared.model.weights_copy import Fill, copy_weights
 from pagewire.shared.model.weights_match import FLOAT_DTYPES
@@ -40,27 +41,31 @@ def take_kv_scales(
     many there are is logged.
 
     Raises:
-        ModelLoadError: a scale is not one positive number; one line.
+        ModelLoadError: a scale is not one positive number, or is there twice with different values,
+            or there are zero points; one line.
     """
-    places: dict[tuple[int, str], torch.Tensor] = {}
+    places: dict[tuple[int, str], list[Fill]] = {}
     fills, others = [], []
     for file in checkpoint:
+        _refuse_zeros(file)
         names = {name: match for name in file.tensors if (match := _NAME.fullmatch(name))}
         for name, match in names.items():
             fill = _fill(file, name)
             fills.append(fill)
             for part in match["part"] or match["projection"]:  # "kv" stands for both
-                places[int(match["layer"]), part] = fill.target
+                places.setdefault((int(match["layer"]), part), []).append(fill)
         kept = {name: each for name, each in file.tensors.items() if name not in names}
         others.append(dataclasses.replace(file, tensors=kept))
     copy_weights(fills, _CPU, lambda _bytes: None)
     for fill in fills:
-        if not (fill.target > 0 and fill.target.isfinite()):
-            value = fill.target.item()
-            raise ModelLoadError(f"{fill.entry.name} is {value}, and a scale must be above 0")
-    ones = torch.ones(())
+        value = fill.target.item()
+        if not LEAST_SCALE <= value < math.inf:
+            raise ModelLoadError(
+                f"{fill.entry.name} is {value:g}, and a scale must be at least {LEAST_SCALE}, and "
+                "finite"
+            )
     scales = tuple(
-        KvScales(*(places.get((layer, part), ones).item() for part in "kv"))
+        KvScales(*(_value(places.get((layer, part), [])) for part in "kv"))
         for layer in range(num_layers)
     )
     logger.info(
@@ -79,3 +84,23 @@ def _fill(file: WeightsFile, name: str) -> Fill:
             "keys of a layer, and one for all values; leave --kv-cache-dtype out"
         )
     return Fill(file, entry, torch.empty(entry.shape, dtype=torch.float32))
+
+
+def _value(fills: list[Fill]) -> float:
+    """Return the one value of a scale that a checkpoint may have under several names."""
+    values = {fill.target.item(): fill.entry.name for fill in fills}
+    if len(values) > 1:
+        found = ", ".join(f"{name} is {value:g}" for value, name in values.items())
+        raise ModelLoadError(
+            f"{found}: a KV cache in FP8 has one scale for all keys of a layer, and one for all "
+            "values; leave --kv-cache-dtype out"
+        )
+    return next(iter(values), 1.0)
+
+
+def _refuse_zeros(file: WeightsFile) -> None:
+    zeros = [name for name in file.tensors if name.endswith(KV_ZEROS)]
+    if zeros:
+        raise ModelLoadError(
+            f"{min(zeros)}: zero points of a KV cache are not supported: leave --kv-cache-dtype out"
+        )

@@ -32,6 +32,7 @@ from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.checkpoint import (
     INPUT_SCALE,
     KV_SCALES,
+    KV_ZEROS,
     added_biases,
     settle_formats,
 )
@@ -301,7 +302,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill
         checkpoint,
         surplus=(HEAD,) if tied else (),
         ignored_prefixes=[prefix.format(num_layers=config.num_layers) for prefix in ignored],
-        ignored_suffixes=(*KV_SCALES, INPUT_SCALE),
+        ignored_suffixes=(*KV_SCALES, *KV_ZEROS, INPUT_SCALE),
         zeros=added_biases(config.quantization),
     )
     if found.ignored:

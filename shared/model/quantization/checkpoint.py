@@ -9,8 +9,12 @@ from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.safetensors_header import WeightsFile
 
 # Scales of a KV cache in FP8, which are not used if it has the dtype of activations, or if they are
-# of other things: of queries, or of the output of a fused projection.
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
+# of other things: of queries, of attention's probabilities, or of the output of a fused projection.
+KV_SCALES = (
+    *(".k_scale", ".v_scale", ".kv_scale", ".q_scale"),
+    *(".prob_scale", ".prob_output_scale", ".output_scale"),
+)
+KV_ZEROS = (".k_zero_point", ".v_zero_point")  # of a KV cache in integers
 # Scales of inputs are not used where each token's has its own, or inputs are not quantised.
 INPUT_SCALE = ".input_scale"
 

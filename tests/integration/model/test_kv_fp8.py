@@ -160,8 +160,9 @@ def test_scales_alone_do_not_switch_it_on(tmp_path: Path, caplog: pytest.LogCapt
 
 WRONG_SCALES = {
     "of-each-head": (torch.ones(2), r"k_scale is F32 \[2\]: a KV cache in FP8 has one scale"),
-    "of-zero": (torch.zeros(1), "k_scale is 0.0, and a scale must be above 0"),
-    "of-nan": (torch.full((1,), torch.nan), "k_scale is nan, and a scale must be above 0"),
+    "of-zero": (torch.zeros(1), "k_scale is 0, and a scale must be at least 1e-30"),
+    "of-next-to-zero": (torch.tensor([1e-40]), r"k_scale is 9.999\d*e-41, and a scale must"),
+    "of-nan": (torch.full((1,), torch.nan), "k_scale is nan, and a scale must be at least 1e-30"),
 }
 
 
@@ -170,6 +171,37 @@ def test_wrong_scales_are_refused(tmp_path: Path, scale: torch.Tensor, message: 
     write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
     edit(tmp_path, {"model.layers.1.self_attn.k_scale": scale})
     with pytest.raises(ModelLoadError, match=message):
+        make(tmp_path)
+
+
+TWICE = {
+    "kv": ("model.layers.1.self_attn.kv_scale", "model.layers.1.self_attn.k_scale"),
+    "projection": ("model.layers.1.self_attn.k_proj.k_scale", "model.layers.1.self_attn.k_scale"),
+}
+
+
+@pytest.mark.parametrize("names", TWICE.values(), ids=TWICE)
+def test_a_scale_may_be_there_twice_only_with_one_value(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, {name: torch.tensor(0.5) for name in names})
+    model = make(tmp_path).engine.runner.model
+    assert isinstance(model, DecoderModel)
+    assert model.config.kv_scales[1].keys == 0.5
+    edit(tmp_path, {names[0]: torch.tensor(0.25)})
+    with pytest.raises(ModelLoadError) as caught:
+        make(tmp_path)
+    text = str(caught.value)
+    assert f"{names[0]} is 0.25" in text
+    assert f"{names[1]} is 0.5" in text
+
+
+@pytest.mark.parametrize("name", ["k_zero_point", "v_proj.v_zero_point"])
+def test_zero_points_are_refused(tmp_path: Path, name: str) -> None:
+    write_tiny_model(tmp_path, "llama", "groups-of-2-odd-vocabulary")
+    edit(tmp_path, {f"model.layers.1.self_attn.{name}": torch.zeros(1)})
+    with pytest.raises(ModelLoadError, match=f"{name}: zero points of a KV cache are not"):
         make(tmp_path)
 
 

@@ -71,12 +71,13 @@ def test_scales_of_a_quantised_cache_are_left_out_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = quantise(tmp_path, Layout("compressed-tensors", (1, None)))
-    for name in ("k_scale", "v_scale", "attn.kv_scale", "k_proj.output_scale"):
+    scales = ("k_scale", "v_scale", "q_scale", "prob_scale", "prob_output_scale")
+    names = (*scales, "attn.kv_scale", "k_proj.output_scale", "k_zero_point", "v_zero_point")
+    for name in names:
         edit(path, f"model.layers.0.self_attn.{name}", torch.ones(1))
     with caplog.at_level("INFO", "pagewire"):
         load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
-    names = ("k_scale", "v_scale", "kv_scale", "output_scale")
-    assert all(f"1 of *.{name}" in caplog.text for name in names)
+    assert all(f"1 of *.{name.rpartition('.')[2]}" in caplog.text for name in names)
 
 
 @pytest.mark.parametrize(
