@@ -282,8 +282,9 @@ def start_ranks(settings: EngineSettings) -> RankGroup:
     if count == 1:
         return RankGroup()
     values = settings.model_dump(mode="json", include=set(EngineSettings.model_fields))
-    # Rank 0 may have to fetch the model.
-    values |= {"model": str(resolve_model(settings.model, revision=settings.revision))}
+    # Rank 0 may have to fetch the model, at the revision that the settings name.
+    model = resolve_model(settings.model, revision=settings.revision)
+    values |= {"model": str(model), "revision": None}
     logs: tuple[str, LogForm, str] = ("warning", "text", "")
     if isinstance(settings, WorkerSettings):
         logs = (settings.log_level, settings.log_format, settings.worker_id)

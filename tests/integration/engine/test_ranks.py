@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pagewire.shared.base.errors import ConfigError, RankError
 from pagewire.shared.engine.choices import check_ranks
 from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import LLMSettings
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
@@ -40,6 +42,7 @@ ASKED = [
     SamplingParams(temperature=1, seed=1, max_tokens=40, structured_outputs={"regex": "[0-9]{20}"}),
     SamplingParams(temperature=0, max_tokens=8, logprobs=3, prompt_logprobs=2),
 ]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
 
 
@@ -186,6 +189,25 @@ def test_what_is_missing_on_gpus(gpus: int, problem: str, monkeypatch: pytest.Mo
 def test_transformers_code_runs_on_one_rank() -> None:
     with pytest.raises(ConfigError, match="transformers' code runs on one rank"):
         make_llm(2, model_impl="transformers")
+
+
+WITH_REVISION = """
+from pagewire import LLM, SamplingParams
+llm = LLM("someone/demo", revision="v1.0", device="cpu", tensor_parallel_size=2)
+print(len(llm.generate(["Lambda"], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids))
+"""
+
+
+def test_ranks_of_a_models_revision(tmp_path: Path) -> None:
+    cached = tmp_path / "hub" / "models--someone--demo"
+    shutil.copytree(demo_model_path(), cached / "snapshots" / COMMIT)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v1.0").write_text(COMMIT)
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-P", "-c", WITH_REVISION]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "4\n", done.stderr
 
 
 PROGRAM = """
