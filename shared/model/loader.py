@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +49,6 @@ LoadFormat = Literal["safetensors", "dummy"]
 Progress = Callable[[str], None]
 
 _STACKED = ".experts.gate_up_proj"
-_DUMMY_SEED = 0
 _DUMMY_STD = 0.002
 _DUMMY_STD_OF_NUMBERS = 6.0  # before scales: of random numbers of 4 bits less zeros; in FP8, too
 _DUMMY_STD_OF_E2M1 = 2.9
@@ -208,13 +208,17 @@ def _has_stacked_experts(checkpoint: list[WeightsFile]) -> bool:
 def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
     """Fill matrices and biases with small normal values, normalisations with ones.
 
+    Values depend on a tensor's name and shape alone, so that ranks whose parts have different sizes
+    still have the same values in what all of them hold.
+
     The outputs of layers are so small compared with the embeddings that hidden states differ as
     much as tokens do. With larger values, the hidden states of a prompt's tokens would become
     similar from layer to layer, and a mixture would send all tokens to the same experts.
     """
-    generator = torch.Generator(device).manual_seed(_DUMMY_SEED)
+    generator = torch.Generator(device)
     for section in model.sections():
         for target in named_targets(section):
+            generator.manual_seed(zlib.crc32(target.name.encode()))
             _fill_one(target.name, target.tensor, generator)
         if model.config.quantization is not None:
             for _, each in section:

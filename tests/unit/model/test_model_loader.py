@@ -16,8 +16,11 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
+from pagewire.shared.model.layers.parameters import Target, named_targets
 from pagewire.shared.model.loader import LoadFormat, load_model
 from pagewire.shared.model.safetensors_header import find_weights, weights_dtype
+from pagewire.shared.model.shard import Shard
+from pagewire.tests.support.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
 OPS = load_ops("torch", "cpu")
@@ -193,6 +196,26 @@ def test_dummy_weights_are_always_alike_and_need_no_files(tmp_path: Path) -> Non
     assert 0.001 < first[UP].std() < 0.003
     assert not torch.equal(first[UP], first["model.layers.0.mlp.up_proj.weight"])
     assert first["model.norm.weight"].eq(1.0).all()
+
+
+def test_dummy_weights_that_all_ranks_hold_are_the_same_on_each(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3moe", "renormalised-biases", vocab_size=41)
+    config = load_config(tmp_path)
+
+    def load(shard: Shard) -> dict[str, Target]:
+        model = load_model(tmp_path, config, CPU, torch.float32, OPS, "dummy", 32, shard=shard)
+        return {each.name: each for each in named_targets(model.parameters())}
+
+    first, second = (load(Shard(rank, 2)) for rank in range(2))
+    sizes = [each["model.embed_tokens.weight"].tensor.shape for each in (first, second)]
+    assert sizes[0] != sizes[1]
+    shared = [
+        name
+        for name, each in first.items()
+        if not any(each.cuts) and not name.endswith("o_proj.bias")  # which rank 0 alone adds
+    ]
+    assert "model.layers.0.mlp.gate.weight" in shared
+    assert [n for n in shared if not torch.equal(first[n].tensor, second[n].tensor)] == []
 
 
 REFUSED = {
