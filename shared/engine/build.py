@@ -337,12 +337,17 @@ def _identity(loaded: _Loaded) -> ModelIdentity:
     settings, layout = loaded.settings, loaded.layout
     return ModelIdentity(
         fingerprint=model_fingerprint(
-            loaded.path, loaded.config, settings.load_format, loaded.full_model_len
+            loaded.path,
+            loaded.config,
+            settings.load_format,
+            loaded.full_model_len,
+            layout.ranks,
         ),
         dtype=str(loaded.dtype).removeprefix("torch."),
         kv_format=layout.dtype,
         block_size=layout.block_size,
         batch_invariant=settings.batch_invariant,
+        ranks=layout.ranks if settings.batch_invariant else 1,
     )
 
 

@@ -25,6 +25,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         kv_format: dtype of the KV cache.
         block_size: tokens of a block.
         batch_invariant: whether blocks do not depend on the batches that computed them.
+        ranks: number of processes that compute the model together, if blocks are batch-invariant:
+            other numbers add up in another order. Otherwise 1.
     """
 
     fingerprint: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -33,6 +35,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     kv_format: DtypeName
     block_size: Tokens
     batch_invariant: bool = False
+    ranks: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 def first_difference(

@@ -133,11 +133,13 @@ def model_fingerprint(
     config: ModelConfig,
     load_format: Literal["safetensors", "dummy"] = "safetensors",
     longest: int | None = None,
+    ranks: int = 1,
 ) -> str:
     """Return 32 hex digits that distinguish models whose KV blocks are not the same.
 
     Weights are sampled at both ends of every tensor: quick for any size, and different for two
-    fine-tunes of one base. Dummy weights are a function of the configuration alone.
+    fine-tunes of one base. Dummy weights are a function of the configuration and the number of
+    ranks, each of which fills or quantises its own part.
 
     Args:
         path: the model's directory.
@@ -145,6 +147,7 @@ def model_fingerprint(
         load_format: as for the loader.
         longest: longest sequence that is served, which may change the rotation of keys; None takes
             the model's own.
+        ranks: number of ranks that share the model.
 
     Raises:
         ModelLoadError: a file is missing, corrupt, or cannot be read; one line.
@@ -152,7 +155,11 @@ def model_fingerprint(
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
         state.update(b"transformers")  # whose keys and values may differ from ours in a bit
-    if config.quantization is not None:  # config.json does not always say how
+    quantization = config.quantization
+    while_loading = quantization is not None and quantization.while_loading
+    if ranks > 1 and (while_loading or load_format == "dummy"):
+        state.update(f"parts for {ranks} ranks".encode())
+    if quantization is not None:  # config.json does not always say how
         state.update(f"quantised to {config.quantization}".encode())
     if config.rope.is_long(longest or config.max_position_embeddings):
         state.update(b"long factors")

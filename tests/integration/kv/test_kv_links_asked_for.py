@@ -29,6 +29,7 @@ SMALLEST = packed_bytes(LAYOUT, 1)
         ("model_identity", "dtype", "float16"),
         ("model_identity", "kv_format", "fp8"),
         ("model_identity", "batch_invariant", True),
+        ("model_identity", "ranks", 2),
         ("layout", "layers_per_block", 4),
         ("layout", "token", CachedToken(1, 2, 1)),
         ("layout", "dtype", "bfloat16"),

@@ -406,6 +406,17 @@ def test_fingerprint_of_dummy_weights_needs_only_the_configuration(tmp_path: Pat
     assert model_fingerprint(demo, demo_config) != model_fingerprint(demo, demo_config, "dummy")
 
 
+def test_fingerprint_changes_with_the_ranks_if_each_makes_its_own_weights() -> None:
+    demo = demo_model_path()
+    plain, quantised = load_config(demo), load_config(demo, quantization="fp8")
+    assert model_fingerprint(demo, plain) == model_fingerprint(demo, plain, ranks=2)
+    for config, load_format in ((plain, "dummy"), (quantised, "dummy"), (quantised, "safetensors")):
+        one, two, four = (
+            model_fingerprint(demo, config, load_format, ranks=ranks) for ranks in (1, 2, 4)
+        )
+        assert len({one, two, four}) == 3
+
+
 def test_configuration_and_source_import_no_torch() -> None:
     """The router reads both."""
     script = (
