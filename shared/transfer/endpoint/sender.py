@@ -77,17 +77,19 @@ class KvSender(KvHalf[SenderLink]):
             hello: the receiver's offer; its endpoint has a numeric address.
 
         Raises:
-            TransferError: a block does not fit into the receiver's staging slots, or no carrier
-                works between both sides; says why each does not.
+            TransferError: a block does not fit into the staging slots of both sides, or no carrier
+                works between them; says why each does not.
         """
         if (layout := layout_between(self.layout, hello.layout.ranks)) is None:
             problem = f"the KV heads cannot be divided for {hello.layout.ranks} ranks"
             raise TransferError(f"{problem} of {hello.worker_id}")
-        smallest = packed_bytes(layout, 1)
-        if hello.slot_bytes < smallest:
+        slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
+        # Of several ranks' parts, each is aligned, so that a block may take more than at home.
+        if slot_bytes < (smallest := packed_bytes(layout, 1)):
+            side = hello.worker_id if slot_bytes == hello.slot_bytes else "the prefill worker"
             raise TransferError(
-                f"a staging slot of {hello.worker_id} has {hello.slot_bytes} bytes, and a block "
-                f"takes {smallest}"
+                f"a staging slot of {side} has {slot_bytes} bytes, and a block between the two "
+                f"workers takes {smallest}: raise PAGEWIRE_STAGING_SLOT_BYTES there"
             )
         socket = SenderSocket(self.sockets, hello.endpoint, hello.token)
         try:
@@ -95,7 +97,6 @@ class KvSender(KvHalf[SenderLink]):
         except BaseException:  # whatever a carrier raises
             socket.close()
             raise
-        slot_bytes = min(self.staging.slot_bytes, hello.slot_bytes)
         link = SenderLink(hello.worker_id, name, slot_bytes, layout, socket, outbound)
         link.test = SenderJob(TEST_JOB, link, ExportQueue(layout, slot_bytes, 0), 0)
         count = max(1, max_blocks(layout, min(slot_bytes, MAX_TEST_BYTES)))

@@ -106,12 +106,21 @@ def test_a_worker_whose_blocks_do_not_fit_is_a_line_on_each_side_not_one_an_atte
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_block_must_fit_a_slot_of_the_decode_worker(missing: int) -> None:
+@pytest.mark.parametrize("side", ["decode-0", "the prefill worker"])
+def test_a_block_must_fit_a_slot_of_both_workers(side: str, missing: int) -> None:
+    """With ranks, a block may take more than with this worker's own number of them."""
+
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
-            error = await decode.say_hello(slot_bytes=SMALLEST - missing)
-            wanted = f"a staging slot of decode-0 has {SMALLEST - 1} bytes, and a block takes"
-            assert (error or "").startswith(wanted) if missing else not error
+            size = {"slot_bytes": SMALLEST - missing} if side == "decode-0" else {}
+            if not size:
+                p.sender.staging.slot_bytes = SMALLEST - missing
+            error = await decode.say_hello(**size)
+            wanted = (
+                f"a staging slot of {side} has {SMALLEST - 1} bytes, and a block between the two "
+                f"workers takes {SMALLEST}: raise PAGEWIRE_STAGING_SLOT_BYTES there"
+            )
+            assert error == (wanted if missing else None)
             assert len(p.sender.links) == 1 - missing
 
     run_async(scenario())
