@@ -160,7 +160,7 @@ def model_fingerprint(
     if ranks > 1 and (while_loading or load_format == "dummy"):
         state.update(f"parts for {ranks} ranks".encode())
     if quantization is not None:  # config.json does not always say how
-        state.update(f"quantised to {config.quantization}".encode())
+        state.update(f"quantised to {quantization}".encode())
     if config.rope.is_long(longest or config.max_position_embeddings):
         state.update(b"long factors")
     if load_format == "dummy":
