@@ -16,6 +16,7 @@ from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.execution.scoring import TILE_ROWS
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.model.experts_config import MoeConfig
 from pagewire.shared.model.layers.int4 import dequantised_bytes
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
@@ -171,6 +172,11 @@ def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> i
     """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is."""
     size = dtype.itemsize
     row, inner = tokens * config.hidden_size * size, tokens * config.intermediate_size * size
+    feed_forward = 3 * inner
+    if isinstance(config, MoeConfig):  # both projections' outputs, of each token's experts
+        experts = config.experts
+        width = experts.intermediate_size + config.hidden_size
+        feed_forward = max(feed_forward, tokens * experts.routing.top_k * width * size)
     attention = config.attention_bytes(tokens, size) + row
     logits = TILE_ROWS * config.vocab_size * size
-    return 2 * row + max(attention, 3 * inner) + logits + WORKSPACE_BYTES
+    return 2 * row + max(attention, feed_forward) + logits + WORKSPACE_BYTES

@@ -176,6 +176,16 @@ def test_experts_in_four_bits_are_not_dequantised_in_memory(
     assert quantised.kv_pool - plain.kv_pool == pytest.approx(saved, rel=0.01)
 
 
+def test_a_mixture_has_rows_for_each_pair_of_token_and_expert(tmp_path: Path) -> None:
+    content = json.loads((PUBLISHED / "qwen3-30b-a3b.json").read_text())
+    found = []
+    for top_k in (8, 16):
+        (tmp_path / "config.json").write_text(json.dumps({**content, "num_experts_per_tok": top_k}))
+        found.append(estimate(load_config(tmp_path), WorkerSettings(), 140 * GIB).activations)
+    of_pair = 2 * (768 + 2048)
+    assert found[1] - found[0] == WorkerSettings().max_num_batched_tokens * 8 * of_pair
+
+
 def test_dtype_is_that_of_the_worker_or_asked_for(tmp_path: Path) -> None:
     name = _write(tmp_path, dtype=None)
     done = _run(name)
