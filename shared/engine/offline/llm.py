@@ -20,6 +20,7 @@ from pagewire.shared.engine.offline.beam_search import (
 )
 from pagewire.shared.engine.offline.chats import ChatArguments
 from pagewire.shared.engine.offline.embeddings import EmbeddingOutput, compute_embeddings
+from pagewire.shared.engine.offline.held_interrupt import held_interrupt
 from pagewire.shared.engine.offline.llm_progress import GenerationProgress
 from pagewire.shared.engine.offline.model import (
     DEFAULT_TOKENS,
@@ -270,6 +271,10 @@ class LLM(OfflineModel):
 
     def _step(self) -> StepOutputs:
         """Run a step, and give the answers of all calls their tokens."""
+        with held_interrupt():
+            return self._uninterrupted_step()
+
+    def _uninterrupted_step(self) -> StepOutputs:
         core, live = self.engine.core, self._live
         outputs, _worked = core.step()
         plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
