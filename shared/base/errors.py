@@ -181,8 +181,8 @@ class RankError(PagewireError):
         self.rank = rank
 
 
-class RankKilledError(RankError):
-    """One of these processes was killed, so that no request is suspected."""
+class BlamelessRankError(RankError):
+    """No request is suspected: a rank was killed, was stopped, or ran out of memory."""
 
 
 class IllegalTransitionError(PagewireError):

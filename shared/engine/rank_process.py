@@ -1,10 +1,12 @@
 """The program of ranks 1, 2, ...: loads a part of the model, and runs the plans that rank 0 sends.
 
-    python -P -m pagewire.shared.engine.rank_process RANK PIPE MEMORY SOCKET...
+    python -P -m pagewire.shared.engine.rank_process PARENT RANK PIPE MEMORY SOCKET...
 
-PIPE is the descriptor of the socket to rank 0 for plans, MEMORY that of the memory that all ranks
-share; each SOCKET is one to another rank, in their order, for sums. The process ends with rank 0.
-It ignores signals from a terminal or a supervisor: rank 0 needs it for requests that finish.
+PARENT is the process id of rank 0. PIPE is the descriptor of the socket to rank 0 for plans, MEMORY
+that of the memory that all ranks share; each SOCKET is one to another rank, in their order, for
+sums. The process ends with rank 0.
+It ignores signals from a terminal or a supervisor: rank 0 needs it for requests that finish, and
+starts it with these signals blocked.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from pagewire.shared.engine.build import build_rank
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.ranks.communicator import SocketCommunicator
 from pagewire.shared.engine.ranks.executor import Digests
+from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS
 from pagewire.shared.engine.ranks.messages import (
+    OUT_OF_MEMORY,
     Begin,
     Failed,
     Loaded,
@@ -48,10 +52,11 @@ PARENT_POLL_S = 0.5
 
 def main(arguments: list[str]) -> int:
     """Run until rank 0 ends; returns the exit code."""
-    rank, pipe_fd, memory_fd, *fds = map(int, arguments)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    parent, rank, pipe_fd, memory_fd, *fds = map(int, arguments)
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = RankPipe(socket.socket(fileno=pipe_fd), 0)
     others = [other for other in range(len(fds) + 1) if other != rank]
     sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds, strict=True)}
@@ -61,6 +66,8 @@ def main(arguments: list[str]) -> int:
         failure = Failed(str(exc), missing=exc.rank)
     except ConfigError as exc:
         failure = Failed(str(exc), is_config=True)
+    except OUT_OF_MEMORY as exc:
+        failure = Failed(f"{type(exc).__name__}: {exc}", is_blameless=True)
     except Exception as exc:  # whatever a device raises: rank 0 ends all ranks
         logger.exception("rank %d has failed", rank)
         failure = Failed(f"{type(exc).__name__}: {exc}")
@@ -85,6 +92,7 @@ def _run(rank: int, pipe: RankPipe, memory_fd: int, communicator: SocketCommunic
     configure_logging(setup.log_level, setup.log_format, setup.service)
     for handler in logging.getLogger().handlers:
         handler.addFilter(RankLabel(rank))
+    communicator.patience_s = setup.patience_s
     settings = EngineSettings(**setup.settings)
 
     def agree(num_blocks: int) -> Begin:

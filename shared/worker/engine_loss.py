@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from pagewire.shared.base.errors import RankError, RankKilledError
+from pagewire.shared.base.errors import BlamelessRankError, RankError
 from pagewire.shared.control.channel import ControlServer
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed, EngineLost, clip_text
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -26,7 +26,7 @@ from pagewire.shared.worker.engine_watch import EngineWatch
 logger = logging.getLogger(__name__)
 
 # What ends an engine through no fault of the requests in its step.
-_OF_NOBODY = (MemoryError, torch.OutOfMemoryError, RankKilledError)
+_OF_NOBODY = (MemoryError, torch.OutOfMemoryError, BlamelessRankError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ host can connect to these sockets, and if one closes, it is clear which rank is 
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -18,7 +19,9 @@ import torch
 
 from pagewire.shared.base.errors import RankError
 
-STEP_S = 5.0  # for another rank to get as far in a step as this one has
+STEP_S = 5.0  # at least, for another rank to get as far in a step as this one has
+# For rank 0: if its process is stopped, it may go on later, and if it hangs, its worker ends it.
+RANK_0_S = 600.0
 POLL_S = 0.25
 # The number of the exchange, which is the same on all ranks, and the bytes that follow.
 _HEADER = struct.Struct("<IQ")
@@ -47,12 +50,14 @@ class SocketCommunicator:
     Attributes:
         rank: this rank.
         sockets: to each of the others, by rank; they do not block.
-        patience_s: how long this waits for a rank of which nothing comes.
+        patience_s: how long this waits for a rank of which nothing comes, unless that is rank 0.
+        rank_0_s: how long it waits for rank 0.
     """
 
     rank: int
     sockets: Mapping[int, socket.socket]
     patience_s: float = STEP_S
+    rank_0_s: float = RANK_0_S
     _number: int = field(default=0)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,6 +82,9 @@ class SocketCommunicator:
         Raises:
             RankError: a rank is lost, or computes something else.
         """
+        if not len(x):  # as on the other ranks, whose widths are not known
+            widths = self._exchange(torch.tensor([x.shape[1]]))
+            return x.new_empty(0, sum(int(width) for width in widths))
         return torch.cat([part.view(len(x), -1) for part in self._exchange(x)], dim=1)
 
     def close(self) -> None:
@@ -120,9 +128,10 @@ class SocketCommunicator:
             # Counted in short waits: while all ranks are stopped, as in a paused container, the
             # clock goes on.
             silent_s += POLL_S
-            if silent_s >= self.patience_s:
-                rank = left[0].rank
-                raise RankError(f"rank {rank} has not answered for {self.patience_s:g} s", rank)
+            rank = min(peer.rank for peer in left)
+            patience_s = self.patience_s if rank else self.rank_0_s
+            if silent_s >= patience_s:
+                raise RankError(f"rank {rank} has not answered for {patience_s:g} s", rank)
 
     def _move(self, peer: _Peer, dtype: torch.dtype) -> bool:
         """Send and receive what does not block; return whether that was anything."""
@@ -163,12 +172,18 @@ def _bytes_of(row: torch.Tensor) -> memoryview:
 
 
 def connected(count: int) -> list[dict[int, socket.socket]]:
-    """Return, for each of `count` ranks, its sockets to the others by rank; they do not block."""
+    """Return, for each of `count` ranks, its sockets to the others by rank; they do not block.
+
+    Raises:
+        OSError: there are too many open files.
+    """
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(count)]
-    for rank in range(count):
-        for other in range(rank):
-            sockets[rank][other], sockets[other][rank] = socket.socketpair()
-    for connections in sockets:
-        for connection in connections.values():
-            connection.setblocking(False)
+    with contextlib.ExitStack() as undo:
+        for rank in range(count):
+            for other in range(rank):
+                sockets[rank][other], sockets[other][rank] = pair = socket.socketpair()
+                for connection in pair:
+                    undo.enter_context(connection)
+                    connection.setblocking(False)
+        undo.pop_all()
     return sockets

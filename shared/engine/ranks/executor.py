@@ -10,11 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from pagewire.shared.base.errors import RankError
+from pagewire.shared.base.errors import BlamelessRankError, RankError
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
-from pagewire.shared.engine.ranks.communicator import STEP_S
 from pagewire.shared.engine.ranks.group import RankGroup
-from pagewire.shared.engine.ranks.messages import Moved, Pack, Sampled, encode
+from pagewire.shared.engine.ranks.messages import OUT_OF_MEMORY, Moved, Pack, Sampled, encode
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 
 DIGEST_STEPS = 100
@@ -158,9 +157,9 @@ class RanksExecutor:
         now = time.monotonic()
         move.waited_s += min(now - move.looked_s, MOST_WAITED_S)
         move.looked_s = now
-        if move.left and move.waited_s > STEP_S:
+        if move.left and move.waited_s > (patience_s := self.group.patience_s):
             rank = min(move.left)
-            raise RankError(f"rank {rank} has not moved KV blocks for {STEP_S:g} s", rank)
+            raise RankError(f"rank {rank} has not moved KV blocks for {patience_s:g} s", rank)
 
     def _take_reports(self) -> None:
         self.group.check()
@@ -200,7 +199,11 @@ class RanksExecutor:
                 raise
             raise loss from exc
         except Exception as exc:  # whatever a device raises: the others wait for this rank
-            raise self.group.loss(RankError(f"rank 0: {type(exc).__name__}: {exc}", 0)) from exc
+            kind = BlamelessRankError if isinstance(exc, OUT_OF_MEMORY) else RankError
+            raise self.group.loss(kind(f"rank 0: {type(exc).__name__}: {exc}", 0)) from exc
+        except BaseException:  # such as KeyboardInterrupt: other ranks may be within this step
+            self.group.loss(RankError("rank 0 was interrupted in a step: make a new LLM", 0))
+            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.base.errors import ConfigError, PagewireError, RankError, RankKilledError
+from pagewire.shared.base.errors import BlamelessRankError, ConfigError, PagewireError, RankError
 from pagewire.shared.base.logs import LogForm
-from pagewire.shared.engine.ranks.communicator import SocketCommunicator, connected
+from pagewire.shared.engine.ranks.communicator import STEP_S, SocketCommunicator, connected
 from pagewire.shared.engine.ranks.messages import (
     Begin,
     Failed,
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 PROGRAM = "pagewire.shared.engine.rank_process"
 LOAD_S = 600.0  # for a rank to have its weights once rank 0 has its own, and then for its pool
 REPORT_S = 1.0  # for the rest of a report
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REASON_S = 0.5  # for a rank that is missed to say why, and to end
 END_S = 2.0  # for ranks to end by themselves
 
@@ -54,14 +55,17 @@ class RankGroup:
         pipes: to ranks 1, 2, ...
         processes: theirs.
         memory_fd: a file without a name, which all ranks can map; -1 with one rank.
+        patience_s: how long rank 0 waits for a rank in a step, or for its part of a move.
     """
 
     communicator: SocketCommunicator | None = None
     pipes: Sequence[RankPipe] = ()
     processes: Sequence[subprocess.Popen[bytes]] = ()
     memory_fd: int = -1
+    patience_s: float = STEP_S
     _poller: select.poll = field(default_factory=select.poll)
     _failures: dict[int, Failed] = field(default_factory=dict)
+    _is_ready: bool = False
     _loss: PagewireError | None = None
     _end: weakref.finalize[..., RankGroup] = field(init=False)
 
@@ -80,27 +84,37 @@ class RankGroup:
             ConfigError: this machine cannot start them.
             RankError: one has ended.
         """
+        with contextlib.ExitStack() as undo:
+            try:
+                group = cls._started(setup, undo)
+            except OSError as exc:
+                raise ConfigError(f"the processes of the ranks cannot be started: {exc}") from exc
+            undo.pop_all()
+        group.send(encode(setup))
+        return group
+
+    @classmethod
+    def _started(cls, setup: Setup, undo: contextlib.ExitStack) -> RankGroup:
         memory_fd = os.memfd_create("pagewire-staging")
+        undo.callback(os.close, memory_fd)
         sockets = connected(setup.count)
-        communicator = SocketCommunicator(0, sockets[0])
+        communicator = SocketCommunicator(0, sockets[0], setup.patience_s)
+        undo.callback(communicator.close)
         pipes: list[RankPipe] = []
         processes: list[subprocess.Popen[bytes]] = []
+        undo.callback(_kill, processes)
         try:
             for rank, connections in enumerate(sockets[1:], 1):
                 ours, theirs = socket.socketpair()
                 pipes.append(RankPipe(ours, rank))
+                undo.callback(ours.close)
                 with theirs:
                     processes.append(_start_process(rank, theirs, memory_fd, connections))
-        except OSError as exc:
-            _end(memory_fd, communicator, pipes, processes)
-            raise ConfigError(f"the processes of the ranks cannot be started: {exc}") from exc
         finally:
             for connections in sockets[1:]:
                 for connection in connections.values():
                     connection.close()
-        group = cls(communicator, pipes, processes, memory_fd)
-        group.send(encode(setup))
-        return group
+        return cls(communicator, pipes, processes, memory_fd, setup.patience_s)
 
     @property
     def count(self) -> int:
@@ -122,7 +136,7 @@ class RankGroup:
             ConfigError: a rank refuses the settings.
             RankError: a rank is lost.
         """
-        reports = self._await(Loaded)
+        reports = self._await(Loaded, "loaded its part of the model")
         return min([own, *(each.num_blocks for each in reports if isinstance(each, Loaded))])
 
     def begin(self, begin: Begin) -> None:
@@ -139,7 +153,8 @@ class RankGroup:
         Raises:
             RankError: a rank is lost.
         """
-        self._await(Ready)
+        self._await(Ready, "made its KV pool")
+        self._is_ready = True
 
     def send(self, encoded: bytes) -> None:
         """Send a command to all ranks.
@@ -217,24 +232,30 @@ class RankGroup:
         while isinstance(error, RankError) and error.rank and error.rank not in seen:
             seen.add(error.rank)
             error = self._reason(error.rank) or error
-        for process in self.processes:
-            process.kill()
-        self._end()
         self._loss = error
+        _kill(self.processes)
+        self._end()
         return error
 
     def close(self) -> None:
         """End the other ranks; when this returns, none is left."""
+        if not self._is_ready:  # those that load would not notice
+            _kill(self.processes)
         self._end()
 
-    def _await(self, kind: type[Report]) -> list[Report]:
-        """Wait until each rank has sent a report of this kind, and return these."""
+    def _await(self, kind: type[Report], done: str) -> list[Report]:
+        """Wait until each rank has sent a report of this kind, and return these.
+
+        Args:
+            kind: the type.
+            done: what a rank has done then.
+        """
         found: dict[int, Report] = {}
         deadline = time.monotonic() + LOAD_S
         while len(found) < len(self.pipes):
             if not self._poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                 rank = next(pipe.rank for pipe in self.pipes if pipe.rank not in found)
-                problem = f"rank {rank} has not loaded its part of the model within {LOAD_S:g} s"
+                problem = f"rank {rank} has not {done} within {LOAD_S:g} s"
                 raise self.loss(RankError(problem, rank))
             for rank, report in self.reports():
                 if isinstance(report, kind):
@@ -257,13 +278,17 @@ class RankGroup:
         if (failure := self._failures.get(rank)) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(REASON_S)
-                kind = RankKilledError if code == -signal.SIGKILL else RankError
+                kind = BlamelessRankError if code == -signal.SIGKILL else RankError
                 return kind(f"rank {rank} {_ended_by(code)}", rank)
             return None
         if failure.missing is not None:
-            return RankError(failure.error, failure.missing)
+            # That rank 0 answers again means that its process was stopped meanwhile.
+            kind = RankError if failure.missing else BlamelessRankError
+            return kind(failure.error, failure.missing)
         error = f"rank {rank}: {failure.error}"
-        return ConfigError(error) if failure.is_config else RankError(error)
+        if failure.is_config:
+            return ConfigError(error)
+        return BlamelessRankError(error) if failure.is_blameless else RankError(error)
 
 
 def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:
@@ -286,9 +311,12 @@ def start_ranks(settings: EngineSettings) -> RankGroup:
     model = resolve_model(settings.model, revision=settings.revision)
     values |= {"model": str(model), "revision": None}
     logs: tuple[str, LogForm, str] = ("warning", "text", "")
+    patience_s = STEP_S
     if isinstance(settings, WorkerSettings):
         logs = (settings.log_level, settings.log_format, settings.worker_id)
-    return RankGroup.start(Setup(count, values, *logs))
+        # Half of it, so that a rank is named before the step counts as hanging.
+        patience_s = max(STEP_S, settings.step_timeout_s / 2)
+    return RankGroup.start(Setup(count, patience_s, values, *logs))
 
 
 def _start_process(
@@ -303,11 +331,13 @@ def _start_process(
         others: its sockets to all other ranks, by rank.
     """
     fds = [pipe.fileno(), memory_fd, *(others[other].fileno() for other in sorted(others))]
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", PROGRAM, str(rank), *map(str, fds)],
-        stdin=subprocess.DEVNULL,
-        pass_fds=fds,
-    )
+    command = [sys.executable, "-P", "-m", PROGRAM, *map(str, (os.getpid(), rank, *fds))]
+    # It inherits the mask, so that no signal ends it before it ignores them.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     logger.info("rank %d is process %d", rank, process.pid)
     return process
 
@@ -315,7 +345,18 @@ def _start_process(
 def _ended_by(code: int) -> str:
     if code >= 0:
         return f"has ended with exit code {code}"
-    return f"was killed by {signal.Signals(-code).name}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # most of the real-time signals have no name
+        return f"was killed by signal {-code}"
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kill processes, and wait until they have ended."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
 
 
 def _end(

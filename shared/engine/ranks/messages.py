@@ -7,6 +7,9 @@ rank 0                       rank 1, 2, ...
 <-------------------Ready--
 --StepPlan, Supply-------->  runs steps
 <-----------------Sampled--  once in 100 steps
+--Stage------------------->  maps the staging slots of KV transfer
+--Pack, Unpack------------>  moves its part of KV blocks
+<-------------------Moved--
 <------------------Failed--  at any time; its process ends
 """
 
@@ -17,12 +20,14 @@ import socket
 from typing import Any
 
 import msgspec
+import torch
 
 from pagewire.shared.base.errors import RankError
 from pagewire.shared.base.logs import LogForm
 from pagewire.shared.engine.scheduling.step import StepPlan, Supply
 
 LENGTH_BYTES = 4
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 SEND_S = 5.0  # a rank reads its commands between steps, and these are small
 
 
@@ -31,11 +36,13 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         count: number of ranks.
+        patience_s: see `SocketCommunicator`.
         settings: of the engine, by name.
         log_level, log_format, service: see `configure_logging`.
     """
 
     count: int
+    patience_s: float
     settings: dict[str, Any]
     log_level: str
     log_format: LogForm
@@ -123,11 +130,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         error: why.
         is_config: the settings are wrong, or the machine does not have what they need.
+        is_blameless: no request is to blame.
         missing: the rank that it has waited for in vain, if that is why.
     """
 
     error: str
     is_config: bool = False
+    is_blameless: bool = False
     missing: int | None = None
 
 

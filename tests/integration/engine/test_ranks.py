@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,16 +14,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.base.errors import ConfigError, RankError
+from pagewire.shared.base.errors import BlamelessRankError, ConfigError, RankError
 from pagewire.shared.engine.choices import check_ranks
+from pagewire.shared.engine.ranks.executor import RanksExecutor
 from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
-from pagewire.shared.engine.ranks.messages import Begin
+from pagewire.shared.engine.ranks.messages import Begin, Failed, RankPipe, encode
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import LLMSettings
 from pagewire.tests.support.aio import wait_until
@@ -136,6 +139,54 @@ def test_a_stopped_rank_is_named_and_ended() -> None:
     assert rank.poll() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("in_step", [False, True], ids=["once", "twice"])
+def test_ctrl_c(one: LLM, in_step: bool) -> None:
+    """The first takes effect after the step, the second one at once."""
+    llm = make_llm(2, **TIGHT)
+    [rank] = llm.engine.ranks.processes
+    if in_step:
+        threading.Timer(0.5, rank.send_signal, [signal.SIGSTOP]).start()
+        threading.Timer(2.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    threading.Timer(2, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, LONG)
+    if in_step:
+        with pytest.raises(RankError, match="rank 0 was interrupted in a step: make a new LLM"):
+            llm.generate(PROMPTS, LONG)
+        return
+    [found], [expected] = (each.generate([PROMPTS[1]], ASKED[1]) for each in (llm, one))
+    assert found.token_ids == expected.token_ids
+    llm.engine.ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_blameless"),
+    [
+        (Failed("MemoryError: ", is_blameless=True), True),
+        (Failed("rank 0 has not answered for 600 s", missing=0), True),
+        (Failed("RuntimeError: a kernel failed"), False),
+    ],
+)
+def test_whom_a_ranks_report_blames(failure: Failed, is_blameless: bool) -> None:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(["sleep", "60"])
+    group = RankGroup(pipes=[RankPipe(ours, 1)], processes=[process])
+    with theirs:
+        theirs.sendall(encode(failure))
+        with pytest.raises(RankError) as caught:
+            group.reports()
+    assert isinstance(caught.value, BlamelessRankError) == is_blameless
+
+
+def test_memory_that_runs_out_on_rank_0_blames_nobody() -> None:
+    llm = make_llm(2)
+    executor = llm.engine.core.executor
+    assert isinstance(executor, RanksExecutor)
+    executor.own = Mock(execute=Mock(side_effect=MemoryError))
+    with pytest.raises(BlamelessRankError, match="rank 0: MemoryError"):
+        llm.generate(PROMPTS, LONG)
+
+
 def test_ranks_that_sample_different_tokens_end() -> None:
     llm = make_llm(2)
     asked = SamplingParams(temperature=1, seed=1, max_tokens=400, ignore_eos=True)
@@ -165,6 +216,51 @@ def test_all_ranks_take_as_many_blocks_as_fit_on_each() -> None:
     group.wait_until_ready()
     group.close()
     assert [process.poll() for process in group.processes] == [0]
+
+
+def test_signals_do_not_end_a_rank_that_starts() -> None:
+    group = start(num_blocks=300)
+    [rank] = group.processes
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        rank.send_signal(number)
+    assert group.fewest_blocks(1000) == 300
+    group.close()
+
+
+def test_a_rank_that_still_loads_is_ended_at_once() -> None:
+    group = start()
+    began_s = time.monotonic()
+    group.close()
+    assert time.monotonic() - began_s < 1
+    assert [process.poll() for process in group.processes] == [-signal.SIGKILL]
+
+
+def test_too_few_descriptors_for_ranks() -> None:
+    """In a process of its own, since the limit is the process's."""
+    command = [sys.executable, "-P", "-W", "error", "-c", FEW_DESCRIPTORS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the processes of the ranks cannot be started: [Errno 24]" in done.stdout
+
+
+FEW_DESCRIPTORS = """
+import gc, os, resource
+from pagewire.shared.base.errors import ConfigError
+from pagewire.shared.engine.ranks.group import start_ranks
+from pagewire.shared.settings.config import LLMSettings
+settings = LLMSettings(model="demo", tensor_parallel_size=4, device="cpu")
+before = len(os.listdir("/proc/self/fd"))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+for room in range(0, 20, 4):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + room, most))
+    try:
+        start_ranks(settings)
+    except ConfigError as exc:
+        print(exc)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before, room
+"""
 
 
 def test_more_ranks_than_the_heads_allow() -> None:

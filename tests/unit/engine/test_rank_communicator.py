@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,6 +53,14 @@ def test_logits_are_joined_in_the_order_of_the_ranks() -> None:
     assert all(torch.equal(each, torch.cat(parts, 1)) for each in found)
 
 
+def test_no_logits_have_all_columns() -> None:
+    with ranks(3) as communicators:
+        found = on_each(communicators, lambda each: each.gather(torch.ones(0, 4 + each.rank)))
+        assert [each.shape for each in found] == [(0, 15)] * 3
+        sums = on_each(communicators, lambda each: each.reduce(torch.ones(0, 4)))
+        assert [each.shape for each in sums] == [(0, 4)] * 3
+
+
 def test_values_larger_than_a_sockets_buffer() -> None:
     parts = [torch.randn(4_000_000) for _ in range(2)]
     with ranks(2) as communicators:
@@ -78,13 +87,29 @@ def test_a_silent_rank_is_named_in_time() -> None:
         answering.shutdown()
 
 
+def test_rank_0_is_waited_for_longer_than_others() -> None:
+    with ranks(3) as communicators, ThreadPoolExecutor(2) as waiting:
+        others = [waiting.submit(each.reduce, torch.ones(1)) for each in communicators[1:]]
+        time.sleep(3 * SILENT_S)
+        assert not any(each.done() for each in others)
+        assert communicators[0].reduce(torch.ones(1)).item() == 3
+        for each in others:
+            assert each.result(10).item() == 3
+        communicators[1].rank_0_s = SILENT_S
+        with pytest.raises(RankError, match=r"rank 0 has not answered for 0\.5 s"):
+            communicators[1].reduce(torch.ones(1))
+
+
 def test_ranks_that_compute_different_things_do_not_get_a_sum() -> None:
-    with ranks(2) as communicators:
-        with pytest.raises(RankError, match="different shapes"):
-            on_each(communicators, lambda each: each.reduce(torch.ones(1 + each.rank)))
-        on_each(communicators, lambda each: each.gather(torch.ones(1, 2)))
-        ahead = ThreadPoolExecutor(1)
-        first = ahead.submit(communicators[1].gather, torch.ones(1, 2))
-        communicators[0].gather(torch.ones(1, 2))
-        first.result()
-        ahead.shutdown()
+    with ranks(2) as communicators, pytest.raises(RankError, match="different shapes"):
+        on_each(communicators, lambda each: each.reduce(torch.ones(1 + each.rank)))
+
+
+def test_ranks_at_different_exchanges_do_not_get_a_sum() -> None:
+    with ranks(2) as (first, second):
+        second.rank_0_s = SILENT_S
+        with pytest.raises(RankError, match="rank 0 has not answered"):
+            second.reduce(torch.ones(1))
+        assert first.reduce(torch.ones(1)).item() == 2  # with what the other rank sent then
+        with pytest.raises(RankError, match="rank 0 computes another step than rank 1"):
+            second.reduce(torch.ones(1))
