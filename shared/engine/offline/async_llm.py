@@ -131,11 +131,13 @@ class AsyncLLM(OfflineModel):
         return self._thread.snapshot.blocks
 
     async def close(self) -> None:
-        """End all requests with an error, and stop the engine's thread."""
+        """End all requests with an error, stop the engine's thread, and end other ranks."""
         for request in tuple(self._open):
             request.fail_from_anywhere(_closed())
         if await asyncio.to_thread(self._stop) is False:
             logger.warning("the engine's thread still runs a step after %g s", STOP_S)
+        else:
+            await asyncio.to_thread(self.engine.ranks.close)
 
     async def __aenter__(self) -> Self:
         """Return itself."""

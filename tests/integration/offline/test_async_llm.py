@@ -51,6 +51,16 @@ def test_tasks_at_once_get_the_answers_of_the_offline_llm(llm: AsyncLLM) -> None
     run_async(check())  # in another loop
 
 
+def test_closing_ends_other_ranks() -> None:
+    async def check() -> None:
+        async with AsyncLLM("demo", device="cpu", tensor_parallel_size=2) as llm:
+            assert len(await texts(llm, PROMPTS[0])) > 5
+            [rank] = llm.engine.ranks.processes
+        assert rank.poll() == 0
+
+    run_async(check())
+
+
 def test_chats_have_a_message_at_the_end(llm: AsyncLLM) -> None:
     async def check() -> None:
         outputs = [output async for output in llm.chat(QUESTION)]
