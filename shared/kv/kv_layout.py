@@ -139,6 +139,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Return the layout with the heads of all ranks on this many, if these can share them."""
         return None if self.ranks * self.token.heads % ranks else self._with_ranks(ranks)
 
+    def shares_heads_like(self, other: KvLayout) -> bool:
+        """Whether the parts of these ranks make those of another worker's ranks.
+
+        If a model has fewer KV heads than ranks, several ranks have the same one.
+        """
+        return self.ranks == other.ranks or self.on_one_rank.token == other.on_one_rank.token
+
     def _with_ranks(self, ranks: int) -> KvLayout:
         heads = self.ranks * self.token.heads // ranks
         token = msgspec.structs.replace(self.token, heads=heads)

@@ -117,11 +117,8 @@ class DecodeLinks:
 
 
 def _rank_difference(its: KvLayout, other: KvLayout, its_name: str, other_name: str) -> str | None:
-    """Return how two layouts divide the heads, if the parts of one do not make those of the other.
-
-    If a model has fewer KV heads than ranks, several ranks have the same one.
-    """
-    if its.ranks == other.ranks or its.on_one_rank.token == other.on_one_rank.token:
+    """Return how layouts divide the heads, if the parts of one do not make those of the other."""
+    if its.shares_heads_like(other):
         return None
     return (
         f"{its_name} has {its.token.heads} KV heads on each of {its.ranks} ranks, {other_name} "

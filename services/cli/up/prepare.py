@@ -14,19 +14,23 @@ from pagewire.services.cli.up.progress import ServerConsole
 from pagewire.services.cli.up.ready_file import ReadyFile
 from pagewire.services.cli.up.router_port import operator_port, router_port
 from pagewire.services.cli.up.run_dir import make_log_dir
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.http.api_keys import load_keys
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.generation import load_sampling_defaults
+from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.shard import Shard
 from pagewire.shared.model.source import resolve_model, served_names
 from pagewire.shared.model.transformers_model.config import require_transformers
+from pagewire.shared.settings.config import WorkerSettings
 
 
 def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
     """Check everything that can be checked before the first process starts.
 
     Raises:
-        ConfigError: the port is taken, or the model is unusable.
+        ConfigError: the port is taken, the model is unusable, or prefill and decode workers would
+            have numbers of ranks that cannot exchange KV blocks.
     """
     router, worker = settings.router, settings.worker
     router_options, worker_options = dict(settings.router_options), dict(settings.worker_options)
@@ -41,8 +45,7 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
     config = load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)
     ranks = worker.tensor_parallel_size
     prefill_ranks = params.get("prefill_tensor_parallel_size") or ranks
-    for count in (ranks, prefill_ranks):
-        config.kv_layout(worker.block_size, config.dtype, Shard(count - 1, count))
+    _check_ranks(worker, config, ranks, prefill_ranks if params["prefill"] else ranks)
     if worker.model_impl == "transformers":
         require_transformers()
     load_sampling_defaults(model_path, router.generation_config)
@@ -79,3 +82,35 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
         ready_file=ready_file,
         model=served_names(router.served_model_name, router.model)[0],
     )
+
+
+def _check_ranks(
+    worker: WorkerSettings, config: ModelConfig, ranks: int, prefill_ranks: int
+) -> None:
+    """Check that these numbers of ranks can share the model, and exchange its KV blocks.
+
+    Raises:
+        ConfigError: they cannot; names both.
+    """
+    ours, theirs = (
+        config.kv_layout(worker.block_size, config.dtype, Shard(count - 1, count))
+        for count in (ranks, prefill_ranks)
+    )
+    if ranks == prefill_ranks:
+        return
+    why = None
+    if not ours.shares_heads_like(theirs):
+        why = (
+            f"several ranks would have the same of the model's {config.cached_token.heads} KV heads"
+        )
+    elif worker.batch_invariant:
+        why = "--batch-invariant needs the same number"
+    elif worker.load_format == "dummy":
+        why = "--load-format dummy makes other weights for another number"
+    elif config.quantization is not None and config.quantization.while_loading:
+        why = "--quantization fp8 makes other weights for another number"
+    if why is not None:
+        raise ConfigError(
+            f"--tensor-parallel-size {ranks} and --prefill-tensor-parallel-size {prefill_ranks} "
+            f"cannot exchange KV blocks: {why}; choose one number for both"
+        )

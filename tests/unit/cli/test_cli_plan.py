@@ -167,6 +167,34 @@ def test_a_share_in_the_environment_is_an_explicit_one(
 
 
 @pytest.mark.parametrize(
+    ("counts", "options", "why"),
+    [
+        ((6, 2), {}, "several ranks would have the same of the model's 2 KV heads"),
+        ((1, 2), {"batch_invariant": True}, "--batch-invariant needs the same number"),
+        ((1, 2), {"load_format": "dummy"}, "--load-format dummy makes other weights"),
+        ((2, 1), {"quantization": "fp8"}, "--quantization fp8 makes other weights"),
+        ((2, 1), {}, None),
+        ((6, 6), {"batch_invariant": True}, None),
+        ((6, 2), {"prefill": 0}, None),
+    ],
+)
+def test_numbers_of_ranks_that_cannot_exchange_kv_blocks(
+    tmp_path: Path, counts: tuple[int, int], options: dict[str, object], why: str | None
+) -> None:
+    commands = cast(click.Group, typer.main.get_command(app)).commands
+    params = {param.name or "": param.default for param in commands["up"].params}
+    ranks, prefill_ranks = counts
+    params |= {"port": 0, "log_dir": tmp_path, "tensor_parallel_size": ranks, **options}
+    params["prefill_tensor_parallel_size"] = prefill_ranks
+    if why is None:
+        prepare(params, up.check_options(params))
+        return
+    both = f"--tensor-parallel-size {ranks} and --prefill-tensor-parallel-size {prefill_ranks}"
+    with pytest.raises(ConfigError, match=f"{both} cannot exchange KV blocks: {why}"):
+        prepare(params, up.check_options(params))
+
+
+@pytest.mark.parametrize(
     ("host", "given", "passed_on"),
     [
         ("127.0.0.1", None, None),
