@@ -80,7 +80,7 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     layout = config.kv_layout(settings.block_size, name, shard)
     stored = _stored(config, dtype, shard)
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
-    activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype)
+    activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype, ranks)
     activations += _dequantised_bytes(stored, dtype)
     weights = sum(each.nbytes for each in stored)
     trial = trial_blocks(settings.max_num_batched_tokens, layout) * layout.block_bytes
@@ -168,9 +168,18 @@ def _storages(thing: Any) -> dict[int, int]:
     return found
 
 
-def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is."""
+def _activation_bytes(config: ModelConfig, tokens: int, dtype: torch.dtype, ranks: int = 1) -> int:
+    """Return what a prefill step of `tokens` needs at most, scored as a worker's first one is.
+
+    Each rank has all of a token's hidden state and logits, and its part of the rest.
+    """
     size = dtype.itemsize
+    config = dataclasses.replace(
+        config,
+        num_heads=config.num_heads // ranks,
+        num_kv_heads=max(1, config.num_kv_heads // ranks),
+        intermediate_size=-(-config.intermediate_size // ranks),
+    )
     row, inner = tokens * config.hidden_size * size, tokens * config.intermediate_size * size
     feed_forward = 3 * inner
     if isinstance(config, MoeConfig):  # both projections' outputs, of each token's experts

@@ -90,6 +90,17 @@ def test_tables_and_blocks_are_those_that_an_engine_allocates() -> None:
         assert estimate(each, settings, GIB * 8).kv_bytes_per_token * 16 == pool.nbytes
 
 
+def test_a_rank_computes_its_part_of_a_step(tmp_path: Path) -> None:
+    config = load_config(Path(_write(tmp_path)).resolve())
+    one, two, four = (
+        estimate(config, WorkerSettings(tensor_parallel_size=ranks), 80 * GIB).activations
+        for ranks in (1, 2, 4)
+    )
+    divided = 3 * WorkerSettings().max_num_batched_tokens * config.intermediate_size * 2
+    assert one - two == divided // 2
+    assert two - four == divided // 4
+
+
 def test_other_processes_and_graphs_take_from_the_pool() -> None:
     assert pool_bytes(1000, 0.5, 100, cuda_graphs=False, staging=50) == 350
     assert pool_bytes(1000, 0.5, 100, cuda_graphs=False, staging=50, in_use_by_others=600) == 250
