@@ -144,7 +144,8 @@ def _build(
     other_memory: OtherMemory,
     learns_prices: bool,
 ) -> BuiltEngine:
-    loaded = _load(settings, progress, ranks.shard, ranks.communicator)
+    report = partial(_report, progress, ranks)
+    loaded = _load(settings, report, ranks.shard, ranks.communicator)
     settings, config, device, layout = loaded.settings, loaded.config, loaded.device, loaded.layout
     progress("sizing the KV pool")
     num_blocks = settings.num_blocks or _fitting_blocks(loaded, other_memory)
@@ -178,6 +179,17 @@ def _build(
         max_model_len=max_model_len,
         full_model_len=loaded.full_model_len,
     )
+
+
+def _report(progress: Progress, ranks: RankGroup, stage: str) -> None:
+    """Report progress of this rank, unless another one has failed meanwhile.
+
+    Raises:
+        ConfigError: it refuses the settings.
+        RankError: it is lost.
+    """
+    ranks.look()
+    progress(stage)
 
 
 def build_rank(

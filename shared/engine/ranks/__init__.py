@@ -12,12 +12,13 @@ only on seed and position. Rank 0's are the result, without a hop to another pro
     group.py         starts the other ranks, waits for them, says why one is lost, ends them
     communicator.py  sums and logits among ranks on CPUs
     executor.py      the executor over all ranks, and the comparison of what they sample
+    moves.py         moves of KV blocks, of which each rank moves its part
 
 `shared/engine/rank_process.py` is the program of the other ranks.
 
 All ranks fail together: if one is lost or fails, the engine ends with a `RankError` that names it,
 and all start again.
 
-May import: `kernels`, `shared.model`, `shared.engine.scheduling`, `shared.engine.execution`,
-`base`, `settings`.
+May import: `kernels`, `shared.model`, `shared.kv`, `shared.engine.scheduling`,
+`shared.engine.execution`, `base`, `settings`.
 """

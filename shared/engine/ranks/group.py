@@ -65,6 +65,7 @@ class RankGroup:
     patience_s: float = STEP_S
     _poller: select.poll = field(default_factory=select.poll)
     _failures: dict[int, Failed] = field(default_factory=dict)
+    _early: list[tuple[int, Report]] = field(default_factory=list)
     _is_ready: bool = False
     _loss: PagewireError | None = None
     _end: weakref.finalize[..., RankGroup] = field(init=False)
@@ -125,6 +126,16 @@ class RankGroup:
     def shard(self) -> Shard:
         """This rank's part of the model."""
         return Shard(0, self.count)
+
+    def look(self) -> None:
+        """Look whether a rank is lost while this one loads; takes little time.
+
+        Raises:
+            ConfigError: a rank refuses the settings.
+            RankError: a rank is lost.
+        """
+        if self.has_news():
+            self._early += self.reports()
 
     def fewest_blocks(self, own: int) -> int:
         """Wait until all ranks have loaded; return how many KV blocks each has room for.
@@ -250,7 +261,7 @@ class RankGroup:
             kind: the type.
             done: what a rank has done then.
         """
-        found: dict[int, Report] = {}
+        found = {rank: report for rank, report in self._early if isinstance(report, kind)}
         deadline = time.monotonic() + LOAD_S
         while len(found) < len(self.pipes):
             if not self._poller.poll(1000 * max(0.0, deadline - time.monotonic())):

@@ -22,9 +22,10 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import BlamelessRankError, ConfigError, RankError
+from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.choices import check_ranks
 from pagewire.shared.engine.ranks.executor import RanksExecutor
-from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
+from pagewire.shared.engine.ranks.group import PROGRAM, RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin, Failed, RankPipe, encode
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import LLMSettings
@@ -209,6 +210,32 @@ def test_a_rank_that_cannot_load_says_why() -> None:
     assert [process.poll() for process in group.processes] != [None]
 
 
+def test_a_rank_that_is_lost_while_rank_0_loads_is_noticed() -> None:
+    """In the next stage of loading, or with the next line about it."""
+    stages: list[str] = []
+
+    def kill_ranks(stage: str) -> None:
+        stages.append(stage)
+        for child in psutil.Process().children():
+            if PROGRAM in child.cmdline():
+                child.kill()
+                wait_until(lambda: not is_alive(child.pid), 10, lambda: "it lives")  # noqa: B023
+
+    settings = LLMSettings(model="demo", tensor_parallel_size=2, device="cpu")
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        build_engine(settings, progress=kill_ranks)
+    assert stages == ["reading the model's configuration"]
+
+
+def test_a_rank_that_has_loaded_first_is_not_forgotten() -> None:
+    group = start(num_blocks=300)
+    wait_until(group.has_news, 60, lambda: "rank 1 has not loaded")
+    group.look()
+    assert not group.has_news()
+    assert group.fewest_blocks(1000) == 300
+    group.close()
+
+
 def test_all_ranks_take_as_many_blocks_as_fit_on_each() -> None:
     group = start(num_blocks=300)
     assert group.fewest_blocks(1000) == 300
@@ -306,7 +333,7 @@ def test_ranks_of_a_models_revision(tmp_path: Path) -> None:
     assert done.stdout == "4\n", done.stderr
 
 
-PROGRAM = """
+WAITING = """
 import sys
 from pagewire import LLM
 llm = LLM("demo", device="cpu", tensor_parallel_size=2)
@@ -317,7 +344,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "is-killed"])
 def test_ranks_end_with_the_program(is_killed: bool) -> None:
-    command = [sys.executable, "-P", "-c", PROGRAM]
+    command = [sys.executable, "-P", "-c", WAITING]
     program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert program.stdin is not None and program.stdout is not None
     with program:
