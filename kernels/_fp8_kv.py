@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._scores import LOG2_E
-from pagewire.kernels.fp8_numbers import KvScales
+from pagewire.kernels.fp8_numbers import LARGEST, KvScales
 
-_LARGEST: tl.constexpr = tl.constexpr(448.0)  # of e4m3
+_LARGEST: tl.constexpr = tl.constexpr(LARGEST)  # kernels read only constants of this type
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def as_operand(q, scale_log2, k_ptr):
 
 
 @triton.jit
-def unscaled(result, v_scale, v_ptr):
+def times_scale(result, v_scale, v_ptr):
     """Return weighted sums of the cache's numbers as those of values."""
     if v_ptr.dtype.element_ty == tl.float8e4nv:
         result = result * v_scale

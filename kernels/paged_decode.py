@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
 from pagewire.kernels._launch import (
     await_predecessor,
     check_attention_shapes,
@@ -146,7 +146,7 @@ def _paged_decode_kernel(
         l_i += sink_weight(tl.load(sinks_ptr + heads, mask=member_mask, other=0.0), m_i)
     # An empty sequence has an `l_i` of 0 and yields zeros.
     safe_l = tl.where(l_i > 0.0, l_i, 1.0)
-    result = unscaled(acc / safe_l[:, None], v_scale, v_ptr)
+    result = times_scale(acc / safe_l[:, None], v_scale, v_ptr)
     if SINGLE:
         out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)

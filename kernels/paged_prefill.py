@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
@@ -200,7 +200,7 @@ def _paged_prefill_kernel(
     if WINDOW > 0:
         l_i = tl.where(l_i > 0.0, l_i, 1.0)  # rows past the chunk may have seen no key
     out_rows = out_ptr + rows * out_stride_row + head.to(tl.int64) * out_stride_head
-    out = unscaled(acc / l_i[:, None], v_scale, v_ptr).to(out_ptr.dtype.element_ty)
+    out = times_scale(acc / l_i[:, None], v_scale, v_ptr).to(out_ptr.dtype.element_ty)
     tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
 
 

@@ -74,7 +74,7 @@ def _rescaled(acc, factor):
 
 
 @gluon.jit
-def _as_operand(p, acc, dtype: gl.constexpr):
+def _probabilities_operand(p, acc, dtype: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     return gl.convert_layout(p.to(dtype), layout)
 
@@ -91,7 +91,7 @@ def _attend(
     p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
     for tile in range(start, stop):
-        operand = _as_operand(p, acc, q.dtype)
+        operand = _probabilities_operand(p, acc, q.dtype)
         scores = _start_scores(q, k_tiles, stage)
         mbarrier.wait(v_full.index(v_stage), v_phase)
         # This never waits: it orders the rescaling after the start of the scores, which hide it.
@@ -185,7 +185,7 @@ def _compute(
 
     p, rescale, acc, m_i, l_i = state
     stage, phase, v_stage, v_phase = ring
-    operand = _as_operand(p, acc, q_tile.dtype)
+    operand = _probabilities_operand(p, acc, q_tile.dtype)
     acc = _rescaled(acc, rescale)
     mbarrier.wait(v_full.index(v_stage), v_phase)
     used = seq_len - (end - 1) * BLOCK_N

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels import latent_attention as latent
-from pagewire.kernels._fp8_kv import as_operand, scores_factor, unscaled
+from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
@@ -143,7 +143,7 @@ def _attention_kernel(
     if sinks_ptr is not None:
         l_i += sink_weight(tl.load(sinks_ptr + heads), m_i)
     # An empty sequence has an `l_i` of 0 and yields zeros.
-    out = unscaled(acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None], v_scale, v_ptr)
+    out = times_scale(acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None], v_scale, v_ptr)
     out_rows = out_ptr + tokens_of_rows * out_stride_row + heads * out_stride_head
     tl.store(out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
