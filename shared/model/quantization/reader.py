@@ -34,7 +34,7 @@ def check_kv_scheme(described: object, source: str) -> None:
     """Refuse a description of a KV cache whose scales are not those of FP8.
 
     Args:
-        described: `quantization_config`, or hf_quant_config.json; what is no object describes no
+        described: `quantization_config`, or hf_quant_config.json; only an object describes a
             cache.
         source: the file.
 
