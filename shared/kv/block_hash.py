@@ -82,7 +82,10 @@ class BlockHasher:
 
 def _derive_key(secret: str, identity: ModelIdentity) -> bytes:
     state = hashlib.blake2b(digest_size=32, person=b"pagewire-blocks")
-    state.update(msgspec.msgpack.encode((secret, identity)))
+    fields = msgspec.structs.asdict(identity)
+    if identity.ranks == 1:  # so that an index from before there were ranks stays valid
+        del fields["ranks"]
+    state.update(msgspec.msgpack.encode((secret, fields)))
     return state.digest()
 
 

@@ -17,6 +17,7 @@ OTHERS = {
     "dtype": "float16",
     "kv_format": "float16",
     "batch_invariant": True,
+    "ranks": 2,
 }
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
