@@ -228,7 +228,7 @@ def watch_worker(points: Points, directory: Path) -> None:
     vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
     vars(runtime).update(open_endpoint=open_watched_endpoint)
     if in_memory:
-        vars(runtime).update(
+        vars(kv).update(
             make_staging=lambda count, size, _device: make_mapped_staging(directory, count, size)
         )
 
