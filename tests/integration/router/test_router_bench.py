@@ -26,7 +26,7 @@ def run(*options: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_line_for_each_case_has_its_figures() -> None:
-    done = run("--seconds", "0.4", "--tokens-per-event", "1", "4", "--routers", "2")
+    done = run("--seconds", "1", "--tokens-per-event", "1", "4", "--routers", "2")
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines()]
     one, four, short = map(json.loads, lines)
