@@ -42,8 +42,8 @@ def check_ranks(settings: EngineSettings) -> None:
             "or see CUDA_VISIBLE_DEVICES"
         )
     raise ConfigError(
-        f"--tensor-parallel-size {count} works only with --device cpu: there are no sums among "
-        "GPUs yet"
+        f"--tensor-parallel-size {count} works only with --device cpu: GPUs cannot add up their "
+        "parts of a layer's output yet"
     )
 
 

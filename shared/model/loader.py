@@ -147,7 +147,7 @@ def _find_checkpoint(
 
 @contextmanager
 def _naming_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Say what there is no memory for, if an allocation fails."""
+    """Name what could not be allocated, if an allocation fails."""
     try:
         yield
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare

@@ -24,8 +24,8 @@ from pagewire.shared.model.shard import Cuts
 from pagewire.shared.model.weights_regions import regions
 
 PART_BYTES = 8 << 20
-# A rank's columns of a row are read alone, unless those of others between them are no more than
-# this: then it is quicker to read them, too, than to make a call for each row.
+# A rank reads its columns of each row with a call of their own. If the columns of other ranks in
+# between have at most this many bytes, it reads them along: that is mostly quicker.
 GAP_BYTES = 16 << 10
 MAX_THREADS = 8
 BUFFERS = 2  # buffers of one thread

@@ -45,7 +45,7 @@ def make_staging(
         shared: returns this many bytes that all ranks of the model share; None with one rank.
 
     Raises:
-        ConfigError: there is no room for it.
+        ConfigError: it cannot be allocated.
     """
     stride = -(-slot_bytes // _ALIGNMENT) * _ALIGNMENT
     if shared is not None:

@@ -81,7 +81,7 @@ def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[S
     """Allocate the staging slots; return them, and what moves blocks to and from them.
 
     Raises:
-        ConfigError: there is no room for them.
+        ConfigError: they cannot be allocated.
         RankError: a rank of the model is lost.
     """
     executor, runner = built.core.executor, built.runner

@@ -178,11 +178,28 @@ class WorkerSelector:
             session,
             has_home=session in self._sessions,
         )
+        count, longest = len(decodes), min(each.max_model_len for each in decodes)
+        candidates = self._candidates([*decodes, *prefills], excluded, found, longest)
+        return self._policy.place(prompt, candidates[:count], candidates[count:]), prompt
 
+    def _candidates(
+        self,
+        records: list[WorkerRecord],
+        excluded: AbstractSet[str],
+        found: Found,
+        longest: int,
+    ) -> list[Candidate]:
+        """Return what the policy knows of each worker.
+
+        Args:
+            records: of workers of one model.
+            excluded: workers that must not decode.
+            found: what the index has of the prompt.
+            longest: prompt plus answer that a worker must have room for to decode.
+        """
         forecasts: dict[str, Forecast] = {}
         if self._policy.uses_forecasts:
-            forecasts = self._forecasts.of([*decodes, *prefills])
-        longest = min(each.max_model_len for each in decodes)
+            forecasts = self._forecasts.of(records)
 
         def candidate(record: WorkerRecord) -> Candidate:
             worker_id = record.worker_id
@@ -195,10 +212,7 @@ class WorkerSelector:
             pace = self._in_flight.pace(worker_id)
             return Candidate(worker_id, load, forecasts.get(worker_id), may_decode, pace)
 
-        placement = self._policy.place(
-            prompt, [candidate(each) for each in decodes], [candidate(each) for each in prefills]
-        )
-        return placement, prompt
+        return [candidate(each) for each in records]
 
     def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish, for this and other routers, which workers compute a prompt, and their load.

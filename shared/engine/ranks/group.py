@@ -192,7 +192,7 @@ class RankGroup:
         """Return memory that all ranks share, uint8; once only.
 
         Raises:
-            ConfigError: there is no room for it.
+            ConfigError: it cannot be allocated.
             RankError: a rank is lost.
         """
         try:

@@ -158,7 +158,7 @@ class RankMover:
         """Move this rank's part.
 
         Raises:
-            RankError: there is no staging.
+            RankError: the command came before the staging memory.
         """
         if self._memory is None:
             raise RankError("blocks cannot be moved before there is staging", self.rank)

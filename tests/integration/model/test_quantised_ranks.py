@@ -104,7 +104,7 @@ def test_what_is_quantised_together_is_not_cut(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3moe", "gptoss"])
 def test_quantised_while_loading(tmp_path: Path, family: str) -> None:
-    """Ranks have scales of their own for parts of rows; they are no less exact."""
+    """Each rank has its own scales for its parts of rows, which are as exact as one scale a row."""
     kind = type(write(tmp_path, family, None if family == "gptoss" else Layout(CT, (1, None))))
     plain, prompts = tmp_path / "plain", random_prompts((60, 60), VOCAB)
     theirs = kind.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -15,13 +15,13 @@ from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import WorkerLoad
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import Load
-from pagewire.shared.costs.step_prices import KNOTS, StepPrices
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker
 from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
+from pagewire.tests.support.placing_cluster import PlacingCluster, with_cluster
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import IDENTITY
 
@@ -37,51 +37,6 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-class Cluster:
-    def __init__(
-        self,
-        router: LiveRouter,
-        decodes: list[FakeDecodeWorker],
-        prefills: list[FakeDecodeWorker],
-    ) -> None:
-        self.router, self.decodes, self.prefills = router, decodes, prefills
-
-    async def ask(self, prompt: list[int], **fields: Any) -> tuple[str, list[str]]:
-        """Which workers a prompt is placed at: the decode worker, and the prefill workers."""
-        before = {d.record.worker_id: len(d.generated) for d in self.decodes}
-        response = await self.router.complete(prompt=prompt, max_tokens=1, **fields)
-        assert response.status_code == 200, response.text
-        (chosen,) = [d for d in self.decodes if len(d.generated) > before[d.record.worker_id]]
-        return chosen.record.worker_id, chosen.generated[-1].prefill_workers
-
-
-def with_cluster(
-    redis: RedisServer,
-    scenario: Callable[[Cluster], Awaitable[None]],
-    decodes: int = 2,
-    prefills: int = 2,
-    **settings: Any,
-) -> None:
-    async def main() -> None:
-        async with live_router(redis.url, **settings) as router, AsyncExitStack() as stack:
-            running = [
-                await stack.enter_async_context(FakeDecodeWorker(redis.url, SECRET, f"decode-{i}"))
-                for i in range(decodes)
-            ]
-            others = [
-                await stack.enter_async_context(
-                    fake_prefill_worker(redis.url, SECRET, f"prefill-{i}")
-                )
-                for i in range(prefills)
-            ]
-            await router.ready(decodes)
-            directory = router.service.members.directory
-            await eventually(lambda: len(directory.workers("prefill")) == prefills)
-            await scenario(Cluster(router, running, others))
-
-    run_async(main())
-
-
 async def publish(
     redis: RedisServer, worker_id: str, tokens: list[int], epoch: int = 1, salt: str = ""
 ) -> None:
@@ -93,7 +48,7 @@ async def publish(
 
 
 def test_a_prompt_goes_where_its_prefix_is_cached(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         for number in range(6):
             prompt = [number + 10] * 200
             decode, prefill = f"decode-{number % 2}", f"prefill-{number // 2 % 2}"
@@ -107,7 +62,7 @@ def test_a_prompt_goes_where_its_prefix_is_cached(redis):
 
 
 def test_idle_prefill_workers_are_woken_as_soon_as_a_request_begins_to_arrive(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         (busy, idle), url = cluster.prefills, httpx.URL(cluster.router.url)
         await eventually(lambda: busy.num_routers == idle.num_routers == 1)
         busy.put_record(load=WorkerLoad(queued_prefill_tokens=60))
@@ -130,7 +85,7 @@ def test_idle_prefill_workers_are_woken_as_soon_as_a_request_begins_to_arrive(re
 
 
 def test_a_burst_of_requests_wakes_a_prefill_worker_once(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         await eventually(lambda: all(each.num_routers == 1 for each in cluster.prefills))
         for _ in range(1000):
             cluster.router.service.selector.wake_idle()
@@ -141,7 +96,7 @@ def test_a_burst_of_requests_wakes_a_prefill_worker_once(redis):
 
 
 def test_a_salted_prompt_goes_where_it_is_cached_with_its_salt(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         salts = {"prefill-0": "", "prefill-1": "one", "prefill-2": "two"}
         for number in range(4):
             prompt = [number + 10] * 200
@@ -155,7 +110,7 @@ def test_a_salted_prompt_goes_where_it_is_cached_with_its_salt(redis):
 
 
 def test_entries_of_an_earlier_run_do_not_count(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         await publish(redis, "prefill-0", LONG, epoch=99)
         await publish(redis, "prefill-1", LONG[:32], epoch=1)
         assert (await cluster.ask(LONG))[1][0] == "prefill-1"
@@ -164,7 +119,7 @@ def test_entries_of_an_earlier_run_do_not_count(redis):
 
 
 def test_the_second_of_two_equal_prompts_follows_the_first(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         for number in range(8):
             prompt = [number + 10] * 1000
             first = await cluster.ask(prompt)
@@ -176,7 +131,7 @@ def test_the_second_of_two_equal_prompts_follows_the_first(redis):
 
 
 def test_a_burst_of_different_prompts_spreads(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         for decode in cluster.decodes:
             decode.hold.clear()
         pending = [
@@ -195,7 +150,7 @@ def test_a_burst_of_different_prompts_spreads(redis):
 
 
 def test_a_session_has_its_worker_until_that_one_is_busier(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         contents = itertools.count(10)
 
         async def home(**named: Any) -> str:
@@ -221,7 +176,7 @@ def test_a_session_has_its_worker_until_that_one_is_busier(redis):
 
 
 def test_a_session_has_a_home_from_its_second_turn_on(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         selector = cluster.router.service.selector
         for has_home in (False, True, True):
             placement, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(), 5)
@@ -234,7 +189,7 @@ def test_a_session_has_a_home_from_its_second_turn_on(redis):
 
 
 def test_a_session_keeps_its_worker_without_redis(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         redis.kill()
         directory = cluster.router.service.members.directory
         await eventually(lambda: not directory.redis_ok)
@@ -246,7 +201,7 @@ def test_a_session_keeps_its_worker_without_redis(redis):
 
 
 def test_load_in_the_records_counts(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         busy, idle = cluster.decodes
         busy.put_record(load=WorkerLoad(used_blocks=60, total_blocks=64))
         directory = cluster.router.service.members.directory
@@ -258,7 +213,7 @@ def test_load_in_the_records_counts(redis):
 
 
 def test_round_robin_takes_workers_in_turn(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         await publish(redis, "decode-0", LONG)
         chosen = [(await cluster.ask(LONG))[0] for _ in range(4)]
         assert chosen == ["decode-0", "decode-1"] * 2
@@ -267,14 +222,14 @@ def test_round_robin_takes_workers_in_turn(redis):
 
 
 def test_without_prefill_workers_the_decode_worker_is_given_none(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         assert (await cluster.ask(LONG))[1] == []
 
     with_cluster(redis, scenario, prefills=0)
 
 
 def test_draining_prefill_workers_are_not_named(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         async with fake_prefill_worker(redis.url, SECRET, "prefill-9", state="draining"):
             directory = cluster.router.service.members.directory
             await eventually(lambda: directory.get("prefill-9") is not None)
@@ -285,7 +240,7 @@ def test_draining_prefill_workers_are_not_named(redis):
 
 @pytest.mark.parametrize("trouble", ["killed", "frozen"])
 def test_without_redis_requests_answer_by_load_alone(redis, trouble):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         await cluster.ask(LONG)
         if trouble == "killed":
             redis.kill()
@@ -321,7 +276,7 @@ def test_without_redis_requests_answer_by_load_alone(redis, trouble):
 
 
 def test_a_dead_worker_is_noticed_without_redis(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         redis.kill()
         dead, alive = cluster.decodes
         await dead.die()
@@ -332,7 +287,7 @@ def test_a_dead_worker_is_noticed_without_redis(redis):
 
 
 def test_a_flushed_or_garbled_redis_costs_only_hits(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         with redis.client() as client:
             tag = cluster_tag(SECRET)
             for corrupt in (
@@ -387,7 +342,7 @@ def reachable(router: LiveRouter) -> int:
 
 
 def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):
-    async def scenario(cluster: Cluster) -> None:
+    async def scenario(cluster: PlacingCluster) -> None:
         for worker, amount in zip(cluster.decodes, (1000, 0), strict=True):
             worker.load = LoadReport(1, 10, Load(blocks=amount))
             worker.prefilled_by = (
@@ -404,131 +359,3 @@ def test_loads_that_come_with_tokens_replace_those_of_older_records(redis):
             assert (decode, prefills[0]) == ("decode-1", "prefill-0")
 
     with_cluster(redis, scenario)
-
-
-PRICES = StepPrices(fixed=0.001, per_token=(0.001,) * len(KNOTS), steps=9, prompt_steps=9)
-
-
-def priced(**load: Any) -> dict[str, Any]:
-    """Return fields of a record from which times can be predicted."""
-    found = WorkerLoad(total_blocks=4096, max_num_seqs=64, room=512, **load)
-    return {"prices": PRICES, "load": found}
-
-
-def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest(redis):
-    async def scenario(cluster: Cluster) -> None:
-        (decode,), (prefill,) = cluster.decodes, cluster.prefills
-        in_flight = cluster.router.service.dispatcher.in_flight
-        directory = cluster.router.service.members.directory
-        decode.put_record(**priced())
-        for seconds, expected in ((9.0, []), (0.0, ["prefill-0"])):
-            prefill.put_record(**priced(queued_prefill_s=seconds))
-            await eventually(
-                lambda: (
-                    directory.get("prefill-0").load.queued_prefill_s == seconds  # noqa: B023
-                    and directory.get("decode-0").prices is not None
-                )
-            )
-            in_flight.forget("decode-0")  # that it answered sooner than predicted
-            assert (await cluster.ask([int(seconds) + 1] * 200))[1] == expected
-            assert decode.generated[-1].local_tokens == IDENTITY.block_size
-        prefill.put_record(**priced(queued_prefill_s=0.3))
-        await eventually(lambda: directory.get("prefill-0").load.queued_prefill_s == 0.3)
-        for room, expected in ((512, []), (1, ["prefill-0"])):
-            report = LoadReport(1, 10_000 - room, Load(rows=1, room=room))
-            in_flight.forget("decode-0")
-            in_flight.note_report("decode-0", report)
-            assert (await cluster.ask([3 + room] * 200))[1] == expected
-
-    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
-
-
-def test_first_tokens_show_how_slow_a_worker_is(redis):
-    async def scenario(cluster: Cluster) -> None:
-        (decode,), (prefill,) = cluster.decodes, cluster.prefills
-        in_flight = cluster.router.service.dispatcher.in_flight
-        directory = cluster.router.service.members.directory
-        decode.put_record(**priced())
-        prefill.put_record(**priced(queued_prefill_s=9.0))
-        await eventually(
-            lambda: all(directory.get(each).prices for each in ("decode-0", "prefill-0"))
-        )
-        for number in range(5):  # each is predicted to take 0.2 s, and answered at once
-            await cluster.ask([number] * 200)
-        assert 0.25 < in_flight.pace("decode-0") < 0.8
-        assert in_flight.pace("prefill-0") == 1.0
-
-    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
-
-
-def test_a_prefill_worker_has_only_the_pace_of_the_prompts_that_it_computed(redis):
-    async def scenario(cluster: Cluster) -> None:
-        (decode,), (prefill,) = cluster.decodes, cluster.prefills
-        in_flight = cluster.router.service.dispatcher.in_flight
-        directory = cluster.router.service.members.directory
-        decode.put_record(**priced(queued_prefill_s=9.0))
-        prefill.put_record(**priced())
-        await eventually(
-            lambda: all(directory.get(each).prices for each in ("decode-0", "prefill-0"))
-        )
-        assert await cluster.ask([1] * 200) == ("decode-0", ["prefill-0"])
-        assert in_flight.pace("prefill-0") == 1.0  # the decode worker computed it after all
-        decode.prefilled_by = "prefill-0", LoadReport(1, 1, Load(rows=1, room=512))
-        assert await cluster.ask([2] * 200) == ("decode-0", ["prefill-0"])
-        assert in_flight.pace("prefill-0") < 1.0
-
-    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
-
-
-def test_a_prefill_worker_answers_when_decode_is_full(redis):
-    async def scenario(cluster: Cluster) -> None:
-        (decode,), (prefill,) = cluster.decodes, cluster.prefills
-        directory = cluster.router.service.members.directory
-        decode.put_record(**priced(rows=64))
-        prefill.put_record(**priced())
-        await eventually(
-            lambda: (
-                directory.get("decode-0").load.rows == 64
-                and directory.get("prefill-0").prices is not None
-            )
-        )
-        await eventually(lambda: prefill.num_routers == 1)
-        response = await cluster.router.complete(prompt=LONG, max_tokens=3)
-        assert response.json()["usage"]["completion_tokens"] == 3
-        assert (len(prefill.generated), decode.generated) == (1, [])
-        prefill.refuse = "overloaded"  # then it waits at the decode worker
-        response = await cluster.router.complete(prompt=LONG, max_tokens=3)
-        assert response.json()["usage"]["completion_tokens"] == 3
-        assert len(decode.generated) == 1
-
-    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
-
-
-def test_without_prices_a_prompt_goes_where_it_would_by_load_and_prefix(redis):
-    async def scenario(cluster: Cluster) -> None:
-        assert (await cluster.ask(LONG))[1] == ["prefill-0"]
-        assert cluster.decodes[0].generated[-1].local_tokens is None
-
-    with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")
-
-
-@pytest.mark.parametrize("policy", ["predicted", "prefix", "round_robin"])
-def test_a_request_may_ask_for_a_prefill_worker_where_the_operator_lets_it(redis, policy):
-    async def scenario(cluster: Cluster) -> None:
-        for worker in (*cluster.decodes, *cluster.prefills):
-            worker.put_record(**priced())
-        assert (await cluster.ask([3], use_prefill_worker=True))[1] == ["prefill-0"]
-        assert cluster.decodes[0].generated[-1].local_tokens == 0
-
-    with_cluster(
-        redis, scenario, decodes=1, prefills=1, policy=policy, trust_request_placement=True
-    )
-
-
-def test_a_request_may_not_ask_for_a_prefill_worker_otherwise(redis):
-    async def scenario(cluster: Cluster) -> None:
-        response = await cluster.router.complete(prompt=[3], max_tokens=1, use_prefill_worker=True)
-        assert response.status_code == 400
-        assert "--trust-request-placement" in response.json()["error"]["message"]
-
-    with_cluster(redis, scenario, decodes=1, prefills=1)

@@ -318,7 +318,7 @@ def test_one_file_of_another_name(tmp_path: Path) -> None:
 
 
 def test_the_file_that_autogptq_writes(tmp_path: Path) -> None:
-    """It is taken if there is no usual one."""
+    """AutoGPTQ's file is loaded if model.safetensors is missing."""
     _save(tmp_path)
     name = "gptq_model-4bit-128g.safetensors"
     (tmp_path / WEIGHTS).rename(tmp_path / name)

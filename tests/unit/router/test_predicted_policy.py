@@ -220,7 +220,7 @@ def test_workers_of_equal_cost_are_chosen_equally_often():
 def plain_costs(
     prompt: Prompt, decodes: list[Candidate], prefills: list[Candidate]
 ) -> dict[tuple[str, str | None], float]:
-    """The cost of each place, by who decodes and who sends the prompt, one after the other."""
+    """Return the cost of each pair of a decode worker and a sender of the prompt."""
 
     def terms(each: Candidate) -> tuple[float, float, bool]:
         forecast, load, name = each.forecast, each.load, each.worker_id
