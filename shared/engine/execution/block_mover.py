@@ -219,7 +219,7 @@ class BlockMover:
         In the pool it is `[rows, layers * components, heads, bytes]` uint8.
 
         Raises:
-            UnsupportedShapeError: the heads have no such parts.
+            UnsupportedShapeError: the heads have no such parts, or staging is too short.
         """
         layout = self.layout
         if (divided := layout.divided(layout.ranks * parts)) is None:
@@ -227,8 +227,10 @@ class BlockMover:
         head_bytes = layout.block_size * layout.token.size * self.kv_pool.element_size()
         rows = self._rows.view(torch.uint8)
         heads = rows.view(len(rows), -1, layout.token.heads, head_bytes).chunk(parts, 2)
-        places = staging.split(part_bytes(divided, num_rows, 1))
-        yield from zip(heads, places, strict=False)  # a staging slot may be longer
+        size = part_bytes(divided, num_rows, 1)
+        if staging.numel() < parts * size:
+            raise UnsupportedShapeError(f"{parts} parts of {size} bytes do not fit into staging")
+        yield from zip(heads, staging[: parts * size].split(size), strict=True)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Launch other work after the moves so far, by calling `work`."""

@@ -168,3 +168,16 @@ def test_heads_that_make_no_such_parts() -> None:
     side = Side("cpu", 1, captured=False)
     with pytest.raises(UnsupportedShapeError, match="2 heads do not make 3 parts"):
         side.mover.pack([1], WHOLE, side.staging.buffers[0], 5, None, parts=3)
+
+
+def test_parts_that_staging_has_no_room_for() -> None:
+    side = Side("cpu", 1, captured=False)
+    divided = LAYOUT.divided(2)
+    assert divided is not None
+    short = side.staging.buffers[0][: packed_bytes(divided, 1) - 8]
+    for move in (
+        lambda: side.mover.pack([1], WHOLE, short, 5, None, parts=2),
+        lambda: side.mover.unpack(short, [1], WHOLE, 5, None, parts=2),
+    ):
+        with pytest.raises(UnsupportedShapeError, match=r"2 parts of .* do not fit"):
+            move()
