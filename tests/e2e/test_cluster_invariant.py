@@ -32,6 +32,8 @@ PROMPTS = [
     [(n * 37 + 11 * length) % 1900 + 10 for n in range(length)] for length in (70, 9, 150, 30)
 ]
 TOKENS = 60
+# On a busy machine answers can end before the client reads the event at which a worker is killed.
+ROUNDS = 5
 DTYPE = "bfloat16"  # results that depend on the batch differ most in it
 Answer = list[tuple[int, float]]
 
@@ -92,7 +94,7 @@ def offline_answers(served: Served) -> list[Answer]:
 
 
 def streamed(served: Served, seed: int, kills_at: int = -1) -> Answer:
-    """Return an answer; after some events, kill a decode worker that has work."""
+    """Return an answer; after some events, kill the worker that has most to do."""
     asked = {
         "model": served.name, "prompt": PROMPTS[seed], "seed": seed, "temperature": 0.9,
         "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
@@ -105,19 +107,29 @@ def streamed(served: Served, seed: int, kills_at: int = -1) -> Answer:
         assert response.status_code == 200
         for count, event in enumerate(events_of(response.iter_bytes())):
             if count == kills_at:
-                busy = [name for name, n in cluster.used_blocks().items() if n and "decode" in name]
-                os.kill(cluster.worker_pid(busy[0]), signal.SIGKILL)
+                kill_the_busiest(cluster)
             for choice in event["choices"]:
                 tokens += choice.get("token_ids", [])
                 values += (choice["logprobs"] or {}).get("token_logprobs", [])
     return list(zip(tokens, values, strict=True))
 
 
+def kill_the_busiest(cluster: LocalCluster) -> None:
+    """Kill the worker whose sequences hold the most KV blocks; none if all have answered."""
+    name, blocks = max(cluster.used_blocks().items(), key=lambda used: used[1])
+    if blocks:
+        os.kill(cluster.worker_pid(name), signal.SIGKILL)
+
+
 def test_answers_are_those_of_an_engine_even_if_their_worker_dies(served: Served) -> None:
     truth = offline_answers(served)
     seeds = range(len(PROMPTS))
     assert [streamed(served, seed) for seed in seeds] == truth
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        together = list(pool.map(streamed, [served] * len(PROMPTS), seeds, [20, -1, -1, -1]))
-    assert together == truth
-    assert served.cluster.total("pagewire_request_migrations_total") >= 1
+    for _ in range(ROUNDS):
+        served.cluster.wait_whole()
+        with ThreadPoolExecutor(len(PROMPTS)) as pool:
+            together = list(pool.map(streamed, [served] * len(PROMPTS), seeds, [20, -1, -1, -1]))
+        assert together == truth
+        if served.cluster.total("pagewire_request_migrations_total"):
+            return
+    pytest.fail(f"in {ROUNDS} rounds no answer was unfinished when its worker was killed")
