@@ -76,6 +76,7 @@ class Client:
         prefill_url: URL of a vLLM server that computes each prompt first; None without one.
         model: name under which the endpoints serve the model.
         vocab: upper bound (exclusive) of token ids in prompts.
+        seed: of the prompts.
     """
 
     def __init__(
@@ -85,13 +86,14 @@ class Client:
         *,
         model: str = "m",
         vocab: int = VOCAB_USED,
+        seed: int = 0,
     ) -> None:
         self._urls, self._prefill_url, self._turn = urls, prefill_url, 0
         self._clients = [
             OpenAIClient(url, timeout_s=REQUEST_TIMEOUT_S, keep_text=False) for url in urls
         ]
         self._model, self._vocab = model, vocab
-        self._rng = random.Random(0)
+        self._rng = random.Random(seed)
         limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
 

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from pagewire.loadtest import cluster
 from pagewire.loadtest.cluster import BenchError, Running, server, wait_ready
+from pagewire.shared.settings.types import Policy
 
 READY_TIMEOUT_S = 240.0
 MAX_MODEL_LEN = 16384
@@ -33,36 +35,45 @@ class Topology:
         prefill: number of prefill workers; without any, decode workers also prefill ("aggregated").
         decode: number of decode workers.
         budget: largest number of tokens per step.
+        policy: by which requests are placed; aggregated workers take them in turn if it is empty.
     """
 
     prefill: int
     decode: int
     budget: int
+    policy: str = ""
 
     @classmethod
     def parse(cls, text: str, budget: int) -> Topology:
-        """Parse PREFILL:DECODE or PREFILL:DECODE:BUDGET; `budget` is the default of the latter.
+        """Parse PREFILL:DECODE, PREFILL:DECODE:BUDGET or PREFILL:DECODE:BUDGET:POLICY.
 
         Raises:
             BenchError: the text has another form.
         """
-        try:
-            prefill, decode, *rest = map(int, text.split(":"))
-            return cls(prefill, decode, *(rest or [budget]))
-        except (TypeError, ValueError) as exc:
-            forms = "PREFILL:DECODE or PREFILL:DECODE:BUDGET"
-            raise BenchError(f"the topology {text!r} is not {forms}") from exc
+        prefill, _, rest = text.partition(":")
+        decode, _, rest = rest.partition(":")
+        steps, _, policy = rest.partition(":")
+        policies = get_args(Policy)
+        steps = steps or str(budget)
+        if policy not in ("", *policies) or not all(
+            each.isdecimal() for each in (prefill, decode, steps)
+        ):
+            form = f"PREFILL:DECODE[:BUDGET[:POLICY]] with POLICY one of {', '.join(policies)}"
+            raise BenchError(f"the topology {text!r} is not {form}")
+        return cls(int(prefill), int(decode), int(steps), policy)
 
     @property
     def name(self) -> str:
         """Name of its folder."""
-        return f"{self.prefill}P{self.decode}D-{self.budget}"
+        return "-".join(
+            filter(None, (f"{self.prefill}P{self.decode}D", str(self.budget), self.policy))
+        )
 
     @property
     def label(self) -> str:
         """Name in the tables."""
         kind = f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
-        return f"{kind}, steps of {self.budget}"
+        return f"{kind}, steps of {self.budget}" + (f", {self.policy}" if self.policy else "")
 
 
 @contextmanager
@@ -90,7 +101,8 @@ def running_cluster(
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--device", "cuda"]
     command += ["--max-num-batched-tokens", str(topology.budget)]
     command += ["--no-enable-prefix-caching"]
-    command += ["--policy", "prefix" if topology.prefill else "round_robin", *options]
+    usual = "prefix" if topology.prefill else "round_robin"
+    command += ["--policy", topology.policy or usual, *options]
     with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S, env) as running:
         for service in running.services:
             for link in service["links"]:

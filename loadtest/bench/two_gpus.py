@@ -1,13 +1,15 @@
 """Serving on two GPUs of one host: prefill and decode apart, against aggregated replicas.
 
     python -P -m pagewire.loadtest.bench.two_gpus [--topologies 1:1 0:2:512 ...] [--phases ...]
+    python -P -m pagewire.loadtest.bench.two_gpus --no-wire --phases goodput --seconds 30 ...
 
 First the kernels that move blocks, each against its reference, then the KV wire between the GPUs,
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
 `handover` has two clusters of its own, asked in turn; `idle` measures the workers of each cluster
-without requests; `crowd` has many clients in a closed loop. Where vLLM can be imported, two vLLM
-servers get the same requests, as two replicas, and with the NIXL connector as one for prefill and
-one for decode. The output ends with the tables of docs/benchmarks.md.
+without requests; `crowd` has many clients in a closed loop; `goodput` has requests that come at
+random times, where placement is by prediction once more with an objective for gaps. Where vLLM can
+be imported, two vLLM servers get the same requests, as two replicas, and with the NIXL connector as
+one for prefill and one for decode. The output ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pagewire.loadtest.bench.clusters import (
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
+from pagewire.loadtest.bench.goodput import PROMISE, Load, goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
@@ -40,7 +43,9 @@ from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.settings.types import KvTransport
 
 TOPOLOGIES = ("1:1:2048", "0:2:512", "0:2:2048", "0:2:8192")
-PHASES = ("handover", "unloaded", "isolation", "idle", "crowd")
+PHASES = ("handover", "unloaded", "isolation", "idle", "crowd", "goodput")
+USUAL_PHASES = PHASES[:4]
+LOADS = ("6144/256@6.5", "mixed@36")
 OWN_CLUSTERS = ("handover",)  # phases that start what they measure
 
 
@@ -73,11 +78,18 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             rows.append({"cluster": label, **row})
             emit(**rows[-1])
 
-    def ask(label: str, urls: list[str], prefill_url: str | None = None) -> None:
+    def ask(
+        label: str, urls: list[str], prefill_url: str | None = None, *, predicted: bool = False
+    ) -> None:
         note(label, asyncio.run(phases.run(Client(urls, prefill_url), args.phases)))
         if "crowd" in args.phases and prefill_url is None:
             for clients in args.clients:
                 note(label, [crowd(urls, clients, args.seconds)])
+        if "goodput" in args.phases and prefill_url is None:
+            for load in args.loads:
+                note(label, [goodput(urls, load, args.seconds, args.seed)])
+                if predicted:
+                    note(f"{label}, with objective", [_with_objective(args, urls, load)])
 
     options = ("--kv-transport", args.kv_transport, "--max-num-seqs", str(args.max_num_seqs))
     if "handover" in args.phases:
@@ -87,11 +99,16 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
         return
     for topology in args.topologies:
         with running_cluster(model, topology, logs, *options) as cluster:
-            ask(topology.label, [cluster.url])
+            ask(topology.label, [cluster.url], predicted=topology.policy == "predicted")
             if "idle" in args.phases:
                 note(topology.label, idle())
     if args.peer:
         _measure_vllm(args, model, logs, ask)
+
+
+def _with_objective(args: argparse.Namespace, urls: list[str], load: Load) -> Row:
+    objective_s = PROMISE.objective_s
+    return goodput(urls, load, args.seconds, args.seed, warm_up=False, slo_gap_s=objective_s)
 
 
 def _measure_vllm(
@@ -121,8 +138,12 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES[:-1]))
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each crowd")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(USUAL_PHASES))
+    parser.add_argument("--seconds", type=float, default=12.0, help="of each crowd or load")
+    parser.add_argument(
+        "--loads", nargs="+", default=LOADS, help="PROMPT/ANSWER@RATE or mixed@RATE"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of loads")
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="of a worker, at once")
@@ -149,6 +170,7 @@ def run(args: argparse.Namespace) -> None:
         BenchError: a server did not start, or an answer was wrong.
     """
     rows: list[Row] = []
+    args.loads = [Load.parse(text) for text in args.loads]
     args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
     try:
         if args.wire:

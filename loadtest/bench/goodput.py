@@ -1,0 +1,238 @@
+"""Requests that come at random times: how many an endpoint completes, and keeps a promise to.
+
+A load is named `PROMPT/ANSWER@RATE`, both in tokens, or `mixed@RATE` for log-normal lengths:
+`6144/256@6.5` is 6.5 requests a second. The same load is sent before it is measured. Rates are
+numbers of requests divided by the time from the first arrival to the last answer. The clients are
+spread over processes, so that they do not limit the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from pagewire.loadtest.bench.client import Client
+from pagewire.loadtest.bench.phases import Row
+from pagewire.loadtest.bench.shapes import VOCAB_USED
+from pagewire.loadtest.cluster import BenchError
+from pagewire.services.cli.bench.load import Lengths, arrival_times
+from pagewire.services.cli.bench.stats import percentile
+from pagewire.services.cli.simulation.results import Promise
+from pagewire.services.cli.simulation.workload import Contents, log_normal
+
+PROMISE = Promise(ttft_s=0.6, tpot_s=0.015, gap_s=0.03)
+MIXED = Contents(log_normal(6.2, 1.1, 16, 12_000), log_normal(5.0, 0.8, 2, 1500))
+START_S = 5.0  # for the processes to start
+MAX_PROCESSES = 8
+_NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@\d+(\.\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a load.
+
+    Attributes:
+        at: in seconds from the load's start.
+        prompt: tokens of the prompt.
+        answer: tokens of the answer.
+    """
+
+    at: float
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests at a mean rate for some seconds.
+
+    Attributes:
+        mix: how long prompts and answers are, as in a load's name.
+        rate: requests per second.
+    """
+
+    mix: str
+    rate: float
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """Parse a load's name.
+
+        Raises:
+            BenchError: the text has another form.
+        """
+        mix, _, rate = text.partition("@")
+        if not _NAME.fullmatch(text) or not float(rate):
+            raise BenchError(f"the load {text!r} is not PROMPT/ANSWER@RATE or mixed@RATE")
+        return cls(mix, float(rate))
+
+    def contents(self) -> Contents:
+        """Return what draws the lengths."""
+        if self.mix == "mixed":
+            return MIXED
+        prompt, answer = (Lengths(int(each), int(each)) for each in self.mix.split("/"))
+        return Contents(prompt.draw, answer.draw)
+
+    def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
+        """Return the requests of so many seconds, at least one."""
+        contents, found = self.contents(), list[Arrival]()
+        for number, at in enumerate(arrival_times("poisson", self.rate, seed)):
+            if at >= seconds:
+                break
+            turn = contents.turn(seed, number)
+            found.append(Arrival(at, sum(part.tokens for part in turn.new), turn.answer_tokens))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The requests of one process.
+
+    Attributes:
+        urls: URLs of endpoints, used in turn.
+        number: of this process, which decides its prompts.
+        start: of the load, by the monotonic clock.
+        more: further fields of the requests.
+    """
+
+    urls: Sequence[str]
+    number: int
+    arrivals: Sequence[Arrival]
+    start: float
+    vocab: int
+    more: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request; times in seconds.
+
+    Attributes:
+        end: of the answer, from the load's start.
+        late: how long after its time it was sent.
+        error: empty for a complete answer.
+    """
+
+    end: float
+    late: float
+    ttft: float
+    gaps: Sequence[float]
+    error: str = ""
+
+    def keeps(self, promise: Promise) -> bool:
+        """Whether the answer came as promised; the bound on gaps is that of its 99th percentile."""
+        if self.error or self.ttft > promise.ttft_s:
+            return False
+        mean = statistics.mean(self.gaps) if self.gaps else 0.0
+        longest = percentile(self.gaps, 99) if self.gaps else 0.0
+        return mean <= promise.tpot_s and longest <= (promise.gap_s or float("inf"))
+
+
+def goodput(
+    urls: Sequence[str],
+    load: Load,
+    seconds: float,
+    seed: int = 0,
+    *,
+    vocab: int = VOCAB_USED,
+    warm_up: bool = True,
+    **more: Any,
+) -> Row:
+    """Send a load; return its figures, times in ms.
+
+    Args:
+        urls: URLs of endpoints, used in turn.
+        load: the load.
+        seconds: how long requests arrive.
+        seed: of arrival times, lengths and prompts.
+        vocab: upper bound (exclusive) of token ids in prompts.
+        warm_up: the same load is sent once before.
+        more: further fields of the requests.
+
+    Raises:
+        BenchError: no request was answered.
+    """
+    arrivals = load.arrivals(seconds, seed)
+    processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), len(arrivals))
+    context = multiprocessing.get_context("spawn")
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for _ in range(1 + warm_up):
+            start = time.monotonic() + START_S
+            jobs = [
+                Job(urls, number, arrivals[number::processes], start, vocab, more)
+                for number in range(processes)
+            ]
+            outcomes = [outcome for part in pool.map(_run, jobs) for outcome in part]
+    return figures(load, outcomes)
+
+
+def figures(load: Load, outcomes: Sequence[Outcome]) -> Row:
+    """Return a row of the table.
+
+    Raises:
+        BenchError: no request was answered.
+    """
+    answered = [outcome for outcome in outcomes if not outcome.error]
+    if not answered:
+        raise BenchError(f"no request was answered: {outcomes[0].error}")
+    gaps = [gap for outcome in answered for gap in outcome.gaps]
+    means = [statistics.mean(outcome.gaps) for outcome in answered if outcome.gaps]
+    took_s = max(outcome.end for outcome in answered)
+    kept = sum(outcome.keeps(PROMISE) for outcome in answered)
+    ttft = [outcome.ttft for outcome in answered]
+    times = {
+        "ttft_p50": percentile(ttft, 50),
+        "ttft_p99": percentile(ttft, 99),
+        "itl_p50": percentile(gaps, 50),
+        "itl_p99": percentile(gaps, 99),
+        "tpot_p50": percentile(means, 50),
+        "late_p99": percentile([outcome.late for outcome in answered], 99),
+    }
+    return {
+        "what": "goodput",
+        "kind": f"rate {load.rate:g}",
+        "mix": load.mix,
+        "n": len(outcomes),
+        "errors": len(outcomes) - len(answered),
+        "chunks": sum(len(outcome.gaps) + 1 for outcome in answered),
+        "req_s": len(answered) / took_s,
+        "good": kept / len(outcomes),
+        "good_s": kept / took_s,
+        **{name: value * 1e3 for name, value in times.items()},
+    }
+
+
+def _run(job: Job) -> list[Outcome]:
+    return asyncio.run(_ask(job))
+
+
+async def _ask(job: Job) -> list[Outcome]:
+    client = Client(list(job.urls), vocab=job.vocab, seed=job.number)
+    requests = [client.prepare(each.prompt, each.answer, **job.more) for each in job.arrivals]
+
+    async def one(number: int) -> Outcome:
+        due = job.start + job.arrivals[number].at
+        await asyncio.sleep(max(0.0, due - time.monotonic()))
+        began = time.monotonic()
+        try:
+            answer = await client.ask(requests[number])
+        except BenchError as exc:
+            return Outcome(0.0, began - due, 0.0, (), str(exc))
+        end = time.monotonic() - job.start
+        return Outcome(end, began - due, answer.ttft, answer.gaps)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(number)) for number in range(len(requests))]
+    finally:
+        await client.close()
+    return [task.result() for task in tasks]
