@@ -1,8 +1,10 @@
 """`python -P -m pagewire.loadtest.bench.agents CLUSTER ...`: agents with many turns.
 
 Starts clusters of the demo model on this machine's CPU, one after the other, each worker pinned to
-a core, and lets the same agents work on each. CLUSTER is the options of `pagewire up`, as one
-argument: "--prefill 1 --decode 1 --policy predicted". Prints one row a cluster:
+a core, and lets the same agents work on each; with `--gpu`, clusters of Llama-3.1-8B's shape with
+random weights, each worker on a GPU (then `--scale 1` has the lengths of real agents). CLUSTER is
+the options of `pagewire up`, as one argument: "--prefill 1 --decode 1 --policy predicted". Prints
+one row a cluster:
 
     turns            answers, of the first turns, too
     TTFT             of the turns after each agent's first, ms
@@ -31,6 +33,8 @@ from typing import Any
 
 import psutil
 
+from pagewire.loadtest.bench.clusters import READY_TIMEOUT_S
+from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import Running, running_cluster
 from pagewire.loadtest.cpu import pin, process_name
@@ -42,7 +46,8 @@ from pagewire.shared.model.demo import demo_model_path
 BLOCK_TOKENS = 16
 WORDS = range(64, 2048)  # of the demo model's tokens, those that are text
 LONG_CONTEXT = 262_144
-ENGINE = ("--device", "cpu", "--dtype", "float32", "--routers", "1", "--num-blocks", "65536")
+ON_CPU = ("--device", "cpu", "--dtype", "float32", "--routers", "1", "--num-blocks", "65536")
+ON_GPU = ("--device", "cuda", "--load-format", "dummy")
 
 
 @dataclass(slots=True)
@@ -119,9 +124,14 @@ def tokens_of(part: Part) -> list[int]:
     return random.Random(part.content).choices(WORDS, k=part.tokens)
 
 
-def long_model(directory: Path) -> Path:
-    """Copy the demo model with a context that agents fit in."""
-    model = Path(shutil.copytree(demo_model_path(), directory / "demo"))
+def long_model(directory: Path, is_gpu: bool) -> Path:
+    """Make a model with a context that agents fit in: of the demo model, or of random weights."""
+    model = directory / "model"
+    if is_gpu:
+        model.mkdir()
+        write_model(model)
+        return model
+    shutil.copytree(demo_model_path(), model)
     config = json.loads((model / "config.json").read_bytes())
     config["max_position_embeddings"] = LONG_CONTEXT
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -151,11 +161,12 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table."""
     load = agents(args.agents, args.seed, shape_of(args))
     with tempfile.TemporaryDirectory() as made:
-        model = long_model(Path(made))
+        model = long_model(Path(made), args.gpu)
         for number, text in enumerate(args.clusters):
-            options = [*ENGINE, "--model", str(model), *shlex.split(text)]
-            with running_cluster(options, Path(made) / str(number)) as cluster:
-                pin(cluster.pid)
+            options = [*(ON_GPU if args.gpu else ON_CPU), "--model", str(model), *shlex.split(text)]
+            with running_cluster(options, Path(made) / str(number), READY_TIMEOUT_S) as cluster:
+                if not args.gpu:
+                    pin(cluster.pid)
                 before, began = used_s(cluster), time.monotonic()
                 found = asyncio.run(measure(cluster.url, load))
                 after, took_s = used_s(cluster), time.monotonic() - began
@@ -189,6 +200,7 @@ def main() -> int:
     """Measure and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("clusters", nargs="+", metavar="CLUSTER")
+    parser.add_argument("--gpu", action="store_true", help="an 8B shape, each worker on a GPU")
     parser.add_argument("--agents", type=int, default=1)
     parser.add_argument("--turns", type=int, default=12, help="of each")
     parser.add_argument("--scale", type=int, default=5, help="lengths are divided by this")

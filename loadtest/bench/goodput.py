@@ -82,7 +82,7 @@ class Load:
         return Contents(prompt.draw, answer.draw)
 
     def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
-        """Return the requests of so many seconds, at least one."""
+        """Return the requests of the first `seconds`; there is at least one."""
         contents, found = self.contents(), list[Arrival]()
         for number, at in enumerate(arrival_times("poisson", self.rate, seed)):
             if at >= seconds:
