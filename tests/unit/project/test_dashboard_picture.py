@@ -20,7 +20,7 @@ def test_what_is_recorded_of_a_page_is_what_it_was_given(
     monkeypatch.setattr(dashboard_picture, "INTERVAL_S", 0.05)
     file = tmp_path / "documents"
     with dashboard_picture.serving(DOCUMENTS) as url:
-        dashboard_picture.record(url.removesuffix(PAGE), file, 0.3)
+        dashboard_picture.record(url.removesuffix(PAGE), file, 1.0)
     first, *others = file.read_bytes().splitlines()
     assert first == DOCUMENTS[0]
     assert len(others) >= 2
