@@ -60,7 +60,7 @@ def _key_of(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def _value_of(key, SHIFT: tl.constexpr):
-    """Undo `_key_of`."""
+    """Return the number whose sortable key `_key_of` made."""
     bits = (key << SHIFT).to(tl.int32)
     negative = (bits | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF
     return tl.where(bits < 0, negative, bits).to(tl.float32, bitcast=True)

@@ -62,7 +62,7 @@ class ShapingTables(NamedTuple):
 
     @classmethod
     def zeros(cls, slots: int, vocab_size: int, device: torch.device | str) -> ShapingTables:
-        """Return tables without shaping."""
+        """Return tables in which no logits are shaped."""
         words = -(-vocab_size // 32)
         widths = (ROW_WORDS, words, words, vocab_size)
         return cls(
@@ -71,7 +71,7 @@ class ShapingTables(NamedTuple):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """Number of tokens in the vocabulary."""
         return int(self.counts.shape[1])
 
 

@@ -38,7 +38,7 @@ class ChatClient:
         self._session.headers.update(key_headers())
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the HTTP connection to the server."""
         self._session.close()
 
     def ask(self, ask: Ask, record: RequestRecord) -> str:

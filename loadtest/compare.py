@@ -90,7 +90,7 @@ class Load:
 
     @property
     def slo(self) -> Slo:
-        """The objectives."""
+        """The bounds, in seconds, that a good request stays within."""
         return Slo(self.slo_ttft_ms / 1000, self.slo_itl_ms / 1000)
 
     def locust_command(self, urls: Urls, out: Path, users: Sequence[str]) -> list[str]:
@@ -192,12 +192,12 @@ def table(result: RunResult) -> list[str]:
 
 
 def say(text: str) -> None:
-    """Report what happens next."""
+    """Print which step of the comparison begins."""
     print(f"==> {text}", flush=True)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line of this program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

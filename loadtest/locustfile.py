@@ -154,7 +154,7 @@ class PagewireUser(User):
         cls._numbers = itertools.count()
 
     def on_start(self) -> None:
-        """Connect."""
+        """Connect to the server and choose the user's pace."""
         self.test = _tests[self.environment]
         self.rng = random.Random(f"{self.test.seed}:{self.kind}:{next(self._numbers)}")
         self.client = ChatClient(self.test.host, self.test.model)
@@ -166,7 +166,7 @@ class PagewireUser(User):
         """Set up what the kind needs."""
 
     def on_stop(self) -> None:
-        """Disconnect."""
+        """Close the user's connection to the server."""
         self.client.close()
 
     @task
@@ -202,11 +202,11 @@ class ChatUser(PagewireUser):
     kind, weight = "chat", 4
 
     def prepare(self) -> None:
-        """Begin a conversation."""
+        """Begin a conversation of several questions."""
         self.conversation = workloads.Conversation(self.rng)
 
     def turn(self) -> None:
-        """Ask the next question."""
+        """Ask the conversation's next question and keep its answer."""
         text = self.send(self.conversation.next_ask())
         if text is not None:
             self.conversation.add_answer(text)
@@ -218,17 +218,17 @@ class SharedPromptUser(PagewireUser):
     kind, weight = "shared prompt", 3
 
     def turn(self) -> None:
-        """Ask a short question."""
+        """Ask a short question after the system prompt that all users share."""
         self.send(workloads.shared_prompt_ask(self.rng, self.test.seed))
 
 
 class DocumentUser(PagewireUser):
-    """Sends long texts."""
+    """Asks about a long text, a new one each time."""
 
     kind, weight = "document", 1
 
     def turn(self) -> None:
-        """Ask about a new text."""
+        """Ask about a long text that no prompt had before."""
         self.send(workloads.document_ask(self.rng))
 
 
@@ -238,11 +238,11 @@ class BurstUser(PagewireUser):
     kind, weight = "burst", 1
 
     def prepare(self) -> None:
-        """Take the common clock."""
+        """Ask by the clock, at the same times as all such users."""
         self.pace = AlignedPace(USER_RATE)
 
     def turn(self) -> None:
-        """Ask with all others."""
+        """Ask at the same moment as all other users of this kind."""
         self.send(workloads.burst_ask(self.rng))
 
 

@@ -113,5 +113,5 @@ def _rounded(value: Any) -> Any:
 
 
 def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]:
-    """Read what a run wrote."""
+    """Return the records of a file, which has a JSON object on each line."""
     return msgspec.json.Decoder(kind).decode_lines(path.read_bytes())

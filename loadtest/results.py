@@ -66,7 +66,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Read what `save` wrote."""
+        """Read the manifest that `save` wrote to a folder."""
         return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=cls)
 
 
@@ -87,7 +87,7 @@ class RunResult:
 
     @property
     def label(self) -> str:
-        """The plan's label."""
+        """The name of the run's cluster in the report."""
         return self.plan.label
 
     @property

@@ -62,7 +62,7 @@ class Conversation:
 
     @property
     def turns(self) -> int:
-        """Questions that have been answered."""
+        """How many of the questions have been answered."""
         return sum(message["role"] == "assistant" for message in self._messages)
 
     def next_ask(self) -> Ask:

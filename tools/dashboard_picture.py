@@ -38,7 +38,7 @@ class Replay:
         self._documents, self._next = documents, 0
 
     async def document(self) -> bytes:
-        """Return the next document."""
+        """Return the next recorded document, at the end the last one again."""
         document = self._documents[self._next]
         self._next = min(self._next + 1, len(self._documents) - 1)
         return document

@@ -56,7 +56,7 @@ def perplexity(llm: LLM, text: str, length: int, parts: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print a table."""
+    """Measure the perplexity with each format and print a table."""
     parser = argparse.ArgumentParser(description="Measure perplexity by format.")
     parser.add_argument("model", nargs="?", default="demo", help="a directory, a hub id, or demo")
     parser.add_argument("--others", nargs="*", default=[], help="quantised copies of the model")

@@ -17,7 +17,7 @@ POOL_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class PagedInputs:
-    """Tensors of one attention call."""
+    """The arguments of one attention call over a paged KV cache."""
 
     q: torch.Tensor  # [T, H, D], a strided view of a fused projection
     k_cache: torch.Tensor  # [NB, KH, BS, D], a strided view of the pool
@@ -148,7 +148,7 @@ class LatentCase:
     block_size: int = 16
 
     def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> LatentInputs:
-        """Return random tensors; see `PagedCase.build`."""
+        """Return random tensors of this case; see `PagedCase.build`."""
         query_lens = self.query_lens or (1,) * len(self.seq_lens)
         dim = self.rank + self.rotated
         x = PagedCase(query_lens, self.seq_lens, self.heads, 1, dim, self.block_size).build(
@@ -193,7 +193,7 @@ class LatentChunksCase:
     value_dim: int
 
     def build(self, device: str, dtype: torch.dtype, poison: bool = True) -> LatentChunks:
-        """Return random tensors; see `PagedCase.build`."""
+        """Return random tensors of this case; see `PagedCase.build`."""
         case, x = self.case, self.case.build(device, dtype, poison)
         generator = torch.Generator(device).manual_seed(1)
         options: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}

@@ -197,7 +197,7 @@ def shape_of(args: argparse.Namespace) -> AgentShape:
 
 
 def main() -> int:
-    """Measure and compare."""
+    """Measure the agents on each cluster and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("clusters", nargs="+", metavar="CLUSTER")
     parser.add_argument("--gpu", action="store_true", help="an 8B shape, each worker on a GPU")

@@ -28,7 +28,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The operating system's number of the process."""
         return self._process.pid or 0
 
     def ask(self, *command: Any) -> Any:
@@ -61,7 +61,7 @@ class Child:
         return self._connection.poll()
 
     def close(self) -> None:
-        """End the process."""
+        """Close the pipe and end the process."""
         self._connection.close()
         self._process.join(5)
         self._process.kill()

@@ -98,7 +98,7 @@ class Client:
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the HTTP connections to the server."""
         await self._http.aclose()
         for each in self._clients:
             await each.aclose()

@@ -64,14 +64,14 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
+        """The cluster\'s name in paths: its workers, step size and policy."""
         return "-".join(
             filter(None, (f"{self.prefill}P{self.decode}D", str(self.budget), self.policy))
         )
 
     @property
     def label(self) -> str:
-        """Name in the tables."""
+        """The cluster's name in tables: its workers, step size and policy."""
         kind = f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
         return f"{kind}, steps of {self.budget}" + (f", {self.policy}" if self.policy else "")
 

@@ -50,7 +50,7 @@ def step_ms(core: EngineCore) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure greedy and drawn decode steps and print their times."""
     shape = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory), {**shape, "vocab_size": VOCAB, "eos_token_id": 1})

@@ -133,7 +133,7 @@ def run_steps(core: EngineCore, count: int) -> float:
 
 
 class Bench:
-    """One engine and its prompts."""
+    """An engine and the random prompts that it computes."""
 
     def __init__(self, llm: LLM, times: int, context: int) -> None:
         self._llm, self._times, self._context = llm, times, context

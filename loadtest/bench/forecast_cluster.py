@@ -143,7 +143,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure, simulate and compare."""
+    """Measure real clusters, simulate the same ones, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", help="JSON file")
     parser.add_argument("--workers", nargs="+", default=["1P1D", "2"])

@@ -130,11 +130,11 @@ class NoModel:
     """A placeholder for a model that is not run."""
 
     def forward(self, *_args: object) -> torch.Tensor:
-        """Never called."""
+        """Raise: the simulated device never computes a model."""
         raise NotImplementedError
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Never called."""
+        """Raise: the simulated device never computes a model."""
         raise NotImplementedError
 
 

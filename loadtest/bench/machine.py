@@ -51,7 +51,7 @@ class Recorder:
     _reader: PlanReader = field(default_factory=PlanReader)
 
     def execute(self, plan: StepPlan) -> PendingStep:
-        """Launch a step."""
+        """Record a step's work, then let the executor launch it."""
         work = self._reader.work_of(plan)
         if plan.has_rows:
             self.works.append(work)
@@ -78,7 +78,7 @@ class RecordingCosts:
         return getattr(self._costs, name)
 
     def observe(self, work: Any, seconds: float) -> None:
-        """Note a step's time."""
+        """Record a step's duration, then pass it on to the cost model."""
         self.samples.append((self._works.popleft(), seconds))
         self._costs.observe(work, seconds)
 
@@ -92,7 +92,7 @@ def record(core: EngineCore) -> RecordingCosts:
 
 
 def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> None:
-    """Run steps of all sizes."""
+    """Run steps with all numbers of rows and prompts of many lengths."""
     rng, spec = random.Random(0), RequestSpec(temperature=0, max_tokens=STEPS, ignore_eos=True)
     for rows in [each for each in ROWS if each <= most_rows]:
         for _ in range(ROUNDS):
@@ -193,7 +193,7 @@ def machine_of(
 
 
 def main() -> None:
-    """Measure, fit and print."""
+    """Measure steps, fit their prices and print these as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--device", default="auto")

@@ -60,7 +60,7 @@ def compare(what: str, ours: list[Row], theirs: list[Row]) -> str:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure kernels and engine and print the tables."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--no-kernels", dest="kernels", action="store_false")
     own.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")

@@ -101,12 +101,12 @@ class Trial:
 
     @property
     def is_predicted(self) -> bool:
-        """Whether placement is by prediction."""
+        """Whether the router places requests by predicted times."""
         return self.plan.policy == "predicted"
 
     @property
     def label(self) -> str:
-        """What the cluster is called."""
+        """The name of the trial's cluster in tables."""
         steps = "" if self.plan.prefill else f", {self.limits.max_num_batched_tokens}"
         return self.plan.label + steps
 
@@ -237,7 +237,7 @@ def verdicts(found: Sequence[Cell]) -> list[dict[str, object]]:
 
 
 def compare(all_trials: Sequence[Trial], jobs: int = 1) -> list[Cell]:
-    """Run trials and compare them."""
+    """Run all trials, in parallel processes if wanted, and compare their figures."""
     if jobs == 1:
         return cells(each for trial in all_trials for each in trial.run())
     with ProcessPoolExecutor(jobs) as pool:

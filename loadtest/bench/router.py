@@ -138,7 +138,7 @@ def number_up_to(most: int) -> Callable[[str], int]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure the router with all numbers of streams and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     streams, tokens = number_up_to(MAX_STREAMS), number_up_to(CYCLE)
     number = number_up_to(64)

@@ -101,7 +101,7 @@ class Stream(asyncio.Protocol):
         self.runs = asyncio.Event()
 
     def connection_made(self, transport: Any) -> None:
-        """Send the request."""
+        """Send the request for an endless stream."""
         asked = {"model": MODEL, "prompt": "Hi", "max_tokens": ENDLESS, "stream": True}
         asked["seed"] = self._number  # stub workers identify streams by it
         body = json.dumps(asked).encode()
@@ -113,7 +113,7 @@ class Stream(asyncio.Protocol):
         )
 
     def data_received(self, data: bytes) -> None:
-        """Record the arrival time."""
+        """Record when a part of the stream arrived."""
         self.times.append(time.monotonic())
         if len(self.times) == FIRST_TOKENS:
             self.runs.set()
@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure gaps and event loop lag with each kind of body."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each kind of body")

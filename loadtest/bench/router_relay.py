@@ -42,7 +42,7 @@ class HttpProtocol(asyncio.Protocol):
         self._on_stream, self._request = on_stream, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection."""
+        """Keep the transport, for the bytes that are sent later."""
         self._transport: Any = transport
 
     def data_received(self, data: bytes) -> None:

@@ -90,7 +90,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Its duration in seconds."""
+        """How many seconds the measured span lasted."""
         return self.end - self.start
 
 

@@ -59,13 +59,13 @@ class Source(ABC):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all streams."""
+        """Forget all streams and what was sent to them."""
         self.streams: dict[int, Any] = {}
         self.position = self.unread = 0
         self.steps: list[tuple[float, int]] = []
 
     def open(self, number: int, where: Any) -> None:
-        """Add a stream."""
+        """Add a stream and the destination of its tokens."""
         self.streams[number] = where
 
     def step(self, tokens: int, is_last: bool = False) -> None:
@@ -166,7 +166,7 @@ class EventSource(Source):
         self._ready: dict[int, list[bytes]] = {}
 
     def event(self, number: int, tokens: int) -> bytes:
-        """Return a stream's next event."""
+        """Return the next server-sent event of a stream."""
         cycle = len(self.script.ids)
         if tokens not in self._ready:
             texts = [self.script.content(start, 0, tokens) for start in range(cycle)]
@@ -187,7 +187,7 @@ class RelaySource(EventSource, asyncio.Protocol):
             self.open(number, None)
 
     def send(self, tokens: int, is_last: bool) -> float:
-        """Send a step's events."""
+        """Send the step's events of all streams to the relay, as one message."""
         parts = []
         for number in self.streams:
             event = self.event(number, tokens)

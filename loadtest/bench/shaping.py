@@ -124,7 +124,7 @@ def read_batches() -> list[int]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure each kind and number of rows, and print a JSON line for each."""
     batches = read_batches()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))

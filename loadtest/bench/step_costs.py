@@ -100,7 +100,7 @@ class Load:
             self._core.step()
 
     def end(self) -> None:
-        """End all sequences."""
+        """Abort all sequences and step until the engine is idle."""
         scheduler = self._core.scheduler
         for sequence in [*scheduler.running, *scheduler.waiting]:
             self._core.abort(sequence.request_id)
@@ -178,7 +178,7 @@ def model_folder(model: str) -> Iterator[tuple[str, str]]:
 
 
 def read_options() -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the command line of this bench."""
     parser = argparse.ArgumentParser(description=__doc__)
     text = "demo, a shape, or a folder with a config.json; all but demo get random weights"
     parser.add_argument("--model", default="demo", help=f"{text}; shapes: {', '.join(SHAPES)}")
@@ -197,7 +197,7 @@ def read_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run all phases."""
+    """Run all phases and print how well their steps were predicted."""
     args = read_options()
     longest = 2 * args.longest + 256
     with model_folder(args.model) as (model, load_format):

@@ -135,7 +135,7 @@ def _measure_vllm(
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure each topology in each phase and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(USUAL_PHASES))

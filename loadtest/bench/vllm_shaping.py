@@ -35,7 +35,7 @@ def sampling(spec: RequestSpec) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure vLLM's steps by kind and number of rows, and print JSON lines."""
     batches, specs = shaping.read_batches(), shaping.kinds()
     with tempfile.TemporaryDirectory() as directory:
         shaping.write_model(Path(directory))

@@ -161,7 +161,7 @@ def wrong_in(row: Row) -> list[str]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure each topology and return 1 if its first requests waited."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=list(TOPOLOGIES))
     parser.add_argument("--model", choices=(*SHAPES, DEMO), default=DEFAULT_MODEL)

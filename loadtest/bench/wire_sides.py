@@ -171,7 +171,7 @@ class Engine:
         self.open.close()
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Ignore all tokens."""
+        """Do nothing with the tokens, which no bench reads."""
 
     def endpoint(self, carrier: str, **options: Any) -> KvEndpoint:
         """Open sockets, carrier and endpoint, with further arguments of its receiver."""

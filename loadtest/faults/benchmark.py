@@ -337,5 +337,5 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def say(text: str) -> None:
-    """Report what happens next."""
+    """Print which step of the benchmark begins."""
     print(f"==> {text}", flush=True)

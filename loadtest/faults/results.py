@@ -129,7 +129,7 @@ class Result:
 
     @property
     def problems(self) -> list[str]:
-        """What `--require` objects to."""
+        """What would make the program fail with `--require`, in words."""
         found = []
         if self.summary is not None and self.summary.failed:
             found.append(f"{self.summary.failed} requests failed")

@@ -38,7 +38,7 @@ POSITIVE = ("seconds", "rate", "long_rate", "storm_stay_s", "freeze_s", "timeout
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line of this program."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -51,7 +51,7 @@ class Service(msgspec.Struct, frozen=True):
 
 
 class Router(msgspec.Struct, frozen=True):
-    """One of the cluster's routers."""
+    """A router of the cluster, as another one or it itself describes it."""
 
     id: str
     epoch: int | None = None

@@ -1,4 +1,4 @@
-"""`pagewire convert`."""
+"""The command `pagewire convert`: writes a checkpoint in another format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagewire estimate`."""
+"""The command `pagewire estimate`: memory and KV blocks of a model on a GPU."""
 
 from __future__ import annotations
 

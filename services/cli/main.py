@@ -1,4 +1,4 @@
-"""The `pagewire` command."""
+"""The `pagewire` program: finds a command's module and runs it."""
 
 from __future__ import annotations
 
@@ -49,15 +49,12 @@ class _Commands(Mapping[str, Any]):
     """Commands by name, imported on demand: all of them would add 0.3 s to a service's start."""
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the commands' names."""
         return iter(_MODULES)
 
     def __len__(self) -> int:
-        """Return the number of commands."""
         return len(_MODULES)
 
     def __getitem__(self, name: str) -> Any:
-        """Return a command."""
         with without_garbage_searches():
             module = import_module(f"pagewire.services.cli.{_MODULES[name]}")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -66,7 +63,7 @@ class _Commands(Mapping[str, Any]):
 
 
 class _Group(TyperGroup):
-    """All commands."""
+    """The program with its commands, which are imported only when they run."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)

@@ -77,7 +77,6 @@ def _stream(file: _Descriptor, like: Any) -> io.TextIOWrapper:
 
 
 def _make_sink(number: int) -> None:
-    """Redirect a descriptor to /dev/null."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, number)
     os.close(sink)

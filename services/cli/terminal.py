@@ -34,7 +34,7 @@ def write_text(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters."""
+    """Return text without characters that would control the terminal."""
     return text.translate(_CONTROLS)
 
 

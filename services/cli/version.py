@@ -1,4 +1,4 @@
-"""`pagewire version`."""
+"""The command `pagewire version`: releases of Pagewire and what it uses."""
 
 from __future__ import annotations
 

@@ -175,7 +175,6 @@ class RouterService:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """End all connections."""
         await self._stack.aclose()
 
     @property

@@ -99,7 +99,7 @@ class JsonFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return a log record as one line of JSON."""
         line = _line(
             record.created, record.levelname, record.name, record.getMessage(), self._service
         )

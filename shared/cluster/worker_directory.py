@@ -66,7 +66,7 @@ class WorkerDirectory:
         return tuple(c for c in self._records.values() if role is None or c.role == role)
 
     def get(self, worker_id: str) -> WorkerRecord | None:
-        """Return one worker's record."""
+        """Return a worker's record, or None if there is none."""
         return self._records.get(worker_id)
 
     async def start(self) -> None:
@@ -80,7 +80,7 @@ class WorkerDirectory:
         await end_task(task)
 
     async def refresh(self) -> None:
-        """Read the registry now."""
+        """Read all records from the registry now; keep the old ones if Redis fails."""
         try:
             records = await self._registry.list_workers()
         except RedisUnavailableError as exc:

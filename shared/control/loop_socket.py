@@ -45,7 +45,7 @@ class LoopSocket:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the socket has been closed."""
         return self._closed
 
     def send(self, frames: Sequence[bytes]) -> None:
@@ -129,7 +129,7 @@ class Ticker:
         self._handle = self._loop.call_later(period_s, self._run)
 
     def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop the regular calls. Further calls of this do nothing."""
         self._handle.cancel()
 
     def _run(self) -> None:

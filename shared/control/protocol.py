@@ -61,7 +61,7 @@ Trace = Annotated[str, Meta(pattern=r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-
 
 
 class Message(msgspec.Struct, tag=True, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all control messages."""
+    """Base of the messages that routers and workers send each other."""
 
 
 class Ping(Message, frozen=True, kw_only=True):

@@ -54,7 +54,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def text(self) -> str:
-        """This work in words."""
+        """The number of prompt tokens and decode rows, in words for logs."""
         return f"{self.tokens} prompt tokens and {self.rows} decode rows"
 
 

@@ -1,4 +1,4 @@
-"""Grammar texts of JSON schemas."""
+"""Turns a JSON schema into the text of a grammar for llguidance."""
 
 from __future__ import annotations
 

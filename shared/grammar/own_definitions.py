@@ -46,7 +46,7 @@ class _Mover:
         self._names: dict[int, _Names] = {}
 
     def moved(self) -> dict[str, Any]:
-        """Return the whole schema."""
+        """Return the schema with all definitions in its own `$defs`."""
         whole: dict[str, Any] = self._part(self._root, ())
         own = whole["$defs"] if "$defs" in self._own else {}
         return {**whole, "$defs": {**own, **self._found}}

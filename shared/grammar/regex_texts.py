@@ -1,4 +1,4 @@
-"""Regular expressions that clients write."""
+"""Limits the character classes of clients' regular expressions to ASCII."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token, by its id."""
+    """A single token of the vocabulary, given by its id."""
 
     token_id: int
 
@@ -153,7 +153,7 @@ class TagRules:
         return name
 
     def text(self, start: str) -> str:
-        """Return the grammar."""
+        """Return the grammar's text, in which `start` is the first rule."""
         return self.rules.text(start or '""')
 
     def sequence(self, elements: Elements, follow: Follow) -> str:

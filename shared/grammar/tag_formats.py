@@ -24,17 +24,17 @@ Count = Annotated[int, Meta(ge=0, le=MAX_REPEATS)]
 
 
 class _Format(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
-    """Options of all formats."""
+    """The options that each format of a structural tag has."""
 
 
 class ConstFormat(_Format, frozen=True, tag="const_string"):
-    """A fixed text."""
+    """A format that allows exactly one text."""
 
     value: str
 
 
 class SchemaFormat(_Format, frozen=True, tag="json_schema"):
-    """JSON that a schema describes."""
+    """A format that allows JSON to which a schema applies."""
 
     json_schema: dict[str, Any] | bool
     style: str = "json"
@@ -74,19 +74,19 @@ class TokenFormat(_Format, frozen=True, tag="token"):
 
 
 class SequenceFormat(_Format, frozen=True, tag="sequence"):
-    """Parts, one after the other."""
+    """A format that requires several parts, one after the other."""
 
     elements: SomeFormats
 
 
 class OrFormat(_Format, frozen=True, tag="or"):
-    """One of several parts."""
+    """A format that requires one of several parts."""
 
     elements: SomeFormats
 
 
 class OptionalFormat(_Format, frozen=True, tag="optional"):
-    """A part or nothing."""
+    """A format that allows a part or nothing."""
 
     content: Format
 
@@ -98,7 +98,7 @@ class StarFormat(_Format, frozen=True, tag="star"):
 
 
 class PlusFormat(_Format, frozen=True, tag="plus"):
-    """A part at least once."""
+    """A format that requires a part once or more often."""
 
     content: Format
 

@@ -76,7 +76,7 @@ def _format_of(tag: StructuralTag) -> Format:
 
 
 class _TagGrammar:
-    """The rules of one grammar."""
+    """Collects the rules of the grammar that is made from one structural tag."""
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers

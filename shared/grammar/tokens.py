@@ -1,4 +1,4 @@
-"""The model's vocabulary for llguidance."""
+"""Makes the model's vocabulary known to llguidance."""
 
 from __future__ import annotations
 

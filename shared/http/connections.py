@@ -29,10 +29,10 @@ REASONS = ("refused", "dropped", "slow", "invalid")
 
 
 class Peer(Protocol):
-    """A connection."""
+    """The server's half of a client's connection."""
 
     def drop(self) -> None:
-        """Close it at once."""
+        """Close the connection at once, without an answer."""
 
     def on_overdue(self, phase: Phase) -> None:
         """Act on a client that has taken too long."""
@@ -69,7 +69,7 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Open connections."""
+        """How many connections are open now."""
         return len(self._phases)
 
     @property
@@ -98,7 +98,7 @@ class Connections:
         self._phases.move(peer, phase, now)
 
     def leave(self, peer: Peer) -> None:
-        """Stop counting a connection. Idempotent."""
+        """Stop counting a connection that has ended. Idempotent."""
         self._phases.remove(peer)
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -133,7 +133,7 @@ class ConnectionCollector:
         self._prefix, self._connections = prefix, connections
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield open, allowed and early closed connections as metric families."""
         port = self._connections.name
         for name, text, value in (
             ("connections", f"Open connections of {port}", self._connections.num_open),

@@ -39,7 +39,7 @@ class Phases(Generic[PeerT]):
         return len(self._phase_of)
 
     def add(self, peer: PeerT, phase: Phase, now: float) -> None:
-        """Add a new connection."""
+        """Add a connection that waits for its client in this phase."""
         self._phase_of[peer] = phase
         self._since[phase][peer] = now
 
@@ -55,7 +55,7 @@ class Phases(Generic[PeerT]):
             self._since[phase][peer] = now
 
     def remove(self, peer: PeerT) -> None:
-        """Forget a connection. Idempotent."""
+        """Forget a connection, which has ended. Idempotent."""
         phase = self._phase_of.pop(peer, None)
         if phase is not None:
             del self._since[phase][peer]

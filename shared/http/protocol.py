@@ -210,7 +210,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.drop()
 
     def drop(self) -> None:
-        """Close at once."""
+        """Close the connection at once, without an answer."""
         self._all.leave(self)
         self._is_ending = True
         self.transport.abort()
@@ -324,11 +324,9 @@ class _LingeringTransport(asyncio.Transport):
         self._protocol = protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send."""
         self._protocol.transport.write(data)
 
     def is_closing(self) -> bool:
-        """Whether the connection ends."""
         return self._protocol.is_ending
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Refusal:
     reason: str = "invalid"
 
     def response(self) -> bytes:
-        """Return the whole HTTP response."""
+        """Return the bytes of an HTTP response with this refusal."""
         request_id = new_request_id()
         body = error_object(self.message, self.kind, None, self.code, request_id)
         retry = "Retry-After: 1\r\n" if self.status == HTTPStatus.SERVICE_UNAVAILABLE else ""

@@ -13,7 +13,7 @@ _WELL_FORMED = re.compile(rb"[A-Za-z0-9._:;=+/@~-]{1,%d}" % MAX_CHARS)
 
 
 def new_request_id() -> str:
-    """Return a new, unique id."""
+    """Return a random id that no other request has."""
     return secrets.token_hex(16)
 
 

@@ -68,7 +68,7 @@ class SideServer:
         self._task = start_task(self._server.serve(sockets=[listener]), f"server of {self._name}")
 
     async def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening and end all connections. Idempotent."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)

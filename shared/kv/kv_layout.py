@@ -228,7 +228,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return 0 if window is None else max(0, num_tokens - window) // self.block_size
 
     def first_blocks(self, num_tokens: int) -> list[int]:
-        """Return `first_block` of each group."""
+        """Return for each group the first block that is still needed."""
         return [self.first_block(group, num_tokens) for group in range(len(self.groups))]
 
     def most_blocks(self, num_tokens: int, max_chunk: int) -> int:

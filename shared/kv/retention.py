@@ -117,7 +117,7 @@ class Retention:
         return dropped
 
     def expire(self, now_s: float) -> list[int]:
-        """Give up what has ended."""
+        """Stop retaining blocks whose time has passed; return their block numbers."""
         dropped: list[int] = []
         if now_s < self._next_expiry_s:
             return dropped
@@ -137,7 +137,7 @@ class Retention:
         return self._drop_oldest(max(self._owners, key=self.num_blocks))
 
     def clear(self) -> None:
-        """Retain nothing any more."""
+        """Stop retaining blocks of all owners."""
         self._owners.clear()
         self._num_owners.clear()
         self._next_expiry_s = float("inf")

@@ -13,7 +13,7 @@ BLOCK_STATES = ("free", "cached", "used", "total")
 
 
 def load_families(load: WorkerLoad) -> Iterator[Metric]:
-    """Yield one family after another."""
+    """Yield a worker's blocks, sequences and queued tokens as metric families."""
     blocks = GaugeMetricFamily(KV_BLOCKS, "KV blocks by state", labels=["state"])
     for state in BLOCK_STATES:
         blocks.add_metric([state], getattr(load, f"{state}_blocks"))

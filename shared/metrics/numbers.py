@@ -31,7 +31,7 @@ class PlainCounter:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield its family."""
+        """Yield the counter as a metric family with one value."""
         family = CounterMetricFamily(self._name, self._text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), self.value)
         yield family
@@ -75,7 +75,7 @@ class PlainHistogram:
         registry.register(_Alias(name, self))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield its family."""
+        """Yield the histogram as a metric family."""
         yield self.family(self._name)
 
     def family(self, name: str) -> Metric:
@@ -93,7 +93,6 @@ class _Alias:
         self._name, self._histogram = name, histogram
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the histogram's family."""
         yield self._histogram.family(self._name)
 
 

@@ -22,7 +22,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def urls(self) -> list[str]:
-        """The addresses of the pages."""
+        """The addresses of the pages with metrics."""
         return [f"http://{address}/metrics" for address in self.targets]
 
 

@@ -33,7 +33,6 @@ class _Identity:
         self._restarts = restarts
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
         labels = {"version": __version__, "protocol": str(PROTOCOL_VERSION)}
         yield InfoMetricFamily(
             "pagewire_build", "Release and protocol version of this process", labels
@@ -68,7 +67,7 @@ class LoopLag:
         self._wait(loop)
 
     def stop(self) -> None:
-        """Stop. Idempotent."""
+        """Stop measuring the event loop's lag. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -63,7 +63,7 @@ class MetricsServer:
         return with_host(f"http://:{bound_port}", bound_host)
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop the server and the measurement of the event loop's lag."""
         self._lag.stop()
         await self._server.close()
 

@@ -84,7 +84,7 @@ class LoadProgress:
 
     @property
     def summary(self) -> str:
-        """Bytes, duration and rate."""
+        """How much was loaded, how long it took and how fast it was."""
         rate = self.total / GB / max(self.seconds, 1e-6)
         return f"{self.total / GB:.2f} GB in {self.seconds:.1f} s ({rate:.1f} GB/s)"
 

@@ -45,5 +45,5 @@ class LoadedModel(CausalLM, Protocol):
         ...
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters, each once."""
+        """Yield each parameter on the device once."""
         ...

@@ -64,7 +64,7 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the file."""
+        """How many bytes the tensor takes in the file."""
         return self.end - self.start
 
 

@@ -144,7 +144,7 @@ class _Parts:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Return no more parts."""
+        """Have the threads end: no more parts are handed out."""
         self._is_stopped = True
 
     def __iter__(self) -> Iterator[_Part]:

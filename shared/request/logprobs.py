@@ -90,7 +90,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """The position that follows the last of these tokens."""
         return self.start + len(self.tokens)
 
     def since(self, position: int) -> PromptLogprobs:

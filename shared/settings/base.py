@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Settings(BaseSettings):
-    """Read from the environment."""
+    """Base of settings that are read from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, extra="ignore", frozen=True, validate_default=True

@@ -172,7 +172,7 @@ class EngineSettings(Settings):
 
 
 class LLMSettings(EngineSettings):
-    """The offline `LLM`."""
+    """Settings of the offline `LLM` and `AsyncLLM`."""
 
     seed: Seed | None = described(
         None,
@@ -188,7 +188,7 @@ class LLMSettings(EngineSettings):
 
 
 class WorkerSettings(ClusterSettings, EngineSettings):
-    """A prefill or decode service."""
+    """Settings of a prefill or decode worker."""
 
     served_model_name: ModelNames | None = SERVED_MODEL_NAME
     worker_id: ServiceId = described(
@@ -266,7 +266,7 @@ class WorkerSettings(ClusterSettings, EngineSettings):
 
 
 class RouterSettings(ClusterSettings, KeySettings):
-    """The router."""
+    """Settings of a router, the cluster's HTTP server."""
 
     # Of the model, the router reads only its tokenizer and configuration.
     model: str = described(

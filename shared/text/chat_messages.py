@@ -49,7 +49,7 @@ def media_problem(place: str, kind: str) -> str:
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """A part of a message."""
+    """A part of a message that is text."""
 
     text: str
 

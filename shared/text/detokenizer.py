@@ -36,7 +36,7 @@ class TableDetokenizer:
         self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
 
     def take_rest(self) -> int:
-        """See `Detokenizer`."""
+        """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
         is_prompts, self._is_prompts = self._is_prompts, False
         return int(is_prompts)
 
@@ -95,7 +95,7 @@ class PieceDetokenizer:
         self._prompt_rest = len(self._rest)
 
     def take_rest(self) -> int:
-        """See `Detokenizer`."""
+        """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
         count, self._prompt_rest = self._prompt_rest, 0
         return count
 
@@ -176,7 +176,7 @@ class MarkedDetokenizer:
         self._shown = {token_id: tokenizer.token_bytes.text(token_id) for token_id in shown}
 
     def take_rest(self) -> int:
-        """See `Detokenizer`."""
+        """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
         return self._inner.take_rest()
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -227,7 +227,7 @@ class ContextDetokenizer:
         self._prompt_rest = len(rest) - len(self._prompt_text)
 
     def take_rest(self) -> int:
-        """See `Detokenizer`."""
+        """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
         count, self._prompt_rest = self._prompt_rest, 0
         return count
 

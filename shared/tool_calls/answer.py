@@ -87,7 +87,7 @@ class TaggedAnswer:
 
     @property
     def has_calls(self) -> bool:
-        """Whether any call has begun."""
+        """Whether the model has begun a tool call in this answer."""
         return self._tools is not None and self._tools.num_calls > 0
 
     @property

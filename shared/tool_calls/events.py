@@ -14,7 +14,7 @@ class ContentText:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """A part of the reasoning."""
+    """More of the text that the model writes before its answer."""
 
     text: str
 

@@ -89,7 +89,7 @@ def tools_grammar(
 
 
 class _Grammar:
-    """The rules of one grammar."""
+    """Collects the rules of the grammar for one request's answer."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Grammar:
         self._rules = LarkRules()
 
     def text(self, content: str) -> str:
-        """Return the grammar."""
+        """Return the grammar's text; `content` is the form that content must have."""
         before = ""
         if self._reasoning is not None:
             before = add_reasoning(self._rules, self._reasoning, self._begins, self._markers)

@@ -84,7 +84,7 @@ class ChannelParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether any call has begun."""
+        """Whether the model has begun a tool call in this answer."""
         return self._num_calls > 0
 
     @property

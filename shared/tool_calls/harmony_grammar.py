@@ -72,7 +72,7 @@ def form_in_final(name: str, begins: Begins, tokens: Mapping[str, int]) -> str:
 
 
 class _Rules(LarkRules):
-    """The rules of one grammar."""
+    """Collects the rules of the grammar for one request's answer."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         super().__init__()

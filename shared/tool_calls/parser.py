@@ -227,7 +227,7 @@ class ToolParser:
         return True
 
     def _read_call(self) -> bool:
-        """Parse more of a call."""
+        """Read on in a call; return False if more text must come first."""
         reader, had_begun = self._reader, self._reader.name is not None
         self._buffer = self._held_spaces() + self._buffer
         part, taken = reader.push(self._buffer)

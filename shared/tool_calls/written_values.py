@@ -72,7 +72,7 @@ class ValueForm(msgspec.Struct, frozen=True):
         return ("[" if "array" in self.others else "") + ("{" if "object" in self.others else "")
 
     def as_json(self, text: str) -> str:
-        """Return a value as JSON."""
+        """Return a value of this form as JSON text."""
         word = text.strip()
         if "null" in self.others and word in NULLS:
             return "null"

@@ -25,13 +25,13 @@ class Codec(Protocol):
     vocab_size: int
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of a list of token ids."""
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation."""
+        """Return the token ids of a conversation, by the chat template."""
 
 
 def standard_prompts(tokenizer: Codec, seed: int = SEED) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`pagewire batch`."""
+"""The command `pagewire batch`: answers the requests of a file."""
 
 from __future__ import annotations
 

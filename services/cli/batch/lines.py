@@ -59,7 +59,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class OutputLine(msgspec.Struct, frozen=True):
-    """One line of the output."""
+    """A line of the output file: a request's answer, or why there is none."""
 
     id: str
     custom_id: str
@@ -68,7 +68,7 @@ class OutputLine(msgspec.Struct, frozen=True):
 
     @property
     def is_ok(self) -> bool:
-        """Whether the request succeeded."""
+        """Whether the request got an answer with an HTTP status of success."""
         return self.response is not None and 200 <= self.response.status_code < 300
 
 

@@ -1,4 +1,4 @@
-"""`pagewire bench`."""
+"""The command `pagewire bench`: puts load on a server and reports its latencies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command-line options of `pagewire bench`."""
+"""The options of the command `pagewire bench`."""
 
 from __future__ import annotations
 

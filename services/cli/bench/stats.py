@@ -44,7 +44,7 @@ class Samples:
         self._limit, self._kept, self._rng = limit, array("d"), random.Random(0)
 
     def add(self, value: float) -> None:
-        """Add a number."""
+        """Add a number to the sums and, perhaps, to the sample for percentiles."""
         self.count += 1
         self.total += value
         self.highest = max(self.highest, value)
@@ -78,7 +78,7 @@ class Slo:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is any bound."""
+        """Whether the user gave a bound for the first token or for gaps."""
         return self.ttft_s is not None or self.itl_s is not None
 
     def is_met(self, ttft: float | None, gap: float | None) -> bool:
@@ -137,7 +137,7 @@ class Results:
         self.first_messages.setdefault(kind, message)
 
     def add_reply(self, reply: Reply) -> None:
-        """Count a complete reply."""
+        """Add a complete reply to the sums and samples."""
         self.ok += 1
         self.good += self.slo.is_met(reply.ttft, mean_gap(reply))
         self.output_tokens += reply.num_tokens

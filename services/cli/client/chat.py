@@ -1,4 +1,4 @@
-"""`pagewire chat`."""
+"""The command `pagewire chat`: a conversation in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagewire complete`."""
+"""The command `pagewire complete`: continues one prompt."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class OpenAIClient:
         self._dialect: Dialect | None = None
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the HTTP connections to the server."""
         await self._http.aclose()
 
     async def __aenter__(self) -> OpenAIClient:

@@ -12,7 +12,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one answer."""
+    """How many tokens a prompt and its answer have."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -45,7 +45,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error object."""
+    """The error object in a response."""
 
     message: str = ""
 
@@ -64,7 +64,7 @@ class Prefill(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """The KV blocks that crossed."""
+    """How much KV was sent between workers for the request, and by which means."""
 
     bytes: int = 0
     carrier: str | None = None
@@ -105,12 +105,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """One entry of `/v1/models`."""
+    """A model that the server offers, as `/v1/models` lists it."""
 
     id: str
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """The body of `/v1/models`."""
+    """The body of `/v1/models`: the models that the server offers."""
 
     data: list[Model] = []

@@ -1,4 +1,4 @@
-"""`pagewire status`."""
+"""The command `pagewire status`: a cluster's routers and workers in a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagewire top`."""
+"""The command `pagewire top`: a cluster's state, always up to date."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Finding:
 
 
 def judge_python(version: Sequence[int], is_64_bit: bool) -> Finding:
-    """Judge the interpreter."""
+    """Judge whether the Python version and its word size are supported."""
     shown = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < MIN_PYTHON:
         return Finding("fail", "Python", shown, "install Python 3.11 or newer")
@@ -59,7 +59,7 @@ def judge_packages(missing: Sequence[str]) -> Finding:
 
 
 def judge_torch(probe: Mapping[str, Any]) -> Finding:
-    """Judge whether torch loads."""
+    """Judge whether torch can be imported, and for what it is built."""
     if "error" in probe:
         # A broken torch counts as installed, so pip must be forced to replace it.
         advice = install_command("worker", "--force-reinstall", only="torch")

@@ -1,4 +1,4 @@
-"""`pagewire doctor`."""
+"""The command `pagewire doctor`: finds what a machine lacks."""
 
 from __future__ import annotations
 

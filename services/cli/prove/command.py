@@ -1,4 +1,4 @@
-"""`pagewire prove`."""
+"""The command `pagewire prove`: shows that faults do not change answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prove(device: Device = "auto", as_json: Json = False) -> None:
 
 
 def as_object(proof: Proof) -> dict[str, Any]:
-    """Return the result for scripts."""
+    """Return the result as a value that is written as JSON."""
     return {
         "passed": proof.passed,
         "seconds": round(proof.total_s, 3),

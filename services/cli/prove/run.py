@@ -46,7 +46,7 @@ class Proof:
 
     @property
     def lines(self) -> list[Line]:
-        """The judged results."""
+        """What was to be shown, line by line, and whether it was."""
         return judge(self.calm, self.disturbed, self.facts)
 
     @property

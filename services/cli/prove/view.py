@@ -36,16 +36,16 @@ class View:
         self._line(f"{PREFILL} prefill and {DECODE} decode workers start, on {where} ...", "dim")
 
     def started(self, seconds: float) -> None:
-        """The cluster is ready."""
+        """Print that the cluster is ready, and after how long."""
         self._line(f"ready after {seconds:.1f} s", "dim")
 
     def calm(self) -> None:
-        """The calm run begins."""
+        """Print that the run without faults begins."""
         what = f"{len(PROMPTS)} answers of {MAX_TOKENS} tokens, temperature {TEMPERATURE:g}"
         self._begin_text(f"Calm run: {what}; the first one:")
 
     def disturbed(self) -> None:
-        """The disturbed run begins."""
+        """Print that the run with faults begins."""
         self._begin_text("Disturbed run: the same prompts and seeds")
 
     def text(self, text: str) -> None:
@@ -60,7 +60,7 @@ class View:
         self._line(f"{INDENT}>> {text}", "bold yellow")
 
     def result(self, lines: Sequence[Line], seconds: float) -> None:
-        """Print the judged lines."""
+        """Print each judged line and whether all has been proved."""
         self._end_text()
         self._line("")
         width = max(len(line.name) for line in lines)

@@ -41,7 +41,7 @@ class _DisturbedOutbound(Outbound):
 
     @property
     def reply(self) -> bytes:
-        """That of the usual half."""
+        """The answer to the receiver's offer, by the wrapped half."""
         return self._outbound.reply
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
@@ -59,7 +59,7 @@ class _DisturbedOutbound(Outbound):
         return self._outbound.send(segment, slot, packed)
 
     def close(self) -> None:
-        """Close the usual half."""
+        """Close the wrapped half of the link."""
         self._outbound.close()
 
 

@@ -130,7 +130,7 @@ class SimulatedCluster:
         return self.answers
 
     def summary(self, promise: Promise) -> Summary:
-        """Return the figures so far."""
+        """Return latencies, promises kept and worker use up to now."""
         workers = self.workers.values()
         preemptions = sum(each.core.scheduler.num_preemptions for each in workers)
         busy_s = {each.name: each.device.busy_s for each in workers}

@@ -27,7 +27,7 @@ class SimulatedStep:
     ends_s: float
 
     def is_done(self) -> bool:
-        """Whether the result has arrived."""
+        """Whether virtual time has passed the step's end."""
         return self.events.now >= self.ends_s
 
     def wait(self) -> StepResult:
@@ -95,7 +95,7 @@ class SimulatedDevice:
     _reader: PlanReader = field(default_factory=PlanReader)
 
     def execute(self, plan: StepPlan) -> SimulatedStep:
-        """Launch a step."""
+        """Begin a step, which ends after the time that the prices say."""
         work, prices = self._reader.work_of(plan), self.machine
         result = StepResult(plan.number, [ANSWER_TOKEN] * plan.num_samples)
         if not plan.has_rows:

@@ -73,7 +73,7 @@ class Answer:
         return (self.times[-1] - self.times[0]) / count if count > 0 else 0.0
 
     def gaps(self) -> list[float]:
-        """Return the times between tokens."""
+        """Return the seconds between consecutive tokens."""
         return [after - before for before, after in pairwise(self.times)]
 
     def breaks(self, promise: Promise) -> set[str]:

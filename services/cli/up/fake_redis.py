@@ -61,7 +61,7 @@ class UnixFakeServer(TcpFakeServer):  # type: ignore[misc]  # not checked, see p
 
 
 def main(argv: list[str]) -> None:
-    """Serve until killed."""
+    """Serve Redis's protocol on a Unix socket until the process is killed."""
     server = UnixFakeServer(Path(argv[1]))
     print(f"embedded Redis on {argv[1]}", flush=True)
     server.serve_forever()

@@ -94,7 +94,7 @@ class OutputLog:
         self._lines.clear()
 
     def feed(self, chunk: bytes) -> None:
-        """Add output of the child."""
+        """Add bytes that the child wrote to the file and to the last lines."""
         try:
             self._write(chunk)
         except OSError as exc:  # a full disk must not stop the child, whose pipe would fill

@@ -95,7 +95,7 @@ class ChildStatus:
 
     @property
     def name(self) -> str:
-        """The child's name."""
+        """The child's name, as its process and log file have it."""
         return self.spec.name
 
     @property
@@ -109,7 +109,7 @@ class ChildStatus:
             self.state, self.since = state, time.monotonic()
 
     def saw_output(self) -> None:
-        """The program itself is running."""
+        """Record that the child has written something, so its program runs."""
         if self.state is State.STARTING:
             self.enter(State.LOADING)
 

@@ -81,7 +81,7 @@ class ClusterMembers:
         await self._routers.start(metrics_endpoint)
 
     async def close(self) -> None:
-        """End all connections. Idempotent."""
+        """End the connections to workers, other routers and Redis. Idempotent."""
         await self._routers.close()
         await self.directory.close()
         await self.prefill_links.close()

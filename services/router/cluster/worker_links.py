@@ -83,7 +83,7 @@ class WorkerLink:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request listens."""
+        """Whether no request waits for this worker's messages."""
         return not self._listeners
 
     def listen(self, request_id: str, listener: RequestListener) -> None:
@@ -215,7 +215,6 @@ class WorkerLinks:
     _is_closed: bool = False
 
     def __iter__(self) -> Iterator[WorkerLink]:
-        """Iterate over the usable links."""
         return iter([link for link in self._links.values() if not link.lost.is_set()])
 
     def get(self, worker_id: str) -> WorkerLink | None:
@@ -245,7 +244,7 @@ class WorkerLinks:
         self._drop(record.worker_id, "its record is gone")
 
     async def close(self) -> None:
-        """End all links."""
+        """End the connections to all workers and the tasks that keep them up."""
         self._is_closed = True
         keepers = [*self._keepers.values(), *self._ending]
         self._keepers.clear()

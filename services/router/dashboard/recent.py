@@ -58,7 +58,7 @@ class RecentRequests:
         self._ring.append(_Entry(request_id, now, fields, timings))
 
     def newest_first(self) -> list[RecentRequest]:
-        """Return them all."""
+        """Return the recorded requests, the one that ended last first."""
         return [self._shown(entry) for entry in reversed(self._ring)]
 
     def _shown(self, entry: _Entry) -> RecentRequest:

@@ -48,7 +48,7 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class BodyEncodingError(InvalidRequestError):
-    """The request's body is compressed."""
+    """The request's body is compressed, which this server does not support."""
 
 
 class BodyTimeoutError(InvalidRequestError):

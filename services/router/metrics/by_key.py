@@ -47,6 +47,6 @@ class KeyMeter:
         self._requests.labels(key, outcome).inc()
 
     def count_tokens(self, key: str, prompt: int, cached: int, output: int) -> None:
-        """Count its tokens."""
+        """Add a request's tokens to the counters of its API key."""
         for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
             self._tokens.labels(key, kind).inc(count)

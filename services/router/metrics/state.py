@@ -29,7 +29,7 @@ class StateCollector:
     index: PrefixIndex
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield the gauges of queues, limits and load as metric families."""
         for name, text, value in (
             ("num_requests_running", "Sequences that have a token", self.admission.num_running),
             ("num_requests_waiting", "Sequences without a token", self.admission.num_waiting),
@@ -75,7 +75,7 @@ class WorkersCollector:
         self._model_name, self._members = model_name, members
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield the number of workers by role and state as a metric family."""
         found = Counter((each["role"], each["state"]) for each in self._members.describe_services())
         workers = GaugeMetricFamily(
             "pagewire_workers",

@@ -30,7 +30,7 @@ class Place:
             self._admission.num_running += 1
 
     def leave(self) -> None:
-        """Release the place. Idempotent."""
+        """Stop counting the sequence. Further calls do nothing."""
         if not self._is_held:
             return
         self._is_held = False
@@ -78,7 +78,7 @@ class Admission:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences in the system."""
+        """Sequences that wait or run, of all owners."""
         return self.num_waiting + self.num_running
 
     def check_room(self, owner: str | None = None, count: int = 1) -> None:

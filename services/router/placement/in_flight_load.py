@@ -69,7 +69,7 @@ class InFlightLoad:
         return entry
 
     def remove(self, entry: Entry) -> None:
-        """Stop counting a placement. Idempotent."""
+        """Stop counting a placed request as load of its worker. Idempotent."""
         entries = self._entries.get(entry.worker_id, {})
         if entries.pop(entry.number, None) is not None:
             self._changed.add(entry.worker_id)

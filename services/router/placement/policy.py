@@ -161,13 +161,13 @@ class PrefixPolicy:
         self._rng = rng
 
     def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
-        """Whether there is a choice."""
+        """Whether a role has several workers, so that cached prefixes decide between them."""
         return max(num_decodes, num_prefills) > 1
 
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
     ) -> Placement:
-        """Order the workers by cost."""
+        """Order the workers by missing prefix and load, the cheapest first."""
         require_decode_worker(decodes)
         weight = 2 if prompt.has_home else 1
         by_blocks = {
@@ -195,7 +195,7 @@ class RoundRobinPolicy:
         self._turn = itertools.count()
 
     def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
-        """Say no."""
+        """Return False: this policy ignores cached prefixes."""
         return False
 
     def place(

@@ -73,5 +73,5 @@ def _read(architecture: str, fields: Fields, defaults: Defaults) -> ModelConfig:
 
 
 def build(config: ModelConfig, make: LayerFactory) -> DecoderModel:
-    """Compose parallel layers."""
+    """Build a model whose attention and feed-forward layers read the same input."""
     return make.decoder(config, make.parallel_layer, interleaved=True)

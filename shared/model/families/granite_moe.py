@@ -38,7 +38,7 @@ def parse_config(fields: Fields) -> MoeConfig:
 
 
 def build(config: MoeConfig, make: LayerFactory) -> DecoderModel:
-    """Compose a Granite with mixtures."""
+    """Build a Granite model with a mixture of experts in each layer."""
     layer = partial(make.pre_norm_layer, mlp_name="block_sparse_moe")
     # Stacked experts have the names that transformers can write.
     names = {"router": "router"} if make.stacked_experts else _PUBLISHED

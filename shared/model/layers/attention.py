@@ -109,7 +109,7 @@ class Attention:
         )
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield projections, norms and sinks."""
+        """Yield projections, norms and sinks with their names in the checkpoint."""
         yield name, self.qkv_proj
         yield name, self.o_proj
         if self.norms is not None:

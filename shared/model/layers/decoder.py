@@ -46,7 +46,7 @@ class Reduced:
         return self.communicator.reduce(self.part.forward(hidden, *more))
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield those of the part."""
+        """Yield the parameters of the wrapped part."""
         yield from self.part.parameters(name)
 
 
@@ -62,7 +62,7 @@ class Scaled:
         return self.part.forward(hidden, *more).mul_(self.multiplier)
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield those of the part."""
+        """Yield the parameters of the wrapped part."""
         yield from self.part.parameters(name)
 
 

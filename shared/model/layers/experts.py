@@ -151,7 +151,7 @@ class UnquantizedExperts:
         """Do nothing: weights are stored as a checkpoint has them."""
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield weights and biases."""
+        """Yield the weights and biases as they are on the device."""
         for each in (self.gate_up, self.down, self.gate_up_bias, self.down_bias):
             if each is not None:
                 yield each
@@ -199,7 +199,7 @@ class Experts:
         return self.ops.route(logits, self.routing, self.correction)
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield router and experts."""
+        """Yield router and experts with their names in the checkpoint."""
         yield name, self.router
         if self.correction is not None:
             yield name, Plain("gate.e_score_correction_bias", self.correction)

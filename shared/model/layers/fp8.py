@@ -1,4 +1,4 @@
-"""Projections with weights in FP8."""
+"""Projections whose weights are stored and multiplied in FP8."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class Fp8Linear:
             start = end
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield weights, scales and bias."""
+        """Yield weights, scales and bias as they are on the device."""
         yield self._matrix.weight
         yield self._matrix.scale
         yield from (each for each in (self.bias, self.input_scales) if each is not None)

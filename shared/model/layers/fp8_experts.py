@@ -1,4 +1,4 @@
-"""Experts with weights in FP8."""
+"""Mixtures of experts whose weights are stored and multiplied in FP8."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Fp8Experts:
             )
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield weights, scales and biases."""
+        """Yield weights, scales and biases as they are on the device."""
         for each in (*self._gate_up, *self._down, self._up_scale):
             if isinstance(each, torch.Tensor):
                 yield each

@@ -157,7 +157,7 @@ class LatentAttention:
         return values
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield projections and norms."""
+        """Yield projections and norms with their names in the checkpoint."""
         yield name, self.down
         if self.q_norm is not None and self.q_up is not None:
             yield f"{name}.q_a_layernorm", self.q_norm

@@ -57,7 +57,7 @@ class LinearShape:
 
     @property
     def out_features(self) -> int:
-        """The sum of the parts."""
+        """The sum of the parts' output features."""
         return sum(self.parts.values())
 
     @property
@@ -165,7 +165,7 @@ class Unquantized:
         """Do nothing: weights are stored as a checkpoint has them."""
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield weight and bias."""
+        """Yield weight and bias as they are on the device."""
         yield self.weight
         if self.bias is not None:
             yield self.bias
@@ -177,7 +177,7 @@ class Unquantized:
                 rows.copy_(rows[order.to(rows.device)])
 
     def matrix(self) -> torch.Tensor:
-        """Return the weight itself."""
+        """Return the weight, which needs no conversion."""
         return self.weight
 
     def take(self, source: HasMatrix) -> None:
@@ -203,7 +203,7 @@ class Separate:
         return y if out is None else out.copy_(y)
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the projections."""
+        """Yield the tensors of all projections that a checkpoint fills."""
         for each in self._linears.values():
             yield from each.targets()
 
@@ -213,7 +213,7 @@ class Separate:
             each.finish()
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the projections' tensors."""
+        """Yield the tensors of all projections as they are on the device."""
         for each in self._linears.values():
             yield from each.stored()
 

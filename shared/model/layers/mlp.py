@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The gated feed-forward layer of a decoder layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagewire.shared.model.layers.parameters import NamedParameters
 
 @dataclass(eq=False, slots=True)
 class Mlp:
-    """`down(activation(gate(x)) * up(x))`."""
+    """Computes `down(activation(gate(x)) * up(x))` of each token."""
 
     gate_up_proj: Linear
     down_proj: Linear
@@ -25,6 +25,6 @@ class Mlp:
         return self.down_proj.apply(self.gated(self.gate_up_proj.apply(hidden)))
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
-        """Yield the projections."""
+        """Yield the projections with their names in the checkpoint."""
         yield name, self.gate_up_proj
         yield name, self.down_proj

@@ -1,4 +1,4 @@
-"""Normalisations of the residual stream."""
+"""RMS and layer normalisation of hidden states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RmsNorm:
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the weight."""
+        """Yield the tensor that the checkpoint's weight fills."""
         yield "weight", self.weight
 
     def finish(self) -> None:
@@ -44,7 +44,7 @@ class RmsNorm:
             self.weight.add_(1.0)
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the weight."""
+        """Yield the weight as it is on the device."""
         yield self.weight
 
 
@@ -69,14 +69,14 @@ class LayerNorm:
         return normed.to(x.dtype), summed
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the weight."""
+        """Yield the tensor that the checkpoint's weight fills."""
         yield "weight", self.weight
 
     def finish(self) -> None:
         """Do nothing: the weight is stored as a checkpoint has it."""
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the weight."""
+        """Yield the weight as it is on the device."""
         yield self.weight
 
 
@@ -109,14 +109,14 @@ class SplitRmsNorm:
         return ((wide * scale).to(self.weight.dtype) * self.weight).to(x.dtype), summed
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the weight."""
+        """Yield this rank's part of the weight, and where it is in the checkpoint's."""
         yield "weight", self.weight, (self.cut,)
 
     def finish(self) -> None:
         """Do nothing: the weight is stored as a checkpoint has it."""
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the weight."""
+        """Yield this rank's part of the weight."""
         yield self.weight
 
 

@@ -82,14 +82,14 @@ class Plain:
     cuts: Cuts = ()
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield the tensor."""
+        """Yield the tensor and its name, for the checkpoint to fill."""
         yield self.name, self.tensor, self.cuts
 
     def finish(self) -> None:
         """Do nothing: the tensor has its form."""
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the tensor."""
+        """Yield the tensor as it is on the device."""
         yield self.tensor
 
 
@@ -98,7 +98,7 @@ class Method(Parameters, Protocol):
 
     @property
     def apply(self) -> Callable[..., torch.Tensor]:
-        """The function that multiplies."""
+        """The function that multiplies inputs with the parameters."""
         ...
 
 
@@ -137,7 +137,7 @@ class WithMethod(Generic[MethodT]):
         self._filled: MethodT | None = None
 
     def targets(self) -> Iterator[NamedTarget]:
-        """Yield what fills the parameters."""
+        """Yield the tensors that the checkpoint fills, in the checkpoint's format."""
         if self._conversion is not None:
             self._filled = self._conversion.source()
         yield from (self._filled or self.method).targets()

@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of a config.json."""
+"""Reads the field `quantization_config` of a model's config.json."""
 
 from __future__ import annotations
 

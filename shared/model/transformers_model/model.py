@@ -113,5 +113,5 @@ class TransformersModel:
         yield from self._parameters
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield each parameter once."""
+        """Yield each parameter on the device once."""
         yield from (each for _, each in self._parameters)

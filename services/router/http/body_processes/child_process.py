@@ -130,12 +130,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
+        """The operating system's number of the process."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process has not ended yet."""
         return self._process.poll() is None
 
     def send(self, message: object) -> None:

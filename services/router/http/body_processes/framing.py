@@ -18,7 +18,7 @@ MessageT = TypeVar("MessageT")
 
 
 def send_message(connection: socket.socket, message: object) -> None:
-    """Send a message."""
+    """Send a message as msgpack, after its length."""
     raw = msgspec.msgpack.encode(message)
     connection.sendall(len(raw).to_bytes(LENGTH_BYTES, "big") + raw)
 

@@ -69,7 +69,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
         return cls(kind, error.message, error.param, error.code)
 
     def error(self) -> InvalidRequestError:
-        """Return the error."""
+        """Return this refusal as the error that the router raises for it."""
         return _REFUSALS[self.kind](self.message, self.param, self.code)
 
 

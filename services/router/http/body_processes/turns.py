@@ -24,7 +24,6 @@ class Turns:
         self._line: FairQueue[str, asyncio.Future[None]] = FairQueue()
 
     def __len__(self) -> int:
-        """How many wait."""
         return len(self._line)
 
     async def begin(self, owner: str) -> None:

@@ -109,7 +109,7 @@ class RequestRecord:
 
     @property
     def final_outcome(self) -> Outcome:
-        """How the request ended."""
+        """How the request ended, by its status if nothing else recorded an outcome."""
         if self.outcome is not None:
             return self.outcome
         if self.status in (0, CLIENT_CLOSED_REQUEST):

@@ -44,7 +44,7 @@ docs_router = APIRouter(redirect_slashes=False, include_in_schema=False)
 
 @docs_router.get("/openapi.json")
 async def show_document(request: Request) -> Response:
-    """Return the OpenAPI document."""
+    """Return the OpenAPI document that describes the routes of this router."""
     service = service_of(request)
     body = openapi_document(service.api_keys is not None, service.model.name)
     return Response(body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`."""
+"""The route `/v1/embeddings`: a vector for each text or list of tokens."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class EmbeddingResponse(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response through ASGI."""
+        """Send the embeddings through ASGI, until the client disconnects."""
         try:
             await cancel_on_disconnect(receive, self._send_all(send))
         except ClientGoneError as exc:  # the body lacks its end: the server closes the connection

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's, and health."""
+"""The routes for chats, completions, models and health."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get(MODELS_PATH + "/{model_id:path}", **described(OPENAI, objects.Model))
 async def get_model(request: Request, model_id: str) -> Response:
-    """Describe the model."""
+    """Describe the model, by OpenAI's or Anthropic's fields."""
     service = service_of(request)
     service.model.check_name(model_id)
     record = model_record(service.model, model_id, service.max_model_len)
@@ -86,7 +86,7 @@ async def get_model(request: Request, model_id: str) -> Response:
     ),
 )
 async def complete(request: Request) -> Response:
-    """Continue one or several prompts."""
+    """Continue one or several prompts: OpenAI's `/v1/completions`."""
     return await generate(request, "completion", CompletionFormat)
 
 
@@ -102,7 +102,7 @@ async def complete(request: Request) -> Response:
     ),
 )
 async def chat(request: Request) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation by OpenAI's route `/v1/chat/completions`."""
     return await generate(request, "chat", ChatFormat)
 
 
@@ -306,7 +306,7 @@ async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int
 
 
 def service_of(request: Request) -> RouterService:
-    """Return the router's service."""
+    """Return the router to whose application the request came."""
     service: RouterService = request.app.state.service
     return service
 

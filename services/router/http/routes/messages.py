@@ -27,7 +27,7 @@ messages_router = APIRouter(redirect_slashes=False)
     ),
 )
 async def create_message(request: Request) -> Response:
-    """Answer a conversation."""
+    """Answer a conversation by Anthropic's route `/v1/messages`."""
     return _with_id(request, await generate(request, "message", MessageFormat))
 
 

@@ -79,7 +79,7 @@ async def count_input_tokens(request: Request) -> Response:
     _ONE, **described(RESPONSES, objects.Response, errors=(503,), query=ResponseQuery)
 )
 async def get_response(request: Request, response_id: str) -> Response:
-    """Return a stored response."""
+    """Return a stored response by its id."""
     if read_query(ResponseQuery, request).stream:
         raise InvalidRequestError("stream must be false: the response is complete", "stream")
     stored = await _stored(request, response_id)
@@ -99,7 +99,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 @response_router.delete(_ONE, **described(RESPONSES, objects.DeletedResponse, errors=(503,)))
 async def delete_response(request: Request, response_id: str) -> Response:
-    """Delete a stored response."""
+    """Delete a stored response by its id."""
     key = record_of(request.scope).key
     await service_of(request).responses.remove(response_id, key)
     return json_response(objects.DeletedResponse(response_id))

@@ -35,12 +35,12 @@ async def tokenize(request: Request) -> Response:
     **described(TOKENS, Detokenized, body=DetokenizeBody, example={"tokens": [72, 101]}),
 )
 async def detokenize(request: Request) -> Response:
-    """Return the text of tokens."""
+    """Return the text of a list of token ids."""
     asked = await read_request(request, "detokenize")
     return json_response(Detokenized(asked.prompts[0].echo or ""))
 
 
 @token_router.get("/version", **described(SERVER, Version))
 async def version() -> Response:
-    """Return the server's version."""
+    """Return the release of Pagewire that this router runs."""
     return json_response(Version(__version__))

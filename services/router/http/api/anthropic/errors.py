@@ -1,4 +1,4 @@
-"""Anthropic's error object."""
+"""Writes errors as the object that Anthropic's API answers with."""
 
 from __future__ import annotations
 

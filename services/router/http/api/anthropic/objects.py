@@ -13,7 +13,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
-    """Text of an answer."""
+    """A block of text that the model wrote."""
 
     text: str
 
@@ -30,7 +30,7 @@ class AnswerThinking(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class AnswerToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool."""
+    """A block in which the model calls a tool."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class AnsweredMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """An answer."""
+    """The body of an answer to `/v1/messages` without streaming."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -96,7 +96,7 @@ class MessageEvent(msgspec.Struct):
 
 
 class TokenCount(msgspec.Struct):
-    """The tokens of a prompt."""
+    """The body of `/v1/messages/count_tokens`: how long a prompt is."""
 
     input_tokens: int
 
@@ -121,7 +121,7 @@ class MessageProblem(msgspec.Struct):
 
 
 class MessageError(msgspec.Struct, tag_field="type", tag="error"):
-    """Anthropic's error object."""
+    """The body of each error in Anthropic's API."""
 
     error: MessageProblem
     request_id: str

@@ -30,7 +30,7 @@ class CacheControl(msgspec.Struct, frozen=True):
 
 
 class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Text."""
+    """A block of text in a message."""
 
     text: str
     cache_control: CacheControl | None = None
@@ -56,11 +56,11 @@ class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"
 
 
 class ImageBlock(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
-    """An image, which is refused."""
+    """An image in a message; the request is refused."""
 
 
 class DocumentBlock(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
-    """A document, which is refused."""
+    """A document in a message; the request is refused."""
 
 
 ResultBlock = Annotated[
@@ -141,13 +141,13 @@ class MessageTool(msgspec.Struct, frozen=True):
 
 
 class AutoChoice(msgspec.Struct, frozen=True, tag_field="type", tag="auto"):
-    """The model chooses."""
+    """`tool_choice` that leaves it to the model whether to call a tool."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class AnyChoice(msgspec.Struct, frozen=True, tag_field="type", tag="any"):
-    """A tool must be called."""
+    """`tool_choice` that has the model call at least one tool."""
 
     disable_parallel_tool_use: bool | None = None
 
@@ -160,7 +160,7 @@ class ToolChoice(msgspec.Struct, frozen=True, tag_field="type", tag="tool"):
 
 
 class NoneChoice(msgspec.Struct, frozen=True, tag_field="type", tag="none"):
-    """No tool may be called."""
+    """`tool_choice` that keeps the model from calling tools."""
 
 
 class Thinking(msgspec.Struct, frozen=True):

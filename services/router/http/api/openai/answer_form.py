@@ -26,11 +26,11 @@ _SCHEMA_RULE = 'an object like {"name": "answer", "schema": {...}, "strict": tru
 
 
 class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Any text."""
+    """`response_format` that allows any text, which is the default."""
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """`response_format` that allows any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, frozen=True):
@@ -47,13 +47,13 @@ class NamedSchema(msgspec.Struct, frozen=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """JSON that a schema describes."""
+    """`response_format` that allows only JSON to which the schema applies."""
 
     json_schema: Annotated[NamedSchema, Meta(description=_SCHEMA_RULE)]
 
 
 class StructuralTagFormat(StructuralTag, frozen=True, tag_field="type", tag="structural_tag"):
-    """Text with structures in it."""
+    """`response_format` that allows text in which marked parts have a given form."""
 
 
 ResponseFormat = Annotated[

@@ -136,7 +136,7 @@ class _OpenAIFormat(ABC):
 
 
 class CompletionFormat(_OpenAIFormat):
-    """Responses of `/v1/completions`."""
+    """Writes the responses and stream chunks of `/v1/completions`."""
 
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
         super().__init__(model, asked, objects.CompletionChunk, "cmpl-", b'"text":""')
@@ -191,7 +191,7 @@ class CompletionFormat(_OpenAIFormat):
 
 
 class ChatFormat(_OpenAIFormat):
-    """Responses of `/v1/chat/completions`."""
+    """Writes the responses and stream chunks of `/v1/chat/completions`."""
 
     def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
         super().__init__(model, asked, objects.ChatChunk, "chatcmpl-", b'"content":""')

@@ -32,7 +32,7 @@ class ReasoningTokens(msgspec.Struct):
 
 
 class TokenUsage(msgspec.Struct):
-    """The tokens of a request."""
+    """How many tokens the prompt and the answers of a request have."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -137,7 +137,7 @@ class ChatToken(TopToken):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """The tokens of an answer."""
+    """The log probabilities of a chat answer's tokens."""
 
     content: list[ChatToken]
     refusal: None = None
@@ -155,7 +155,7 @@ class AnswerFunction(msgspec.Struct):
 
 
 class AnswerCall(msgspec.Struct):
-    """A call in an answer."""
+    """A tool call that the model made in an answer."""
 
     id: str
     function: AnswerFunction
@@ -299,7 +299,7 @@ class Embedding(msgspec.Struct):
 
 
 class InputUsage(msgspec.Struct):
-    """The tokens of inputs."""
+    """How many tokens the inputs of an embeddings request have."""
 
     prompt_tokens: int
     total_tokens: int
@@ -328,13 +328,13 @@ class Tokenized(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
-    """The text of tokens."""
+    """The body of an answer to `/detokenize`."""
 
     prompt: str
 
 
 class Version(msgspec.Struct):
-    """The server's version."""
+    """The body of an answer to `/version`."""
 
     version: str
 
@@ -372,6 +372,6 @@ class Problem(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """OpenAI's error object."""
+    """The body of each error in OpenAI's API."""
 
     error: Problem

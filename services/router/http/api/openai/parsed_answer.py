@@ -32,7 +32,7 @@ class ParsedAnswer:
 
     @property
     def has_calls(self) -> bool:
-        """Whether any call has begun."""
+        """Whether the model has begun a tool call in this answer."""
         return self._parser is not None and self._parser.has_calls
 
     @property
@@ -51,7 +51,7 @@ class ParsedAnswer:
         return self._counted
 
     def read(self, delta: TextDelta) -> Sequence[AnswerEvent]:
-        """Return what a delta adds."""
+        """Return the events (text, reasoning, calls) that more text of the answer adds."""
         if self._parser is None:
             return [ContentText(delta.text)] if delta.text else []
         if self._parser.may_reason:

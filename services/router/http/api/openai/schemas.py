@@ -155,7 +155,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
 
 
 class ChatMessage(SaidMessage, frozen=True, kw_only=True):
-    """One message of a conversation."""
+    """A message of a chat: who wrote it, and its text."""
 
     role: ROLES
     content: Annotated[
@@ -229,7 +229,7 @@ def parse_body(
 
 
 def sampling_of(body: GenerationBody, logprobs: int | None) -> SamplingParams:
-    """Return the fields of `SamplingFields`."""
+    """Return the sampling parameters that a request's body gives."""
     asked = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
     return SamplingParams(logprobs=logprobs, **asked)
 

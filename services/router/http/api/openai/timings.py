@@ -34,7 +34,7 @@ class CachedPart(msgspec.Struct):
 
 
 class PrefillPart(msgspec.Struct):
-    """The computation of a prompt."""
+    """Where and how fast the prompt was computed."""
 
     worker: str
     queued_ms: Milliseconds

@@ -58,7 +58,7 @@ class TokenizeBody(PlainBody, frozen=True, kw_only=True):
 
 
 class DetokenizeBody(PlainBody, frozen=True, kw_only=True):
-    """Body of `POST /detokenize`."""
+    """Body of `POST /detokenize`: token ids to be turned into text."""
 
     tokens: Annotated[list[TokenId], of_items(0, MAX_TOKENS, "token ids")]
 

@@ -99,7 +99,7 @@ class AllowedFunctions(msgspec.Struct, frozen=True, tag_field="type", tag="allow
 
 
 class FlatSchemaFormat(NamedSchema, frozen=True, tag_field="type", tag="json_schema"):
-    """JSON that a schema describes."""
+    """A JSON schema for the answer; its fields are not nested as in chat requests."""
 
 
 class TextOptions(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ class Messages:
         self._open: dict[str, Any] | None = None  # the assistant's last message
 
     def say(self, role: str, content: str, place: str) -> None:
-        """Add a message."""
+        """Add a message with a role's text to the chat."""
         self._append({"role": role, "content": content}, place)
         self._open = None
 

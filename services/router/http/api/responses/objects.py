@@ -33,7 +33,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
-    """Reasoning in full."""
+    """The unabridged text that the model wrote before its answer."""
 
     text: str
 
@@ -45,7 +45,7 @@ class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """Text that a client gave."""
+    """Text of a message in the request's input."""
 
     text: str
 
@@ -69,7 +69,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class MessageItem(msgspec.Struct, tag_field="type", tag="message"):
-    """An answer's text."""
+    """The text of the answer, as an item of a response's output."""
 
     id: str
     content: list[OutputText] = []
@@ -95,7 +95,7 @@ OutputItem = MessageItem | CallItem | ReasoningItem
 
 
 class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output"):
-    """What a call has returned."""
+    """The result of a function call, as the request's input gave it."""
 
     id: str
     status: ItemStatus
@@ -104,7 +104,7 @@ class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output
 
 
 class GivenReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """Reasoning of a conversation."""
+    """Reasoning of an earlier answer, as the request's input gave it."""
 
     id: str
     status: ItemStatus
@@ -113,7 +113,7 @@ class GivenReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class GivenMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of a conversation."""
+    """A message of the conversation, as the request's input gave it."""
 
     id: str
     status: ItemStatus
@@ -146,7 +146,7 @@ class InputTokens(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """The tokens of a response."""
+    """How many tokens the input and the output of a response have."""
 
     input_tokens: int
     input_tokens_details: InputTokens
@@ -156,14 +156,14 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response has failed."""
+    """The error with which a stored or streamed response ended."""
 
     code: str
     message: str
 
 
 class Incomplete(msgspec.Struct):
-    """Why a response was cut."""
+    """The limit at which a response was cut off."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
