@@ -24,14 +24,14 @@ def log_ticks(values: Sequence[float]) -> list[float]:
     Args:
         values: above 0; others are left out.
     """
-    shown = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
+    plotted = [value for value in values if math.isfinite(value) and value > 0] or [1.0]
     decades = range(
-        math.floor(math.log10(min(shown))) - 1,
-        math.ceil(math.log10(max(shown))) + 2,
+        math.floor(math.log10(min(plotted))) - 1,
+        math.ceil(math.log10(max(plotted))) + 2,
     )
     steps = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 2, 5)]
-    first = max(i for i, step in enumerate(steps) if step * LOG_MARGIN < min(shown))
-    last = min(i for i, step in enumerate(steps) if step > max(shown) * LOG_MARGIN)
+    first = max(i for i, step in enumerate(steps) if step * LOG_MARGIN < min(plotted))
+    last = min(i for i, step in enumerate(steps) if step > max(plotted) * LOG_MARGIN)
     return steps[min(first, last - 2) : last + 1]
 
 

@@ -246,10 +246,10 @@ def _kv_figure(results: Sequence[RunResult]) -> Figure:
 
 
 def _plot_worker(axis: Axes, samples: Sequence[Sample], worker: str, color: str) -> None:
-    shown = [sample for sample in samples if worker in sample.used]
-    times = [sample.t for sample in shown]
-    used = [100 * sample.used[worker] for sample in shown]
-    filled = [100 * (sample.used[worker] + sample.cached[worker]) for sample in shown]
+    filtered = [sample for sample in samples if worker in sample.used]
+    times = [sample.t for sample in filtered]
+    used = [100 * sample.used[worker] for sample in filtered]
+    filled = [100 * (sample.used[worker] + sample.cached[worker]) for sample in filtered]
     axis.fill_between(times, filled, color=color, alpha=0.2)
     axis.plot(times, filled, color=color, linewidth=0.6)
     axis.plot(times, used, color=color, label=worker)

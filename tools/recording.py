@@ -162,8 +162,8 @@ def draw(screen: Screen, begin: str, caption: str) -> str:
     height = 2 * MARGIN + (ROWS + 2) * LINE_HEIGHT
     scrolling, offset = _scrolling(lines, starts[0])
     body = "".join(_lines(lines, starts[0]))
-    shown = f'<rect width="{width}" height="{MARGIN + ROWS * LINE_HEIGHT}"/>'
-    clip = f'<clipPath id="c">{shown}</clipPath>'
+    background = f'<rect width="{width}" height="{MARGIN + ROWS * LINE_HEIGHT}"/>'
+    clip = f'<clipPath id="c">{background}</clipPath>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img" aria-label="{html.escape(caption)}">'

@@ -98,13 +98,13 @@ def simulate(plan: ClusterPlan, machine: Machine, load: Load, rate: float, slo: 
     }
 
 
-def rate_kept(rates: Sequence[float], kept: Sequence[float]) -> float:
+def rate_kept(rates: Sequence[float], shares: Sequence[float]) -> float:
     """Return the rate up to which `KEPT` of the requests keep the promise, between two rates."""
-    points = list(zip(rates, kept, strict=True))
+    points = list(zip(rates, shares, strict=True))
     for (rate, share), (next_rate, next_share) in pairwise(points):
         if share >= KEPT > next_share:
             return rate + (next_rate - rate) * (share - KEPT) / (share - next_share)
-    return rates[-1] if kept[-1] >= KEPT else float("nan")
+    return rates[-1] if shares[-1] >= KEPT else float("nan")
 
 
 def options_of(plan: ClusterPlan, machine: Machine) -> list[str]:

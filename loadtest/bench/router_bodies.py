@@ -102,9 +102,9 @@ class Stream(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """Send the request for an endless stream."""
-        asked = {"model": MODEL, "prompt": "Hi", "max_tokens": ENDLESS, "stream": True}
-        asked["seed"] = self._number  # stub workers identify streams by it
-        body = json.dumps(asked).encode()
+        fields = {"model": MODEL, "prompt": "Hi", "max_tokens": ENDLESS, "stream": True}
+        fields["seed"] = self._number  # stub workers identify streams by it
+        body = json.dumps(fields).encode()
         self.transport: asyncio.Transport = transport
         self.transport.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

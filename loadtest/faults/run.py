@@ -103,15 +103,15 @@ def record(
     system: System, report: Report, load: Load, settings: Settings, words: Sequence[str]
 ) -> dict[str, Any]:
     """Return the content of the JSON file."""
-    kept = msgspec.to_builtins(settings)
-    del kept["api_key"]
+    fields = msgspec.to_builtins(settings)
+    del fields["api_key"]
     return {
         "system": system.name,
         "command": shlex.join(["python", "-P", "-m", "pagewire.loadtest.faults.run", *words]),
         "date": time.strftime("%Y-%m-%d %H:%M %z"),
         "versions": {"system": report.version, **versions()},
         "load": msgspec.to_builtins(load),
-        "settings": kept,
+        "settings": fields,
         "kv_unit": system.kv.unit if system.kv else None,
         "report": msgspec.to_builtins(report),
         "problems": {each.scenario: each.problems for each in report.results},

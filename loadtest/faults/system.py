@@ -102,8 +102,8 @@ def read_system(path: Path, given: Mapping[str, str]) -> System:
         raise ConfigError(f"{path}: no scenario uses command {unknown[0]!r}; known are: {known}")
     if not system.health:
         raise ConfigError(f"{path}: `health` must list at least one URL")
-    shown = {name: os.environ.get(name, value) for name, value in system.env.items()}
-    env = {"PYTHON": sys.executable, "SYSTEMS": str(SYSTEMS)} | shown | dict(given)
+    variables = {name: os.environ.get(name, value) for name, value in system.env.items()}
+    env = {"PYTHON": sys.executable, "SYSTEMS": str(SYSTEMS)} | variables | dict(given)
     return _with_values(system, env, path)
 
 

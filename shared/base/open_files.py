@@ -24,8 +24,8 @@ def raise_open_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def connection_bound(asked: int | None) -> int:
-    """Return how many connections this process may have: `asked`, or all that fit.
+def connection_bound(configured: int | None) -> int:
+    """Return how many connections this process may have: `configured`, or all that fit.
 
     Other files keep a reserve, at most half of a low limit.
 
@@ -39,12 +39,12 @@ def connection_bound(asked: int | None) -> int:
             "`ulimit -Hn`"
         )
     most = limit - min(limit // 2, max(MIN_RESERVE, limit // RESERVE_SHARE))
-    if asked is not None and asked > most:
+    if configured is not None and configured > most:
         raise ConfigError(
-            f"setting max_connections (PAGEWIRE_MAX_CONNECTIONS) cannot be {asked}: at most "
+            f"setting max_connections (PAGEWIRE_MAX_CONNECTIONS) cannot be {configured}: at most "
             f"{most} fit below the limit of {limit} open files; lower it or raise `ulimit -Hn`"
         )
-    return asked or most
+    return configured or most
 
 
 def _number(limit: int) -> int:

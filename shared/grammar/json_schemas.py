@@ -42,10 +42,10 @@ def json_grammar(
     decoded = msgspec.json.decode(text)
     moved = with_definitions_moved(decoded)
     check_references(moved)
-    kept = fitted(moved)
-    kept = changed(kept, _closed) if closed else kept
-    if kept != decoded:
-        text = msgspec.json.encode(kept).decode()
+    schema = fitted(moved)
+    schema = changed(schema, _closed) if closed else schema
+    if schema != decoded:
+        text = msgspec.json.encode(schema).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
         return text  # `checked_size` refuses it
     return LLMatcher.grammar_from_json_schema(

@@ -61,8 +61,8 @@ def _with_fitted_schemas(grammar: str) -> str:
         if part["json"]:
             try:
                 schema, end = _decoder.raw_decode(grammar, end)
-                kept = fitted(with_definitions_moved(schema))
+                allowed = fitted(with_definitions_moved(schema))
             except ValueError as exc:
                 raise ValueError(f"%json: {exc}") from exc
-            parts.append(grammar[part.end() : end] if kept == schema else json.dumps(kept))
+            parts.append(grammar[part.end() : end] if allowed == schema else json.dumps(allowed))
     return "".join([*parts, grammar[end:]])

@@ -67,7 +67,7 @@ class Follower:
         is_late: the problem is not the grammar's: its mask has not come in time.
         is_busy: a mask thread works on it.
         is_slow: its masks are filled separately, not in a batch call.
-        asked: the position whose mask was requested last.
+        requested: the position whose mask was requested last.
         since_s: when that mask was requested, by the filler's clock.
         closed: set when its masks are no longer needed; threads then skip it.
         original: identifies the compiled matcher that its matcher is a copy of.
@@ -83,7 +83,7 @@ class Follower:
     is_late: bool = False
     is_busy: bool = False
     is_slow: bool = False
-    asked: int = -1
+    requested: int = -1
     since_s: float = 0.0
     closed: Event = field(default_factory=Event)
     original: int = 0
@@ -198,8 +198,8 @@ class MaskFiller:
                 continue
             missing.append(row)
             matcher = follower.matcher
-            if follower.asked != row.position:
-                follower.asked, follower.since_s = row.position, self.clock()
+            if follower.requested != row.position:
+                follower.requested, follower.since_s = row.position, self.clock()
             if is_busy:
                 continue
             if matcher is None:

@@ -64,13 +64,13 @@ class _Mover:
             for (key, name), moved in names.items():
                 self._found[moved] = self._part(schema[key][name], around, depth + 1)
             schema = {key: each for key, each in schema.items() if key not in _OWN}
-        kept = {
+        rest = {
             key: changed_in(key, each, lambda inner: self._part(inner, around, depth + 1))
             for key, each in schema.items()
         }
         if isinstance(reference := schema.get("$ref"), str):
-            kept["$ref"] = self._moved_reference(reference, around)
-        return kept
+            rest["$ref"] = self._moved_reference(reference, around)
+        return rest
 
     def _names_of(self, part: dict[str, Any]) -> _Names:
         """Return the new names of a part's definitions."""

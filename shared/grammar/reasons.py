@@ -47,7 +47,7 @@ def plain_reason(error: str) -> str:
         rule = "" if named is None else f"{named[1]}: "
         error = found["reason"]
     for pattern, words in _IN_PLAIN_WORDS:
-        if (said := re.search(pattern, error)) is not None:
-            return rule + words.format(*said.groups())
+        if (match := re.search(pattern, error)) is not None:
+            return rule + words.format(*match.groups())
     lines = [line.strip() for line in error.splitlines()]
     return rule + " ".join(line for line in lines if line and line != "<non-verbose/>")

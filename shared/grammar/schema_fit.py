@@ -66,10 +66,10 @@ def fitted(schema: Any, lenient: bool = False, then: Change | None = None) -> An
             references.append(each["$ref"])
         return _fitted(each, lenient)
 
-    kept = changed(schema, change)
+    result = changed(schema, change)
     if any(map(_is_to_annotation, references)):
         return changed(schema, lambda each: _fitted(each, lenient, annotated=True))
-    return kept
+    return result
 
 
 def _is_to_annotation(reference: Any) -> bool:
@@ -122,34 +122,34 @@ def with_null(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a schema that says in JSON Schema's words what OpenAPI's `nullable: true` means."""
     if schema.get("nullable") is not True:
         return schema
-    kept = {key: value for key, value in schema.items() if key != "nullable"}
-    kinds = kept.get("type")
+    result = {key: value for key, value in schema.items() if key != "nullable"}
+    kinds = result.get("type")
     if kinds is None:
-        return {"anyOf": [kept, {"type": "null"}]}
-    kept["type"] = list(dict.fromkeys((*(kinds if isinstance(kinds, list) else [kinds]), "null")))
-    if isinstance(values := kept.get("enum"), list) and None not in values:
-        kept["enum"] = [*values, None]
-    return kept
+        return {"anyOf": [result, {"type": "null"}]}
+    result["type"] = list(dict.fromkeys((*(kinds if isinstance(kinds, list) else [kinds]), "null")))
+    if isinstance(values := result.get("enum"), list) and None not in values:
+        result["enum"] = [*values, None]
+    return result
 
 
 def _fitted(schema: dict[str, Any], lenient: bool, annotated: bool = False) -> dict[str, Any]:
-    schema = kept = with_null(without_nulls(schema))
+    schema = result = with_null(without_nulls(schema))
     if not _LOOKED_AT.isdisjoint(schema):
-        kept = {
+        result = {
             key: _exact(key, each)
             for key, each in schema.items()
             if not is_idle(key, each) and (annotated or key not in _EXAMPLES)
         }
     for fit, keys in _FITS:
-        if keys.isdisjoint(kept):
+        if keys.isdisjoint(result):
             continue
         try:
-            kept = fit(kept)
+            result = fit(result)
         except ValueError:
             if not lenient:
                 raise
-            kept = {key: value for key, value in kept.items() if key not in keys}
-    return kept
+            result = {key: value for key, value in result.items() if key not in keys}
+    return result
 
 
 def is_idle(key: str, value: Any) -> bool:

@@ -34,14 +34,14 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 def grammar_text(
-    asked: StructuredOutputs, field: str = "structured_outputs", markers: Markers = NO_MARKERS
+    outputs: StructuredOutputs, field: str = "structured_outputs", markers: Markers = NO_MARKERS
 ) -> str | None:
     """Return the grammar text of the form that a request asks for; None if it asks for none.
 
     The text may still fail to compile; see `compiler.check_grammar`.
 
     Args:
-        asked: the request's structured output fields.
+        outputs: the request's structured output fields.
         field: name of the request's field, for errors.
         markers: the model's special tokens, which structural tags may contain.
 
@@ -49,8 +49,8 @@ def grammar_text(
         InvalidRequestError: more than one form is given, or the form cannot be read; the error
             names the field.
     """
-    kinds = [kind for kind in _KINDS if getattr(asked, kind) not in (None, False)]
-    if asked.json is False:
+    kinds = [kind for kind in _KINDS if getattr(outputs, kind) not in (None, False)]
+    if outputs.json is False:
         raise InvalidRequestError(f"{field}: the schema false allows nothing", field)
     if not kinds:
         return None
@@ -60,23 +60,23 @@ def grammar_text(
             field,
         )
     try:
-        text = _MAKERS[kinds[0]](asked, markers)
+        text = _MAKERS[kinds[0]](outputs, markers)
     except (ValueError, msgspec.DecodeError, RecursionError) as exc:
-        given = getattr(asked, kinds[0])
+        given = getattr(outputs, kinds[0])
         half = lone_surrogate(given) if isinstance(given, str) else None
         reason = plain_reason(str(exc)) if half is None else half[1]
         raise InvalidRequestError(f"{field}: {kinds[0]} cannot be read: {reason}", field) from exc
     return checked_size(text, field)
 
 
-def read_structured_outputs(asked: object, field: str) -> StructuredOutputs:
+def read_structured_outputs(outputs: object, field: str) -> StructuredOutputs:
     """Return structured output fields that were given in Python, as a struct or a dictionary.
 
     Raises:
         InvalidRequestError: a field is unknown or has a wrong type or value; the error names
             the field.
     """
-    fields = msgspec.structs.asdict(asked) if isinstance(asked, StructuredOutputs) else asked
+    fields = msgspec.structs.asdict(outputs) if isinstance(outputs, StructuredOutputs) else outputs
     try:
         return msgspec.convert(fields, StructuredOutputs)
     except msgspec.ValidationError as exc:
@@ -109,26 +109,26 @@ def choice_grammar(choices: list[str]) -> str:
     return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice) for choice in choices)
 
 
-def _json_options(asked: StructuredOutputs) -> dict[str, Any] | None:
-    if asked.whitespace_pattern is not None:
-        return {"whitespace_pattern": in_ascii(asked.whitespace_pattern)}
-    return _NO_WHITE_SPACE if asked.disable_any_whitespace else None
+def _json_options(outputs: StructuredOutputs) -> dict[str, Any] | None:
+    if outputs.whitespace_pattern is not None:
+        return {"whitespace_pattern": in_ascii(outputs.whitespace_pattern)}
+    return _NO_WHITE_SPACE if outputs.disable_any_whitespace else None
 
 
-def _of_tag(asked: StructuredOutputs, markers: Markers) -> str:
-    given = asked.structural_tag
+def _of_tag(outputs: StructuredOutputs, markers: Markers) -> str:
+    given = outputs.structural_tag
     if isinstance(given, str):
         return tag_grammar(msgspec.json.decode(given, type=StructuralTag), markers)
     return tag_grammar(msgspec.convert(given, StructuralTag), markers)
 
 
 _MAKERS: dict[str, Callable[[StructuredOutputs, Markers], str]] = {
-    "json": lambda asked, _: json_grammar(
-        cast(JsonText, asked.json), _json_options(asked), asked.disable_additional_properties
+    "json": lambda outputs, _: json_grammar(
+        cast(JsonText, outputs.json), _json_options(outputs), outputs.disable_additional_properties
     ),
-    "regex": lambda asked, _: regex_grammar(cast(str, asked.regex)),
-    "choice": lambda asked, _: choice_grammar(cast(list[str], asked.choice)),
-    "grammar": lambda asked, _: lark_text(cast(str, asked.grammar)),
-    "json_object": lambda asked, _: json_grammar({"type": "object"}, _json_options(asked)),
+    "regex": lambda outputs, _: regex_grammar(cast(str, outputs.regex)),
+    "choice": lambda outputs, _: choice_grammar(cast(list[str], outputs.choice)),
+    "grammar": lambda outputs, _: lark_text(cast(str, outputs.grammar)),
+    "json_object": lambda outputs, _: json_grammar({"type": "object"}, _json_options(outputs)),
     "structural_tag": _of_tag,
 }

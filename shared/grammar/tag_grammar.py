@@ -84,13 +84,13 @@ class _TagGrammar:
         self._others: list[dict[str, str]] = []  # grammars that this one refers to
         self._depth = self._count = 0
 
-    def text(self, asked: Format) -> str:
-        main = self._rules.text(self._rules.sequence(self._elements(asked), "end"))
+    def text(self, form: Format) -> str:
+        main = self._rules.text(self._rules.sequence(self._elements(form), "end"))
         if not self._others:
             return main
         return json.dumps({"grammars": [{"lark_grammar": main}, *self._others]})
 
-    def _elements(self, asked: Format) -> Elements:
+    def _elements(self, form: Format) -> Elements:
         """Return the elements of a format."""
         self._depth += 1
         self._count += 1
@@ -98,38 +98,38 @@ class _TagGrammar:
             raise ValueError(
                 f"at most {MAX_FORMATS} formats are possible, nested at most {MAX_DEPTH} deep"
             )
-        elements: Elements = _OF[type(asked)](self, asked)
+        elements: Elements = _OF[type(form)](self, form)
         self._depth -= 1
         return elements
 
     def _literal(self, text: str) -> Elements:
         return _joined(self._markers.split(text))
 
-    def _const(self, asked: formats.ConstFormat) -> Elements:
-        return self._literal(asked.value)
+    def _const(self, form: formats.ConstFormat) -> Elements:
+        return self._literal(form.value)
 
-    def _schema(self, asked: formats.SchemaFormat) -> Elements:
-        if asked.style != "json":
-            raise ValueError(f"json_schema with style {asked.style[:40]!r} is not supported")
-        if asked.any_order:
+    def _schema(self, form: formats.SchemaFormat) -> Elements:
+        if form.style != "json":
+            raise ValueError(f"json_schema with style {form.style[:40]!r} is not supported")
+        if form.any_order:
             raise ValueError("json_schema with any_order is not supported")
-        if asked.json_schema is False:
+        if form.json_schema is False:
             raise ValueError("the schema false allows nothing")
-        schema = {} if asked.json_schema is True else asked.json_schema
+        schema = {} if form.json_schema is True else form.json_schema
         return (Nested(self._rules.add("json", schema_rule(schema))),)
 
-    def _grammar(self, asked: formats.GrammarFormat) -> Elements:
+    def _grammar(self, form: formats.GrammarFormat) -> Elements:
         name = f"grammar{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": lark_text(asked.grammar)})
+        self._others.append({"name": name, "lark_grammar": lark_text(form.grammar)})
         return (Nested(f"@{name}"),)
 
-    def _regex(self, asked: formats.RegexFormat) -> Elements:
-        return (Text(self._rules.add("REGEX", _between_slashes(in_ascii(asked.pattern)))),)
+    def _regex(self, form: formats.RegexFormat) -> Elements:
+        return (Text(self._rules.add("REGEX", _between_slashes(in_ascii(form.pattern)))),)
 
-    def _any_text(self, asked: formats.AnyTextFormat) -> Elements:
-        if asked.max_tokens is not None:
+    def _any_text(self, form: formats.AnyTextFormat) -> Elements:
+        if form.max_tokens is not None:
             raise ValueError("any_text with max_tokens is not supported; max_chars is")
-        return (Text(self._free(asked.excludes, asked.max_chars), is_free=True),)
+        return (Text(self._free(form.excludes, form.max_chars), is_free=True),)
 
     def _free(self, excludes: Sequence[str], max_chars: int | None = None) -> str:
         """Add a terminal for free text; return its name."""
@@ -139,35 +139,35 @@ class _TagGrammar:
             text += f" & ~({ANY_TEXT} ({any_of}) {ANY_TEXT})"
         return self._rules.add("TEXT", text)
 
-    def _token(self, asked: TokenFormat) -> Elements:
-        if isinstance(asked.token, int):
-            return (Token(asked.token),)
-        token_id = self._markers.ids.get(asked.token)
+    def _token(self, form: TokenFormat) -> Elements:
+        if isinstance(form.token, int):
+            return (Token(form.token),)
+        token_id = self._markers.ids.get(form.token)
         if token_id is None:
-            raise ValueError(f"{asked.token[:80]!r} is not a special token of this model")
+            raise ValueError(f"{form.token[:80]!r} is not a special token of this model")
         return (Token(token_id),)
 
-    def _sequence(self, asked: formats.SequenceFormat) -> Elements:
-        return tuple(element for each in asked.elements for element in self._elements(each))
+    def _sequence(self, form: formats.SequenceFormat) -> Elements:
+        return tuple(element for each in form.elements for element in self._elements(each))
 
-    def _or(self, asked: formats.OrFormat) -> Elements:
-        return _choice([self._elements(each) for each in asked.elements])
+    def _or(self, form: formats.OrFormat) -> Elements:
+        return _choice([self._elements(each) for each in form.elements])
 
-    def _optional(self, asked: formats.OptionalFormat) -> Elements:
-        return self._repeated(asked.content, "?", "optional")
+    def _optional(self, form: formats.OptionalFormat) -> Elements:
+        return self._repeated(form.content, "?", "optional")
 
-    def _star(self, asked: formats.StarFormat) -> Elements:
-        return self._repeated(asked.content, "*", "star")
+    def _star(self, form: formats.StarFormat) -> Elements:
+        return self._repeated(form.content, "*", "star")
 
-    def _plus(self, asked: formats.PlusFormat) -> Elements:
-        return self._repeated(asked.content, "+", "plus")
+    def _plus(self, form: formats.PlusFormat) -> Elements:
+        return self._repeated(form.content, "+", "plus")
 
-    def _repeat(self, asked: formats.RepeatFormat) -> Elements:
-        if asked.max == -1:
-            return self._repeated(asked.content, f"{{{asked.min},}}", "repeat")
-        if asked.max < max(asked.min, 1):
+    def _repeat(self, form: formats.RepeatFormat) -> Elements:
+        if form.max == -1:
+            return self._repeated(form.content, f"{{{form.min},}}", "repeat")
+        if form.max < max(form.min, 1):
             raise ValueError("repeat: max must not be less than min, nor 0; -1 is any number")
-        return self._repeated(asked.content, f"{{{asked.min},{asked.max}}}", "repeat")
+        return self._repeated(form.content, f"{{{form.min},{form.max}}}", "repeat")
 
     def _repeated(self, content: Format, times: str, name: str) -> Elements:
         elements = self._elements(content)
@@ -181,8 +181,8 @@ class _TagGrammar:
             raise ValueError(f"{name} of what has no certain end is not supported")
         return (Nested(f"({self._rules.sequence(elements, 'other')}){times}"),)
 
-    def _tag(self, asked: TagFormat) -> Elements:
-        return (*self._edge(asked.begin), *self._elements(asked.content), *self._edge(asked.end))
+    def _tag(self, form: TagFormat) -> Elements:
+        return (*self._edge(form.begin), *self._elements(form.content), *self._edge(form.end))
 
     def _edge(self, edge: str | list[str] | TokenFormat) -> Elements:
         if isinstance(edge, TokenFormat):
@@ -191,22 +191,22 @@ class _TagGrammar:
             return self._literal(edge)
         return _choice([self._literal(each) for each in edge])
 
-    def _separated(self, asked: formats.SeparatedTagsFormat) -> Elements:
-        tags = [self._elements(each) for each in asked.tags]
-        if asked.stop_after_first:
-            return (Choice((*tags, *(() if asked.at_least_one else ((),)))),)
+    def _separated(self, form: formats.SeparatedTagsFormat) -> Elements:
+        tags = [self._elements(each) for each in form.tags]
+        if form.stop_after_first:
+            return (Choice((*tags, *(() if form.at_least_one else ((),)))),)
         each = self._rules.add("tag", self._rules.one_of(tags, "other"))
-        separator = self._rules.sequence(self._literal(asked.separator), "other")
-        return (Nested(f"({each} ({separator} {each})*){'' if asked.at_least_one else '?'}"),)
+        separator = self._rules.sequence(self._literal(form.separator), "other")
+        return (Nested(f"({each} ({separator} {each})*){'' if form.at_least_one else '?'}"),)
 
-    def _triggered(self, asked: formats.TriggeredTagsFormat) -> Elements:
+    def _triggered(self, form: formats.TriggeredTagsFormat) -> Elements:
         tags: dict[Trigger, list[Elements]] = {}
         used = set()
-        for each in asked.tags:
+        for each in form.tags:
             begin = each.begin if isinstance(each.begin, str) else None
             if begin is None:
                 raise ValueError("a tag of triggered_tags must begin with a text, not a token")
-            fitting = [trigger for trigger in asked.triggers if begin.startswith(trigger)]
+            fitting = [trigger for trigger in form.triggers if begin.startswith(trigger)]
             if len(set(fitting)) != 1:
                 count = "several" if fitting else "none"
                 raise ValueError(f"{begin[:80]!r} begins with {count} of the triggers")
@@ -214,10 +214,10 @@ class _TagGrammar:
             trigger, rest = self._cut(begin, len(fitting[0]))
             tail = (*self._elements(each.content), *self._edge(each.end))
             tags.setdefault(trigger, []).append((*rest, *tail))
-        if unused := [each for each in asked.triggers if each not in used]:
+        if unused := [each for each in form.triggers if each not in used]:
             raise ValueError(f"no tag begins with the trigger {unused[0][:80]!r}")
-        first = tuple(map(self._elements, asked.tags)) if asked.at_least_one else ()
-        return (Triggered(self._free(asked.excludes), tags, first, asked.stop_after_first),)
+        first = tuple(map(self._elements, form.tags)) if form.at_least_one else ()
+        return (Triggered(self._free(form.excludes), tags, first, form.stop_after_first),)
 
     def _cut(self, begin: str, length: int) -> tuple[Trigger, Elements]:
         """Return a tag's trigger, and the elements of its begin after the trigger.
@@ -236,17 +236,19 @@ class _TagGrammar:
                 rest = parts[index + 1 :]
                 return Trigger(text, part), _joined(rest)
             if seen + len(part) >= length:
-                kept = length - seen
-                return Trigger(part[:kept], None), _joined([part[kept:], *parts[index + 1 :]])
+                length_kept = length - seen
+                return Trigger(part[:length_kept], None), _joined(
+                    [part[length_kept:], *parts[index + 1 :]]
+                )
             text, seen = part, len(part)
         raise ValueError("a trigger must not be empty")  # the types do not allow it
 
-    def _dispatch(self, asked: formats.DispatchFormat) -> Elements:
-        tags = [TagFormat(pattern, content, "") for pattern, content in asked.rules]
-        patterns = [pattern for pattern, _ in asked.rules]
+    def _dispatch(self, form: formats.DispatchFormat) -> Elements:
+        tags = [TagFormat(pattern, content, "") for pattern, content in form.rules]
+        patterns = [pattern for pattern, _ in form.rules]
         return self._triggered(
             formats.TriggeredTagsFormat(
-                patterns, tags, stop_after_first=not asked.loop, excludes=asked.excludes
+                patterns, tags, stop_after_first=not form.loop, excludes=form.excludes
             )
         )
 

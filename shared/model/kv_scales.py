@@ -54,8 +54,8 @@ def take_kv_scales(
             fills.append(fill)
             for part in match["part"] or match["projection"]:  # "kv" stands for both
                 places.setdefault((int(match["layer"]), part), []).append(fill)
-        kept = {name: each for name, each in file.tensors.items() if name not in names}
-        others.append(dataclasses.replace(file, tensors=kept))
+        tensors = {name: each for name, each in file.tensors.items() if name not in names}
+        others.append(dataclasses.replace(file, tensors=tensors))
     copy_weights(fills, _CPU, lambda _bytes: None)
     for fill in fills:
         value = fill.target.item()

@@ -274,17 +274,17 @@ def _fill(
     total = sum(fill.num_bytes for fill in fills.values())
     config = model.config
     sections = [list(model.parameters())] if config.quantization is None else model.sections()
-    with LoadProgress("loading weights", total, progress) as shown:
+    with LoadProgress("loading weights", total, progress) as bar:
         for section in sections:
             targets = _targets(section, fills, config.tie_word_embeddings)
             copy_weights(
                 [fills[each.name]._replace(target=each.tensor) for each in targets],
                 device,
-                shown.add,
+                bar.add,
             )
             for _, each in section:
                 each.finish()
-    logger.info("loaded weights: %s", shown.summary)
+    logger.info("loaded weights: %s", bar.summary)
 
 
 def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill]:

@@ -41,8 +41,8 @@ def _inverse_frequencies(rope: RopeConfig, rotated: int, is_long: bool) -> torch
     if rope.rope_type == "llama3":
         return _scale_llama3(rope, frequencies)
     if rope.rope_type == "yarn":
-        kept = 1 - _yarn_ramp(rope, rotated)
-        return 1.0 / (rope.factor * wavelengths) * (1 - kept) + frequencies * kept
+        share = 1 - _yarn_ramp(rope, rotated)
+        return 1.0 / (rope.factor * wavelengths) * (1 - share) + frequencies * share
     return frequencies  # "dynamic", too, up to the model's context
 
 

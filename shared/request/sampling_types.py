@@ -115,21 +115,21 @@ PromptLength = Annotated[
 ]
 
 
-def last_tokens(token_ids: list[int], kept: int | None, longest: int) -> list[int]:
+def last_tokens(token_ids: list[int], count: int | None, longest: int) -> list[int]:
     """Return what `truncate_prompt_tokens` leaves of a prompt.
 
     Args:
         token_ids: the prompt.
-        kept: the value of the field, a `PromptLength`; None keeps all.
+        count: the value of the field, a `PromptLength`; None keeps all.
         longest: what -1 means.
 
     Raises:
         InvalidRequestError: it is 0.
     """
-    if kept == 0:
+    if count == 0:
         raise InvalidRequestError(
             "truncate_prompt_tokens must be an integer from 1 to 2**31 - 1, or -1 for what fits, "
             "not 0",
             "truncate_prompt_tokens",
         )
-    return token_ids if kept is None else token_ids[-(max(1, longest) if kept < 0 else kept) :]
+    return token_ids if count is None else token_ids[-(max(1, longest) if count < 0 else count) :]

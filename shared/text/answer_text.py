@@ -67,7 +67,7 @@ class TextRules(msgspec.Struct, frozen=True):
         min_tokens: a stop string that ends within the first `min_tokens` tokens does not count.
         stop_token_ids: of the request.
         ignore_eos: the model's own stop tokens do not end an answer.
-        shown: special tokens that have a text nevertheless.
+        visible_tokens: special tokens that have a text nevertheless.
         echoes: the text comes after that of its prompt, see `Detokenizer`.
     """
 
@@ -77,19 +77,19 @@ class TextRules(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    shown: tuple[int, ...] = ()
+    visible_tokens: tuple[int, ...] = ()
     echoes: bool = False
 
     @classmethod
-    def of(cls, asked: SamplingFields, stops: tuple[str, ...]) -> TextRules:
+    def of(cls, fields: SamplingFields, stops: tuple[str, ...]) -> TextRules:
         """Return the rules that a request asks for."""
         return cls(
             stops,
-            bool(asked.include_stop_str_in_output),
-            asked.skip_special_tokens is not False,
-            asked.min_tokens or 0,
-            tuple(asked.stop_token_ids or ()),
-            bool(asked.ignore_eos),
+            bool(fields.include_stop_str_in_output),
+            fields.skip_special_tokens is not False,
+            fields.min_tokens or 0,
+            tuple(fields.stop_token_ids or ()),
+            bool(fields.ignore_eos),
         )
 
     def hidden(self, tokenizer: Tokenizer) -> frozenset[int]:
@@ -146,7 +146,9 @@ class TextAssembler:
         if not isinstance(rules, TextRules):
             rules = TextRules(tuple(rules))
         self.num_tokens = 0
-        self._detokenizer = make_detokenizer(tokenizer, prompt_ids, rules.skip_special, rules.shown)
+        self._detokenizer = make_detokenizer(
+            tokenizer, prompt_ids, rules.skip_special, rules.visible_tokens
+        )
         if rules.echoes:
             self._detokenizer.take_rest()
         self._matcher = StopMatcher(rules.stops, rules.include_stop)
@@ -171,15 +173,17 @@ class TextAssembler:
         """
         if not self._has_stops:
             self.num_tokens += len(token_ids)
-            shown = self._shown(token_ids) if self._hidden else token_ids
+            visible = self._visible(token_ids) if self._hidden else token_ids
             detokenizer = self._detokenizer
-            text = detokenizer.push(shown) if finish_reason is None else detokenizer.finish(shown)
+            text = (
+                detokenizer.push(visible) if finish_reason is None else detokenizer.finish(visible)
+            )
             return TextDelta(text, finish_reason, tuple(token_ids), logprobs)
         texts = []
-        shown = self._shown(token_ids)
+        visible = self._visible(token_ids)
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
-            text = self._detokenizer.push([token_id] if count <= len(shown) else ())
+            text = self._detokenizer.push([token_id] if count <= len(visible) else ())
             texts.append(self._until_stop(text))
             if self._matcher.matched:
                 known = None if logprobs is None else logprobs.part(0, count)
@@ -212,7 +216,7 @@ class TextAssembler:
                 found += self._matcher.flush() + part
         return found
 
-    def _shown(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def _visible(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have a text: a stop token, always the last, has none."""
         is_hidden = token_ids and token_ids[-1] in self._hidden
         return token_ids[:-1] if is_hidden else token_ids

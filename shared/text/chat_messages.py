@@ -156,14 +156,14 @@ def _read_message(index: int, message: object) -> dict[str, Any]:
     return template_message(index, read.role, read.content, read)
 
 
-def template_message(index: int, role: str, content: object, said: SaidMessage) -> dict[str, Any]:
+def template_message(index: int, role: str, content: object, fields: SaidMessage) -> dict[str, Any]:
     """Check a message and return it as chat templates take it.
 
     Args:
         index: in the conversation, for error messages.
         role: one of `ROLES`.
         content: text, or a list of parts of type "text".
-        said: the rest of the message.
+        fields: the rest of the message.
 
     Raises:
         InvalidRequestError: the content is not text, or a field is another role's; names the field.
@@ -172,27 +172,27 @@ def template_message(index: int, role: str, content: object, said: SaidMessage) 
     entry: dict[str, Any] = {
         # Templates of most models lack "developer", which is OpenAI's newer name for "system".
         "role": "system" if role == "developer" else role,
-        "content": _text(place, role, content, said),
+        "content": _text(place, role, content, fields),
     }
-    if said.name is not None:
-        entry["name"] = said.name
-    if said.tool_calls:
+    if fields.name is not None:
+        entry["name"] = fields.name
+    if fields.tool_calls:
         _check_role(place, "tool_calls", role, "assistant")
-        calls = enumerate(said.tool_calls)
+        calls = enumerate(fields.tool_calls)
         entry["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in calls]
-    if said.tool_call_id is not None:
+    if fields.tool_call_id is not None:
         _check_role(place, "tool_call_id", role, "tool")
-        entry["tool_call_id"] = said.tool_call_id
-    reasoning = _reasoning(said)
+        entry["tool_call_id"] = fields.tool_call_id
+    reasoning = _reasoning(fields)
     if reasoning is not None:
-        field = "reasoning_content" if said.reasoning is None else "reasoning"
+        field = "reasoning_content" if fields.reasoning is None else "reasoning"
         _check_role(place, field, role, "assistant")
         # Templates have one of three names for it.
         entry |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
     return entry
 
 
-def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
+def _text(place: str, role: str, content: object, fields: SaidMessage) -> str:
     field = f"{place}.content"
     if isinstance(content, list):
         for at, part in enumerate(content):
@@ -211,7 +211,7 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
                 field,
             )
         content = "".join(part.text for part in parts)
-    if content is None and role == "assistant" and (said.tool_calls or _reasoning(said)):
+    if content is None and role == "assistant" and (fields.tool_calls or _reasoning(fields)):
         return ""
     # Any text may be empty, as with OpenAI and vLLM: an answer that is sent back, a tool's result,
     # or what an application's user has written.
@@ -220,8 +220,8 @@ def _text(place: str, role: str, content: object, said: SaidMessage) -> str:
     return content
 
 
-def _reasoning(said: SaidMessage) -> str | None:
-    return said.reasoning_content if said.reasoning is None else said.reasoning
+def _reasoning(fields: SaidMessage) -> str | None:
+    return fields.reasoning_content if fields.reasoning is None else fields.reasoning
 
 
 def _check_role(place: str, field: str, role: str, right: str) -> None:

@@ -171,9 +171,9 @@ class PieceDetokenizer:
 class MarkedDetokenizer:
     """Shows special tokens in the text that another detokenizer gives of the others."""
 
-    def __init__(self, inner: Detokenizer, tokenizer: Tokenizer, shown: Collection[int]) -> None:
+    def __init__(self, inner: Detokenizer, tokenizer: Tokenizer, visible: Collection[int]) -> None:
         self._inner = inner
-        self._shown = {token_id: tokenizer.token_bytes.text(token_id) for token_id in shown}
+        self._visible = {token_id: tokenizer.token_bytes.text(token_id) for token_id in visible}
 
     def take_rest(self) -> int:
         """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
@@ -192,7 +192,7 @@ class MarkedDetokenizer:
         return self.push(token_ids) + self.flush()
 
     def _push_one(self, token_id: int) -> str:
-        if (marker := self._shown.get(token_id)) is None:
+        if (marker := self._visible.get(token_id)) is None:
             return self._inner.push([token_id])
         return self._inner.flush() + marker
 
@@ -287,7 +287,7 @@ def make_detokenizer(
     tokenizer: Tokenizer,
     prompt_ids: Sequence[int],
     skip_special: bool = True,
-    shown: Collection[int] = (),
+    visible: Collection[int] = (),
 ) -> Detokenizer:
     """Return the quickest detokenizer that gives the tokenizer's own text.
 
@@ -295,15 +295,15 @@ def make_detokenizer(
         tokenizer: of the model.
         prompt_ids: what the text comes after.
         skip_special: whether special tokens, such as one that ends an answer, have no text.
-        shown: special tokens that have one nevertheless.
+        visible: special tokens that have one nevertheless.
     """
     context = prompt_ids[-CONTEXT_TOKENS:]
-    table = tokenizer.table_with(shown) if skip_special else tokenizer.whole_text_table
+    table = tokenizer.table_with(visible) if skip_special else tokenizer.whole_text_table
     if table is not None:
         return TableDetokenizer(table, context)
-    pieces = tokenizer.pieces_with(shown) if skip_special else tokenizer.piece_table
+    pieces = tokenizer.pieces_with(visible) if skip_special else tokenizer.piece_table
     if pieces is not None:
         return PieceDetokenizer(pieces, prompt_ids)
     detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
-    hidden = shown if skip_special else ()
+    hidden = visible if skip_special else ()
     return MarkedDetokenizer(detokenizer, tokenizer, hidden) if hidden else detokenizer

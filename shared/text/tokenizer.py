@@ -114,9 +114,9 @@ class Tokenizer:
         """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
         return self.token_bytes.text_table()
 
-    def table_with(self, shown: Collection[int]) -> list[bytes] | None:
+    def table_with(self, visible: Collection[int]) -> list[bytes] | None:
         """Return `text_table` with the texts of some tokens: it leaves special ones out."""
-        key = frozenset(filter(self.token_bytes.is_special, shown))
+        key = frozenset(filter(self.token_bytes.is_special, visible))
         if not key or self.text_table is None:
             return self.text_table
         if key not in self._tables:
@@ -131,11 +131,11 @@ class Tokenizer:
         """What each token of a SentencePiece-like vocabulary adds to a text, special ones too."""
         return piece_table(self._backend)
 
-    def pieces_with(self, shown: Collection[int]) -> PieceTable | None:
+    def pieces_with(self, visible: Collection[int]) -> PieceTable | None:
         """Return `piece_table` without special tokens, except for some."""
         if self.piece_table is None:
             return None
-        key = self.token_bytes.special - frozenset(shown)
+        key = self.token_bytes.special - frozenset(visible)
         if key not in self._pieces:
             self._pieces = {**self._pieces, key: self.piece_table.without(key)}
             while len(self._pieces) > 2:  # with one model's markers, and without

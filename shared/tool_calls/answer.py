@@ -35,7 +35,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
         calls_first: only an answer that begins with a call has calls.
         reasoning: where an answer begins, see `Begins`; None if reasoning is not split off.
         include_reasoning: the client gets the reasoning.
-        shown: special tokens that the text must contain so that it can be parsed.
+        visible_tokens: special tokens that the text must contain so that it can be parsed.
         forms: how the functions' arguments are written, for formats whose calls do not show it.
     """
 
@@ -46,7 +46,7 @@ class AnswerReading(msgspec.Struct, frozen=True):
     calls_first: bool = False
     reasoning: Begins | None = None
     include_reasoning: bool = True
-    shown: tuple[int, ...] = ()
+    visible_tokens: tuple[int, ...] = ()
     forms: dict[str, ParameterForms] = {}
 
 

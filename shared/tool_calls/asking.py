@@ -58,7 +58,7 @@ def answer_reading(
         is_named=wanted is not None and wanted.is_named,
         reasoning=begins,
         include_reasoning=include_reasoning,
-        shown=tuple(syntax.tokens.values()),
+        visible_tokens=tuple(syntax.tokens.values()),
         forms=forms,
     )
 

@@ -196,9 +196,9 @@ def _root(schema: dict[str, Any]) -> dict[str, Any]:
             target = parts[0]
         if not isinstance(target, dict):
             break
-        kept = {key: value for key, value in declared.items() if key not in keys}
+        fields = {key: value for key, value in declared.items() if key not in keys}
         found = {key: value for key, value in target.items() if key not in ("$id", "$anchor")}
-        declared = without_nulls({**found, **kept})
+        declared = without_nulls({**found, **fields})
     return declared
 
 

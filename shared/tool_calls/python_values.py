@@ -84,10 +84,10 @@ class PythonValues:
     def _new(self, name: str, schema: Any) -> str:
         if not self._constants.anywhere(schema):
             return self._schemas.add(name, schema)
-        kept = _what_it_says(schema) if isinstance(schema, dict) else {}
-        if not kept:
+        keywords = _what_it_says(schema) if isinstance(schema, dict) else {}
+        if not keywords:
             return self._any()
-        found = self._parts(schema, kept)
+        found = self._parts(schema, keywords)
         if found is None:
             found = [self._schemas.add(self._next(), schema)]
             allows = self._constants.allows
@@ -99,21 +99,21 @@ class PythonValues:
         self._num_names += 1
         return f"{self._prefix}{self._num_names}"
 
-    def _parts(self, schema: Any, kept: dict[str, Any]) -> list[str] | None:
+    def _parts(self, schema: Any, keywords: dict[str, Any]) -> list[str] | None:
         """Return expressions of the values that a schema allows; None if it has other keywords.
 
         Args:
             schema: the schema.
-            kept: what it says about values.
+            keywords: what it says about values.
         """
-        keys = kept.keys()
-        if keys == {"$ref"} and isinstance(kept["$ref"], str):
-            return [self._refer(kept["$ref"])]
+        keys = keywords.keys()
+        if keys == {"$ref"} and isinstance(keywords["$ref"], str):
+            return [self._refer(keywords["$ref"])]
         if keys <= {"anyOf", "oneOf", "allOf"} and len(keys) == 1:
-            return self._choice(schema, *kept.items())
+            return self._choice(schema, *keywords.items())
         if keys <= {"type", "const", "enum"} and keys != {"type"}:
-            return self._listed(kept)
-        return self._by_type(kept) if keys <= _BY_TYPE else None
+            return self._listed(keywords)
+        return self._by_type(keywords) if keys <= _BY_TYPE else None
 
     def _refer(self, reference: str) -> str:
         if reference not in self._referred:
@@ -133,10 +133,10 @@ class PythonValues:
             found.append(self._schemas.add(self._next(), schema))
         return list(dict.fromkeys(found)) or None
 
-    def _listed(self, kept: dict[str, Any]) -> list[str] | None:
-        values = kept.get("enum", [kept.get("const")])
-        kinds = types_of(kept)
-        if not isinstance(values, list) or kinds is None or len(kept.keys() - {"type"}) > 1:
+    def _listed(self, keywords: dict[str, Any]) -> list[str] | None:
+        values = keywords.get("enum", [keywords.get("const")])
+        kinds = types_of(keywords)
+        if not isinstance(values, list) or kinds is None or len(keywords.keys() - {"type"}) > 1:
             return None
         values = [each for each in values if type_of(each) & kinds]
         constants = [each for each in _CONSTANTS if any(each is value for value in values)]
@@ -146,28 +146,28 @@ class PythonValues:
         found = [self._schemas.add(self._next(), {"enum": others})] if others else []
         return [*found, *(_CONSTANTS[each] for each in constants)]
 
-    def _by_type(self, kept: dict[str, Any]) -> list[str] | None:
-        kinds = types_of(kept)
+    def _by_type(self, keywords: dict[str, Any]) -> list[str] | None:
+        kinds = types_of(keywords)
         if not kinds:
             return None
         found = []
         if scalars := sorted(kinds & _SCALARS):
-            rest = {key: value for key, value in kept.items() if key in _OF_SCALARS}
+            rest = {key: value for key, value in keywords.items() if key in _OF_SCALARS}
             found.append(self._schemas.add(self._next(), {**rest, "type": scalars}))
         if "array" in kinds:
-            if (items := self._list(kept)) is None:
+            if (items := self._list(keywords)) is None:
                 return None
             found.append(items)
         if "object" in kinds:
-            if (fields := self._object(kept)) is None:
+            if (fields := self._object(keywords)) is None:
                 return None
             found.append(fields)
         found += [_CONSTANTS[True], _CONSTANTS[False]] if "boolean" in kinds else []
         return [*found, _CONSTANTS[None]] if "null" in kinds else found
 
-    def _list(self, kept: dict[str, Any]) -> str | None:
-        least, most = kept.get("minItems", 0), kept.get("maxItems", _MAX_ITEMS)
-        items = kept.get("items", {})
+    def _list(self, keywords: dict[str, Any]) -> str | None:
+        least, most = keywords.get("minItems", 0), keywords.get("maxItems", _MAX_ITEMS)
+        items = keywords.get("items", {})
         if not (type(least) is type(most) is int and 0 <= least <= most <= _MAX_ITEMS):
             return None
         if not isinstance(items, dict | bool):
@@ -175,17 +175,17 @@ class PythonValues:
         if items is False or most == 0:
             return None if least else '"[]"'
         item = self._add(self._next(), items)
-        last = most - 1 if "maxItems" in kept else ""
+        last = most - 1 if "maxItems" in keywords else ""
         more = f'(", " {item}){{{max(least - 1, 0)},{last}}}' if most > 1 else ""
         some = f'"[" {item} {more} "]"'
         return some if least else f'"[]" | {some}'
 
-    def _object(self, kept: dict[str, Any]) -> str | None:
+    def _object(self, keywords: dict[str, Any]) -> str | None:
         try:
-            shape = shape_of(kept)
+            shape = shape_of(keywords)
         except ValueError:  # it requires what it does not allow
             return None
-        if not isinstance(kept.get("properties", {}), dict):
+        if not isinstance(keywords.get("properties", {}), dict):
             return None
         prefix, names = self._next(), list(shape.properties)
         first_other, more_other = self._others(prefix, shape)

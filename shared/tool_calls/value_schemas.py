@@ -96,8 +96,8 @@ class ValueSchemas:
                 each["$ref"] = f"#/$defs/{key}"
             return {key: value for key, value in each.items() if key not in DEFINITIONS}
 
-        kept = fitted(schema, self._lenient, renamed)
-        return _Part(msgspec.json.encode(kept).decode(), references)
+        schema = fitted(schema, self._lenient, renamed)
+        return _Part(msgspec.json.encode(schema).decode(), references)
 
     def _needed(self, part: _Part) -> dict[str, str]:
         """Return the definitions that a schema needs, as JSON, by their keys."""

@@ -106,8 +106,8 @@ class ParameterForms(msgspec.Struct, frozen=True):
         """Return the forms of parameters by their names."""
         forms = {id(form): form for form in named.values()}
         places = {key: place for place, key in enumerate(forms)}
-        kept = {name: places[id(form)] for name, form in named.items()}
-        return cls(tuple(forms.values()), kept, others)
+        fitting = {name: places[id(form)] for name, form in named.items()}
+        return cls(tuple(forms.values()), fitting, others)
 
     def of(self, name: str) -> ValueForm:
         """Return how the values of a parameter are written."""
@@ -329,12 +329,12 @@ def _fitting(rule: TextRule) -> TextRule:
         return rule._replace(least=0, most=None)
     if rule.least > most:
         return rule._replace(values=(), least=0, most=None)
-    kept = (
+    fitting = (
         each
         for each in rule.values
         if rule.least <= len(each) and (rule.most is None or len(each) <= rule.most)
     )
-    return rule._replace(values=tuple(kept), least=0, most=None)
+    return rule._replace(values=tuple(fitting), least=0, most=None)
 
 
 @lru_cache(maxsize=4)

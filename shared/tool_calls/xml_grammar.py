@@ -93,8 +93,8 @@ class Parameters:
         if found.any_text and "null" in found.others and _ANY_TEXT not in found.texts:
             parts.append(_literal(f"null{_VALUE_END}"))
         if others := containers if found.any_text else found.others:
-            kept = {"allOf": [schema, {"type": sorted(others)}]} if found.texts else schema
-            parts.append(f"{self._schemas.add(f'{rule}_json', kept)} {_literal(_VALUE_END)}")
+            allowed = {"allOf": [schema, {"type": sorted(others)}]} if found.texts else schema
+            parts.append(f"{self._schemas.add(f'{rule}_json', allowed)} {_literal(_VALUE_END)}")
         if not parts:
             raise ValueError("it has an argument for which no value can be written")
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"

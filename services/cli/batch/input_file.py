@@ -30,8 +30,10 @@ def check_input(path: Path, ids: KnownIds) -> int:
             if isinstance(found, BatchRequest):
                 first = ids.add(found.custom_id, number)
                 if first != number:
-                    shown = f"{found.custom_id[:100]!r} is that of line {first}, too"
-                    problem = BatchLineError(f"custom_id {shown}; each must be unique")
+                    problem = BatchLineError(
+                        f"custom_id {found.custom_id[:100]!r} is that of line {first}, too; "
+                        "each must be unique"
+                    )
             if problem is not None:
                 wrong += 1
                 problems += [f"line {number}: {problem}"] if wrong <= MOST_PROBLEMS else []

@@ -44,8 +44,8 @@ class OutputFile:
         try:
             with self._stack, _mapped(path):
                 self._file = self._open(self._path)
-                kept, total = self._check(keep)
-                if kept < total:
+                num_kept, total = self._check(keep)
+                if num_kept < total:
                     self._replace(keep)
                 self._stack = self._stack.pop_all()
         except BatchLineError as exc:
@@ -89,7 +89,7 @@ class OutputFile:
 
     def _check(self, keep: Callable[[OutputLine], bool]) -> tuple[int, int]:
         """Read all lines and remove an incomplete one; return how many to keep, and the total."""
-        kept = total = end = 0
+        num_kept = total = end = 0
         for line in _lines_from_start(self._file):
             if not line.endswith(b"\n"):
                 if line[: len(_START)] != _START[: len(line)]:
@@ -100,8 +100,8 @@ class OutputFile:
                 found = parse_output(line)
             except BatchLineError as exc:
                 raise BatchLineError(f"line {total + 1}: {exc}") from exc
-            kept, total, end = kept + keep(found), total + 1, end + len(line)
-        return kept, total
+            num_kept, total, end = num_kept + keep(found), total + 1, end + len(line)
+        return num_kept, total
 
     def _replace(self, keep: Callable[[OutputLine], bool]) -> None:
         """Replace this file atomically by one without the lines to remove."""

@@ -65,10 +65,10 @@ async def run_with_progress(
     if can_redraw(console):
         columns = (BarColumn(), TextColumn("{task.description}", markup=False))
         with Progress(*columns, console=console) as bar:
-            shown = bar.add_task("", total=tally.total)
+            task = bar.add_task("", total=tally.total)
 
             def redraw() -> None:
-                bar.update(shown, completed=tally.done, description=_status(tally, sender))
+                bar.update(task, completed=tally.done, description=_status(tally, sender))
 
             await run_watched(work, redraw, REFRESH_S)
             redraw()

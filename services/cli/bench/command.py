@@ -50,11 +50,11 @@ class BenchPlan:
 
     def config(self, model: str, url: str) -> dict[str, Any]:
         """Return the settings that are needed to repeat the run, without the API key."""
-        shown = {name: value for name, value in self.params.items() if name != "api_key"}
+        options = {name: value for name, value in self.params.items() if name != "api_key"}
         ends = {"requests": self.pace.requests, "concurrency": self.pace.concurrency}
         if self.pace.rate is not None:
             ends["concurrency"] = None
-        return {**shown, **ends, "seed": self.seed, "model": model, "url": url}
+        return {**options, **ends, "seed": self.seed, "model": model, "url": url}
 
 
 def bench(

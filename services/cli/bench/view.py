@@ -27,10 +27,10 @@ async def run_with_bar(run: BenchRun, console: Console) -> None:
     """Run a bench to its end, with a progress bar if the output is a terminal."""
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not can_redraw(console)) as bar:
-        shown = bar.add_task("", total=1.0)
+        task = bar.add_task("", total=1.0)
 
         def redraw() -> None:
-            bar.update(shown, completed=run.progress, description=_status(run))
+            bar.update(task, completed=run.progress, description=_status(run))
 
         try:
             await run_watched(run.run(), redraw, REFRESH_S)

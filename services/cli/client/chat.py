@@ -42,8 +42,8 @@ class Conversation:
     def body(self, question: str) -> dict[str, Any]:
         """Return the body of a request with the conversation so far and a question."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        asked = {"role": "user", "content": question}
-        return {**self.fields, "messages": [*system, *self.messages, asked]}
+        message = {"role": "user", "content": question}
+        return {**self.fields, "messages": [*system, *self.messages, message]}
 
     def add(self, question: str, answer: str) -> None:
         """Add a question and its answer to the conversation, unless the answer is empty."""

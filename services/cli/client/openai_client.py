@@ -199,8 +199,8 @@ class OpenAIClient:
         self.url = base_url(url)
         self._http = http_client(self.url, headers=key_header(api_key), timeout_s=timeout_s)
         self._keep_text = keep_text
-        asked = _TIMINGS if asks_timings else {}
-        self._headers = {"Content-Type": "application/json", **asked}
+        headers = _TIMINGS if asks_timings else {}
+        self._headers = {"Content-Type": "application/json", **headers}
         self._dialect: Dialect | None = None
 
     async def aclose(self) -> None:

@@ -131,8 +131,8 @@ def _workers(services: list[Service], room: int) -> Table:
     table = table_of(
         "~worker", "role", "state", ">run", ">wait", ">queued", "~KV used, cached", ">"
     )
-    shown = _cut(services, room, _by_need)
-    for each in shown:
+    visible = _cut(services, room, _by_need)
+    for each in visible:
         load = each.load
         counts: list[int | None] = [None] * 3
         if load is not None:
@@ -145,7 +145,7 @@ def _workers(services: list[Service], room: int) -> Table:
             used = f"{shares[0]:.0%}"
         state = state_cell(each.state)
         table.add_row(cell(each.id), cell(each.role), state, *map(count, counts), bar, used)
-    _note_rest(table, len(services) - len(shown))
+    _note_rest(table, len(services) - len(visible))
     return table
 
 
@@ -162,13 +162,13 @@ def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], r
     def sent(each: Service, link: Link) -> int | None:
         return crossed.get((link.peer, each.id, link.transport))
 
-    shown = _cut(links, room, lambda row: (-(sent(*row) or 0), -row[1].bytes))
-    for each, link in shown:
+    visible = _cut(links, room, lambda row: (-(sent(*row) or 0), -row[1].bytes))
+    for each, link in visible:
         moved = sent(each, link)
         rate = None if moved is None or span <= 0 else moved / span
         names = map(cell, (link.peer, each.id, link.transport))
         table.add_row(*names, f"{_bytes(rate)}/s", _bytes(link.bytes))
-    _note_rest(table, len(links) - len(shown))
+    _note_rest(table, len(links) - len(visible))
     return table
 
 

@@ -42,12 +42,12 @@ class Finding:
 
 def judge_python(version: Sequence[int], is_64_bit: bool) -> Finding:
     """Judge whether the Python version and its word size are supported."""
-    shown = ".".join(map(str, version[:3]))
+    release = ".".join(map(str, version[:3]))
     if tuple(version[:2]) < MIN_PYTHON:
-        return Finding("fail", "Python", shown, "install Python 3.11 or newer")
+        return Finding("fail", "Python", release, "install Python 3.11 or newer")
     if not is_64_bit:
-        return Finding("fail", "Python", f"{shown}, 32 bit", "install a 64-bit Python")
-    return Finding("ok", "Python", shown)
+        return Finding("fail", "Python", f"{release}, 32 bit", "install a 64-bit Python")
+    return Finding("ok", "Python", release)
 
 
 def judge_packages(missing: Sequence[str]) -> Finding:

@@ -147,8 +147,8 @@ async def _probe(what: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
-        said = " ".join(errors.decode(errors="replace").split())
-        return {"error": f"it ended with code {process.returncode}: {said[-CUT_AT:]}"}
+        message = " ".join(errors.decode(errors="replace").split())
+        return {"error": f"it ended with code {process.returncode}: {message[-CUT_AT:]}"}
     return found
 
 

@@ -113,8 +113,8 @@ def _results(calm: Sequence[Answer], disturbed: Sequence[Answer], facts: Facts) 
     )
     yield Line("segments sent again", resent >= CORRUPT_SEGMENTS, f"{resent}")
     moves = disturbed[0].migrations if disturbed else 0
-    said = f"{_times(facts.moved)}, the first answer {_times(moves)}"
-    yield Line("answers moved", moves >= STRIKES, said)
+    detail = f"{_times(facts.moved)}, the first answer {_times(moves)}"
+    yield Line("answers moved", moves >= STRIKES, detail)
     yield _tokens(calm, disturbed)
     gap, usual = (max((each.longest_gap for each in run), default=0.0) for run in (disturbed, calm))
     yield Line("longest gap", 0 < gap <= MAX_GAP_S, f"{gap:.2f} s (calm run: {usual:.2f} s)")

@@ -66,9 +66,9 @@ class View:
         width = max(len(line.name) for line in lines)
         for line in lines:
             style = "bold green" if line.passed else "bold red"
-            shown = Text(INDENT).append(f"{self._mark(line.passed)} ", style=style)
-            shown.append(f"{line.name:<{width}}  ", style="" if line.passed else style)
-            self._print(shown.append(printable(line.detail)))
+            text = Text(INDENT).append(f"{self._mark(line.passed)} ", style=style)
+            text.append(f"{line.name:<{width}}  ", style="" if line.passed else style)
+            self._print(text.append(printable(line.detail)))
         failed = [line.name for line in lines if not line.passed]
         end = f"failed: {', '.join(failed)}" if failed else "proved"
         self._line("")

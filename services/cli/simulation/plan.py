@@ -58,8 +58,8 @@ class Choice:
     @property
     def rank(self) -> tuple[float, float, float]:
         """The best choice has the highest: what it carries, or keeps, and then first tokens."""
-        kept, ttft = round(self.summary.kept_share / EQUAL_SHARE), self.summary.ttft.p50
-        return self.factor or 0.0, kept, -math.inf if math.isnan(ttft) else -ttft
+        share, ttft = round(self.summary.kept_share / EQUAL_SHARE), self.summary.ttft.p50
+        return self.factor or 0.0, share, -math.inf if math.isnan(ttft) else -ttft
 
 
 def plan(
@@ -183,12 +183,12 @@ def _label(choice: Choice, has_locals: bool) -> str:
 
 def verdict(best: Choice) -> str:
     """Return in words what to do."""
-    kept = best.summary.kept_share
-    if kept >= KEPT_SHARE:
-        return f"Take {best.plan.label}: {kept:.1%} of the requests get what they are promised."
+    share = best.summary.kept_share
+    if share >= KEPT_SHARE:
+        return f"Take {best.plan.label}: {share:.1%} of the requests get what they are promised."
     return (
         f"No division keeps the promise for {KEPT_SHARE:.0%} of the requests. "
-        f"{best.plan.label} keeps it for {kept:.1%}: use more GPUs, or promise less."
+        f"{best.plan.label} keeps it for {share:.1%}: use more GPUs, or promise less."
     )
 
 

@@ -161,10 +161,10 @@ def summarize(
     """
     complete = [each for each in answers if each.outcome == "ok"]
     broken = Counter[str]()
-    kept = 0
+    num_kept = 0
     for each in answers:
         parts = each.breaks(promise)
-        kept += not parts
+        num_kept += not parts
         broken.update(parts)
     first = min((each.sent_s for each in answers), default=0.0)
     last = max((each.times[-1] for each in answers if each.times), default=first)
@@ -175,8 +175,8 @@ def summarize(
         refused=sum(each.outcome == "refused" for each in answers),
         seconds=seconds,
         completed_per_s=_ratio(len(complete), seconds),
-        kept_per_s=_ratio(kept, seconds),
-        kept_share=_ratio(kept, len(answers)),
+        kept_per_s=_ratio(num_kept, seconds),
+        kept_share=_ratio(num_kept, len(answers)),
         broken={name: _ratio(broken[name], len(answers)) for name in ("ttft", "tpot", "gap")},
         tokens_per_s=_ratio(sum(len(each.times) for each in answers), seconds),
         ttft=Percentiles.of([each.ttft_s for each in answers if each.times]),

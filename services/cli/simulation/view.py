@@ -23,10 +23,10 @@ def table_of(found: dict[str, Summary], promise: Promise) -> Table:
     for head in (*heads, "busy"):
         table.add_column(head, justify="right")
     for label, each in found.items():
-        kept = [f"{each.kept_per_s:.2f}", f"{each.kept_share:.1%}"] if has_promise else []
+        promised = [f"{each.kept_per_s:.2f}", f"{each.kept_share:.1%}"] if has_promise else []
         times = (each.ttft.p50, each.ttft.p99, each.tpot.p50, each.gap.p99)
         shares = (f"{each.remote_share:.0%}", f"{each.cached_share:.0%}")
-        row = [f"{each.completed_per_s:.2f}", *kept, *map(milliseconds, times), *shares]
+        row = [f"{each.completed_per_s:.2f}", *promised, *map(milliseconds, times), *shares]
         table.add_row(label, *row, busy_text(each))
     return table
 

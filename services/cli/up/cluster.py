@@ -186,8 +186,8 @@ def _record(context: ClusterContext, operator_port: int) -> RunningCluster:
 def choose_store(context: ClusterContext, private: Path) -> Store:
     """Return the Redis to use: the one asked for, an installed server, or the embedded one."""
     if context.redis_url is not None:
-        shown = without_password(context.redis_url)
-        return Store(context.redis_url, shown)
+        address = without_password(context.redis_url)
+        return Store(context.redis_url, address)
     program = redis_process.find_server()
     if program is not None:
         spec, url = redis_process.server_spec(program, private)

@@ -160,8 +160,8 @@ def gpu_share(options: ClusterOptions, machine: Machine) -> float:
     gpus = len(machine.gpus)
     workers = Counter(index % gpus for index in range(len(options.worker_names)))
     most = max(workers.values())
-    asked: float | None = options.worker_options.get("gpu_memory_utilization")
-    if asked is None:
+    share: float | None = options.worker_options.get("gpu_memory_utilization")
+    if share is None:
         default: float = EngineSettings.model_fields["gpu_memory_utilization"].default
         shares = [default / most]
         if machine.free:
@@ -173,12 +173,12 @@ def gpu_share(options: ClusterOptions, machine: Machine) -> float:
                 "leave that GPU out of CUDA_VISIBLE_DEVICES, or use --device cpu"
             )
         return share
-    if asked * most > MAX_GPU_SHARE:
+    if share * most > MAX_GPU_SHARE:
         raise ConfigError(
-            f"--gpu-memory-utilization {asked:g} is too much: {most} workers share a GPU, "
+            f"--gpu-memory-utilization {share:g} is too much: {most} workers share a GPU, "
             f"each can have {MAX_GPU_SHARE / most:.2f}"
         )
-    return asked
+    return share
 
 
 def crowded_gpus(options: ClusterOptions, machine: Machine) -> str:

@@ -84,8 +84,8 @@ def curl_command(facts: ReadyFacts, view: ClusterView, crosses: bool) -> str:
         short = {"model": view.model, "prompt": SHORT_PROMPT}
         return _curl(f"{address}/v1/completions", short, facts.needs_key)
     messages = [{"role": "user", "content": QUESTION}]
-    asked = {"use_prefill_worker": True} if crosses else {}
-    body = {"model": view.model, "messages": messages, "timings": True, **asked}
+    extra = {"use_prefill_worker": True} if crosses else {}
+    body = {"model": view.model, "messages": messages, "timings": True, **extra}
     return _curl(f"{address}/v1/chat/completions", body, facts.needs_key)
 
 

@@ -36,27 +36,27 @@ async def router_port(host: str, port: int) -> int:
         ) from exc
 
 
-def operator_port(asked: int | None, port: int) -> int:
+def operator_port(chosen: int | None, port: int) -> int:
     """Return the operator port, which is this machine's alone.
 
     Args:
-        asked: the port that the user chose; None takes the usual one, or a free one if it is taken.
+        chosen: the port that the user chose; None takes the usual one, or a free one instead.
         port: the endpoint's port.
 
     Raises:
         PortTakenError: the one asked for is taken; names a free one.
         ConfigError: it is not allowed, or the endpoint's.
     """
-    if asked == port != 0:
-        raise ConfigError(f"--operator-port {asked} is the endpoint's --port: name another one")
+    if chosen == port != 0:
+        raise ConfigError(f"--operator-port {chosen} is the endpoint's --port: name another one")
     try:
-        return require_free_port(LOOPBACK, usual_operator_port(port) if asked is None else asked)
+        return require_free_port(LOOPBACK, usual_operator_port(port) if chosen is None else chosen)
     except PortTakenError as exc:
-        if asked is None:
+        if chosen is None:
             return require_free_port(LOOPBACK, 0)
-        free = free_port_near(LOOPBACK, asked)
+        free = free_port_near(LOOPBACK, chosen)
         raise PortTakenError(
-            f"port {asked} on {LOOPBACK} is in use: stop what listens there, or take another one: "
+            f"port {chosen} on {LOOPBACK} is in use: stop what listens there, or take another one: "
             f"--operator-port {free}",
             free,
         ) from exc

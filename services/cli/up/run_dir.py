@@ -25,13 +25,13 @@ def make_log_dir(root: Path | None = None) -> Path:
     Raises:
         ConfigError: there can be none under the root that was asked for.
     """
-    asked, root = root, root or Path.home() / ".cache" / "pagewire" / "runs"
+    chosen, root = root, root or Path.home() / ".cache" / "pagewire" / "runs"
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
         (root / name).mkdir(parents=True, mode=0o700)
     except OSError as exc:
-        if asked is not None:
-            raise ConfigError(f"--log-dir {asked} cannot be used: {exc.strerror}") from exc
+        if chosen is not None:
+            raise ConfigError(f"--log-dir {chosen} cannot be used: {exc.strerror}") from exc
         # a home that is missing or read-only
         return Path(tempfile.mkdtemp(prefix="pagewire-logs-"))
     runs = {run: match[1] for run in root.iterdir() if (match := RUN_NAME.fullmatch(run.name))}

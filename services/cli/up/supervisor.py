@@ -308,8 +308,8 @@ def refusal_in(lines: list[str]) -> str:
     prefix = "pagewire: "
     own = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     last = [line.removeprefix("Error: ") for line in lines[-1:]]  # so a wrong option is reported
-    said = (own[-1:], last, ["it refuses its configuration"])
-    return next(text for texts in said for text in texts if text)
+    reasons = (own[-1:], last, ["it refuses its configuration"])
+    return next(text for texts in reasons for text in texts if text)
 
 
 @contextlib.asynccontextmanager

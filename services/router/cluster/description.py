@@ -78,11 +78,11 @@ def _links_by_receiver(records: Sequence[WorkerRecord]) -> dict[str, list[dict[s
     found: dict[str, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda each: each.worker_id):
         for link in record.links:
-            shown = {
+            entry = {
                 "peer": record.worker_id,
                 "transport": link.transport,
                 "gb_per_s": link.gbps or None,
                 "bytes": link.bytes,
             }
-            found.setdefault(link.peer, []).append(shown)
+            found.setdefault(link.peer, []).append(entry)
     return found

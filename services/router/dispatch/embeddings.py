@@ -133,14 +133,14 @@ class EmbeddingSet:
         dispatcher = self._dispatcher
         for link, load in dispatcher.selector.embedding_workers(len(token_ids), excluded):
             attempt = _Attempt(link, dispatcher.in_flight, strikes)
-            asked = msgspec.structs.replace(
+            message = msgspec.structs.replace(
                 self._template,
                 request_id=attempt.request_id,
                 token_ids=token_ids,
                 strikes=strikes,
             )
             try:
-                attempt.start(asked, load)
+                attempt.start(message, load)
             except ChannelError as exc:
                 logger.info("%s cannot be reached: %s", link.worker_id, exc)
             else:

@@ -122,11 +122,11 @@ def describe_wrong_field(
     if missing and depth == len(path):
         return InvalidRequestError(f"{field} is required", field, "missing_required_parameter")
     try:
-        shown = f", not {_shown(raw, path[:depth])}"
+        actual = f", not {_shown(raw, path[:depth])}"
     except (*UNDECODABLE, LookupError):  # or nested too deeply, or the field is there twice
-        shown = ""
+        actual = ""
     code = "invalid_type" if _WRONG_TYPE.search(str(error)) else "invalid_value"
-    return InvalidRequestError(f"{field} must be {rule}{shown}", field, code)
+    return InvalidRequestError(f"{field} must be {rule}{actual}", field, code)
 
 
 def _media_at(raw: bytes | bytearray, path: list[str | int]) -> InvalidRequestError | None:

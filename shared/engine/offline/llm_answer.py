@@ -61,8 +61,8 @@ class LLMAnswer:
         output.outputs.append(self._result)
         self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
         if self._chat is not None:
-            shown = self._chat.reading.shown
-            self._rules = msgspec.structs.replace(self._rules, shown=shown)
+            visible_tokens = self._chat.reading.visible_tokens
+            self._rules = msgspec.structs.replace(self._rules, visible_tokens=visible_tokens)
         self._assembler: TextAssembler | None = None
         if asked.stop_strings and tokenizer is None:
             raise InvalidRequestError(

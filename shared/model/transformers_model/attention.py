@@ -147,9 +147,11 @@ class PagedAttention:
         if window is not None and window >= config.max_position_embeddings:
             window = None
         if window != expected:
-            found, said = ("all tokens" if w is None else f"{w} tokens" for w in (window, expected))
+            actual, expected_text = (
+                "all tokens" if w is None else f"{w} tokens" for w in (window, expected)
+            )
             raise ModelLoadError(
-                f"layer {self._calls} attends to {found} where config.json says {said}"
+                f"layer {self._calls} attends to {actual} where config.json says {expected_text}"
             )
         for name, given in options.items():
             if given is not None and given is not False and name not in _WITHOUT_EFFECT:

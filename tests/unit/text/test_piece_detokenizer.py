@@ -92,7 +92,7 @@ def test_metaspace_has_no_byte_tokens(name: str, ids: list[int], step: int, skip
 def test_special_tokens_may_be_shown(name: str, parts: list[int]) -> None:
     check(TOKENIZERS[name], parts, 2, skip=False)
     tokenizer = TOKENIZERS[name]
-    stream = make_detokenizer(tokenizer, [], True, shown=[SIZE - 2])
+    stream = make_detokenizer(tokenizer, [], True, visible=[SIZE - 2])
     hidden = [each for each in parts if each not in SPECIAL[:2]]
     assert stream.finish(parts) == tokenizer.decode(hidden, skip_special_tokens=False)
 
@@ -116,11 +116,11 @@ def test_answers_after_a_prompt(name: str, prompt: list[int], ids: list[int], st
         assume(not has_late_mistake(prompt + ids) and not has_late_mistake(prompt))
     stream = make_detokenizer(tokenizer, prompt)
     parts = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
-    answer, shown = "".join(parts) + stream.flush(), tokenizer.decode(prompt)
-    rests = [shown[: len(shown) - cut] for cut in range(4) if shown.endswith("\ufffd" * cut)]
+    answer, visible = "".join(parts) + stream.flush(), tokenizer.decode(prompt)
+    rests = [visible[: len(visible) - cut] for cut in range(4) if visible.endswith("\ufffd" * cut)]
     assert tokenizer.decode(prompt + ids) in [rest + answer for rest in rests]
     stream = make_detokenizer(tokenizer, prompt)
-    repeated = shown[: len(shown) - stream.take_rest()]
+    repeated = visible[: len(visible) - stream.take_rest()]
     assert repeated + stream.finish(ids) == tokenizer.decode(prompt + ids)
 
 

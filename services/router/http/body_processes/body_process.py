@@ -96,7 +96,7 @@ def serve(connection: socket.socket) -> None:
         raw = receive_bytes(connection, job.num_bytes)
         try:
             with added_memory(most_memory(job.num_bytes)):
-                asked = read_body(job.kind, raw, model, job.max_model_len)
+                generation = read_body(job.kind, raw, model, job.max_model_len)
         except InvalidRequestError as exc:
             send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
             continue
@@ -105,9 +105,9 @@ def serve(connection: socket.socket) -> None:
             return  # what it holds now is scattered: the next body would have less
         finally:
             limit_cpu(0)
-        head = msgspec.structs.replace(asked, prompts=())
-        send_message(connection, Reply(head, memory_bytes(), len(asked.prompts)))
-        for prompt in asked.prompts:
+        head = msgspec.structs.replace(generation, prompts=())
+        send_message(connection, Reply(head, memory_bytes(), len(generation.prompts)))
+        for prompt in generation.prompts:
             send_message(connection, prompt)
 
 

@@ -41,8 +41,8 @@ async def embed(request: Request) -> Response:
 
 
 async def _answer(request: Request) -> Response:
-    asked, service = await read_request(request, "embedding"), service_of(request)
-    record, form = record_of(request.scope), asked.embedding
+    generation, service = await read_request(request, "embedding"), service_of(request)
+    record, form = record_of(request.scope), generation.embedding
     if form is None:
         raise RequestFailedError("the body was not read as one for embeddings")
     if service.tracing is not None:
@@ -56,7 +56,7 @@ async def _answer(request: Request) -> Response:
         log_id=record.request_id,
         owner=record.owner,
     )
-    prompts = [prompt.token_ids for prompt in asked.prompts]
+    prompts = [prompt.token_ids for prompt in generation.prompts]
     embeddings = EmbeddingSet(service.dispatcher, prompts, template)
     record.answers = EmbeddingAnswers(embeddings)
     try:
@@ -65,7 +65,7 @@ async def _answer(request: Request) -> Response:
         embeddings.close()
         raise
     timeout_s = service.settings.request_timeout_s
-    return EmbeddingResponse(embeddings, vectors, form, asked.model, timeout_s)
+    return EmbeddingResponse(embeddings, vectors, form, generation.model, timeout_s)
 
 
 class EmbeddingResponse(Response):

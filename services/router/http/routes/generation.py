@@ -139,8 +139,8 @@ async def generate(
     """
 
     async def generated() -> Response:
-        asked = await read_request(request, kind)
-        return await answer(request, asked, make_format(service_of(request).model, asked))
+        generation = await read_request(request, kind)
+        return await answer(request, generation, make_format(service_of(request).model, generation))
 
     return await counted(request, generated())
 
@@ -187,13 +187,13 @@ def session_in_head(request: Request) -> str | None:
 
 
 async def answer(
-    request: Request, asked: GenerationInput, form: Format, keeper: Keeper | None = None
+    request: Request, generation: GenerationInput, form: Format, keeper: Keeper | None = None
 ) -> Response:
     """Return the response to a request with what the model generates.
 
     Args:
         request: the request.
-        asked: what it asks for.
+        generation: what it asks for.
         form: writes the answers.
         keeper: stores them before the client learns that they are complete.
 
@@ -202,20 +202,20 @@ async def answer(
             their first token.
     """
     service, record = service_of(request), record_of(request.scope)
-    session = asked.session or session_in_head(request)
+    session = generation.session or session_in_head(request)
     trace = None if service.tracing is None else record.begin_span(service.tracing)
     tenant = service.tenant_of(record.key)
     slo_gap_s = (service.settings.slo_gap_s_of_keys or {}).get(record.key or "")
     record.answers = answers = AnswerSet(
         service.dispatcher,
         service.model,
-        asked,
-        Sender(record.request_id, record.owner, tenant, slo_gap_s, session, asked.cache_key),
+        generation,
+        Sender(record.request_id, record.owner, tenant, slo_gap_s, session, generation.cache_key),
         record.start,
         trace,
     )
     try:
-        if not asked.stream:
+        if not generation.stream:
             full = await cancel_on_disconnect(request.receive, answers.collect())
             answers.close()
             if any(answer.prompt_logprobs is not None for answer in full):
@@ -260,11 +260,11 @@ async def read_request(
     async with received_body(request, service.bodies) as raw:
         with service.admit(owner):
             framed = raw if frame is None else await frame(raw)
-            asked = await _read(request, kind, framed)
-            asked = await _check_grammar(request, asked)
-    if asked.unknown_fields:
-        service.metrics.unknown_fields.inc(asked.unknown_fields)
-    return msgspec.structs.replace(asked, timings=True) if with_timings else asked
+            generation = await _read(request, kind, framed)
+            generation = await _check_grammar(request, generation)
+    if generation.unknown_fields:
+        service.metrics.unknown_fields.inc(generation.unknown_fields)
+    return msgspec.structs.replace(generation, timings=True) if with_timings else generation
 
 
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
@@ -282,22 +282,25 @@ async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> Gen
         raise ContextLengthError(f"{exc.message} {why}".strip(), exc.param, exc.code) from exc
 
 
-async def _check_grammar(request: Request, asked: GenerationInput) -> GenerationInput:
+async def _check_grammar(request: Request, generation: GenerationInput) -> GenerationInput:
     """Return the request with the first of its grammars that is not refused."""
-    others = list(asked.other_grammars)
-    while asked.form_field is not None and (text := asked.prompts[0].spec.grammar) is not None:
+    others = list(generation.other_grammars)
+    while (
+        generation.form_field is not None
+        and (text := generation.prompts[0].spec.grammar) is not None
+    ):
         checker, owner = service_of(request).grammar_checker, record_of(request.scope).owner
         try:
             await cancel_on_disconnect(
-                request.receive, checker.check(text, asked.form_field, owner)
+                request.receive, checker.check(text, generation.form_field, owner)
             )
         except InvalidRequestError:
             if not others:
                 raise
-            asked = asked.with_grammar(others.pop(0))
+            generation = generation.with_grammar(others.pop(0))
         else:
             break
-    return asked
+    return generation
 
 
 async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

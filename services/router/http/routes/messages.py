@@ -37,8 +37,8 @@ async def create_message(request: Request) -> Response:
 )
 async def count_tokens(request: Request) -> Response:
     """Return how many tokens a conversation's prompt has."""
-    asked = await read_request(request, "message count")
-    count = objects.TokenCount(len(asked.prompts[0].token_ids))
+    generation = await read_request(request, "message count")
+    count = objects.TokenCount(len(generation.prompts[0].token_ids))
     return _with_id(request, json_response(count))
 
 

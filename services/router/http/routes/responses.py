@@ -71,8 +71,8 @@ async def create_response(request: Request) -> Response:
 )
 async def count_input_tokens(request: Request) -> Response:
     """Return how many tokens the prompt of a request has."""
-    asked = await _read(request, "response count")
-    return json_response(objects.InputTokenCount(len(asked.prompts[0].token_ids)))
+    generation = await _read(request, "response count")
+    return json_response(objects.InputTokenCount(len(generation.prompts[0].token_ids)))
 
 
 @response_router.get(
@@ -116,9 +116,9 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def _respond(request: Request) -> Response:
-    asked = await _read(request, "response")
-    form = ResponseFormat(service_of(request).model, asked)
-    return await answer(request, asked, form, _Keeper(request, form))
+    generation = await _read(request, "response")
+    form = ResponseFormat(service_of(request).model, generation)
+    return await answer(request, generation, form, _Keeper(request, form))
 
 
 async def _read(request: Request, kind: BodyKind) -> GenerationInput:

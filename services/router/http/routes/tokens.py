@@ -21,10 +21,10 @@ token_router = APIRouter(redirect_slashes=False)
 )
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation's prompt."""
-    asked, service = await read_request(request, "tokenize"), service_of(request)
-    ids = asked.prompts[0].token_ids
+    generation, service = await read_request(request, "tokenize"), service_of(request)
+    ids = generation.prompts[0].token_ids
     found = Tokenized(len(ids), service.max_model_len, ids)
-    if asked.return_token_strs:
+    if generation.return_token_strs:
         name = service.model.tokenizer.token_strings
         found.token_strs = await asyncio.to_thread(name, ids)  # a long prompt's take a while
     return json_response(found)
@@ -36,8 +36,8 @@ async def tokenize(request: Request) -> Response:
 )
 async def detokenize(request: Request) -> Response:
     """Return the text of a list of token ids."""
-    asked = await read_request(request, "detokenize")
-    return json_response(Detokenized(asked.prompts[0].echo or ""))
+    generation = await read_request(request, "detokenize")
+    return json_response(Detokenized(generation.prompts[0].echo or ""))
 
 
 @token_router.get("/version", **described(SERVER, Version))

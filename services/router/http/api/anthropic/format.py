@@ -27,12 +27,12 @@ class MessageFormat:
 
     Args:
         model: the model.
-        asked: the request; it has one answer.
+        request: the request; it has one answer.
     """
 
-    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        self._answer = ParsedAnswer(model, asked)
-        self._id, self._model = "msg_" + secrets.token_hex(12), asked.model
+    def __init__(self, model: ServedModel, request: GenerationInput) -> None:
+        self._answer = ParsedAnswer(model, request)
+        self._id, self._model = "msg_" + secrets.token_hex(12), request.model
         self._end = objects.EventDelta()  # how the answer ended
         self._num_blocks = 0
         self._open: type[objects.AnswerBlock] | None = (

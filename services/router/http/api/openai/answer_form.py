@@ -96,10 +96,10 @@ def form_of(body: FormFields, markers: Markers) -> tuple[str, str] | None:
     Raises:
         InvalidRequestError: two fields ask for a form, or it cannot be read; names the field.
     """
-    asked = {name: getattr(body, name) for name in _FORM_FIELDS}
+    fields = {name: getattr(body, name) for name in _FORM_FIELDS}
     found = [
         (name, structured)
-        for name, value in asked.items()
+        for name, value in fields.items()
         if value is not None and (structured := _structured(name, value)) is not None
     ]
     if not found:

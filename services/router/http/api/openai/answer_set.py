@@ -71,7 +71,7 @@ class AnswerSet:
     Args:
         dispatcher: has workers generate the answers.
         model: the model, whose tokenizer turns tokens into text.
-        asked: the checked request.
+        request: the checked request.
         sender: who sent it.
         start: arrival of the request, on the monotonic clock; None means now.
         trace: the request's span, if it is traced.
@@ -84,12 +84,12 @@ class AnswerSet:
         "_admitted_at",
         "_answers",
         "_arrived",
-        "_asked",
         "_backlog",
         "_ended_at",
         "_failure",
         "_is_idle",
         "_push",
+        "_request",
         "_sources",
         "_start",
         "_unended",
@@ -100,23 +100,23 @@ class AnswerSet:
         self,
         dispatcher: Dispatcher,
         model: ServedModel,
-        asked: GenerationInput,
+        request: GenerationInput,
         sender: Sender,
         start: float | None = None,
         trace: str | None = None,
     ) -> None:
-        self._asked, self._admitted_at = asked, time.monotonic()
+        self._request, self._admitted_at = request, time.monotonic()
         self._start = self._admitted_at if start is None else start
         self._ended_at: float | None = None
         requests = (
-            (prompt.token_ids, sender.sign(prompt.spec), asked.n) for prompt in asked.prompts
+            (prompt.token_ids, sender.sign(prompt.spec), request.n) for prompt in request.prompts
         )
-        watch = Watch(asked.timings, bool(asked.rules.stops), trace)
+        watch = Watch(request.timings, bool(request.rules.stops), trace)
         self._sources = dispatcher.open(requests, sender.session_number, watch)
         self._answers = [
-            AnswerStream(_assembler(model, asked, prompt.token_ids), asked.generates)
-            for prompt in asked.prompts
-            for _ in range(asked.n)
+            AnswerStream(_assembler(model, request, prompt.token_ids), request.generates)
+            for prompt in request.prompts
+            for _ in range(request.n)
         ]
         on_output = self._on_output
         for index, source in enumerate(self._sources):
@@ -132,12 +132,12 @@ class AnswerSet:
     @property
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, whatever the number of its choices."""
-        n = self._asked.n
+        n = self._request.n
         return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._asked.prompts),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._request.prompts),
             completion_tokens=sum(answer.num_tokens for answer in self._answers),
             cached_tokens=sum(answer.cached_tokens or 0 for answer in self._answers[::n]),
-            timings=self._timings_field() if self._asked.timings else UNSET,
+            timings=self._timings_field() if self._request.timings else UNSET,
         )
 
     def _timings_field(self) -> RequestTimings:
@@ -241,7 +241,7 @@ class AnswerSet:
 
     def _in_fields_of_client(self, failure: BaseException) -> BaseException:
         """Return an error of a grammar as an error of the request's field that asked for it."""
-        field = self._asked.form_field
+        field = self._request.form_field
         if not (isinstance(failure, InvalidRequestError) and failure.param == "grammar" and field):
             return failure
         return InvalidRequestError(f"{field}: {failure.message}", field)
@@ -251,11 +251,13 @@ class AnswerSet:
         self._arrived.set()
 
 
-def _assembler(model: ServedModel, asked: GenerationInput, prompt_ids: list[int]) -> TextAssembler:
+def _assembler(
+    model: ServedModel, request: GenerationInput, prompt_ids: list[int]
+) -> TextAssembler:
     parts: AnswerParts | None = None
-    if asked.rules.stops:
-        parts = answer_parts(model.syntax, asked.reading)
-    return TextAssembler(model.tokenizer, prompt_ids, asked.rules, parts)
+    if request.rules.stops:
+        parts = answer_parts(model.syntax, request.reading)
+    return TextAssembler(model.tokenizer, prompt_ids, request.rules, parts)
 
 
 def _ignore(_index: int, _output: TokenOutput) -> None:

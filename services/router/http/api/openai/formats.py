@@ -56,7 +56,7 @@ class _OpenAIFormat(ABC):
 
     Args:
         model: the model.
-        asked: the request.
+        request: the request.
         chunk: the type of a stream's chunks.
         prefix: of the responses' ids.
         empty: the field with a chunk's text in it, encoded, when the text is empty.
@@ -65,26 +65,28 @@ class _OpenAIFormat(ABC):
     def __init__(
         self,
         model: ServedModel,
-        asked: GenerationInput,
+        request: GenerationInput,
         chunk: type[objects.CompletionChunk | objects.ChatChunk],
         prefix: str,
         empty: bytes,
     ) -> None:
-        self._asked, self._token_bytes = asked, model.tokenizer.token_bytes
-        self._prompts = [prompt for prompt in asked.prompts for _ in range(asked.n)]
+        self._request, self._token_bytes = request, model.tokenizer.token_bytes
+        self._prompts = [prompt for prompt in request.prompts for _ in range(request.n)]
         self._unbegun = set(range(len(self._prompts)))
         self._head: dict[str, Any] = {
             "id": prefix + secrets.token_hex(16),
             "created": int(time.time()),
-            "model": asked.model,
-            "service_tier": "default" if asked.service_tier else UNSET,
+            "model": request.model,
+            "service_tier": "default" if request.service_tier else UNSET,
         }
         # As OpenAI has it, the usage is null in all chunks but the last.
-        self._chunk = chunk(**self._head, choices=[], usage=None if asked.include_usage else UNSET)
-        self._may_be_plain = not (asked.return_token_ids or asked.running_usage)
+        self._chunk = chunk(
+            **self._head, choices=[], usage=None if request.include_usage else UNSET
+        )
+        self._may_be_plain = not (request.return_token_ids or request.running_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
         self._empty = empty
-        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in asked.prompts)
+        self._prompt_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
         self._sent_tokens = 0
 
     def begin(self, usage: Usage) -> bytes:
@@ -94,7 +96,7 @@ class _OpenAIFormat(ABC):
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
         usage = self.usage(usage)
-        total = token_usage(usage) if self._asked.include_usage else UNSET
+        total = token_usage(usage) if self._request.include_usage else UNSET
         if total is UNSET and usage.timings is UNSET:
             return DONE
         chunk = msgspec.structs.replace(self._chunk, choices=[], usage=total, timings=usage.timings)
@@ -108,7 +110,7 @@ class _OpenAIFormat(ABC):
         """Return the event of a chunk with one choice."""
         chunk: Any = self._chunk
         chunk.choices = [choice]
-        if self._asked.running_usage:
+        if self._request.running_usage:
             total = self._prompt_tokens + self._sent_tokens
             chunk.usage = objects.TokenUsage(self._prompt_tokens, self._sent_tokens, total)
         return sse(chunk)
@@ -127,10 +129,10 @@ class _OpenAIFormat(ABC):
         """Return what a chunk adds to a choice if that is nothing but an empty text."""
 
     def _token_ids(self, token_ids: Sequence[int]) -> list[int] | UnsetType:
-        return list(token_ids) if self._asked.return_token_ids else UNSET
+        return list(token_ids) if self._request.return_token_ids else UNSET
 
     def _prompt_logprobs(self, answer: TextDelta) -> objects.PromptTokens | UnsetType:
-        if not self._asked.prompt_logprobs:
+        if not self._request.prompt_logprobs:
             return UNSET
         return prompt_logprobs(answer.prompt_logprobs, self._token_bytes)
 
@@ -138,14 +140,14 @@ class _OpenAIFormat(ABC):
 class CompletionFormat(_OpenAIFormat):
     """Writes the responses and stream chunks of `/v1/completions`."""
 
-    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        super().__init__(model, asked, objects.CompletionChunk, "cmpl-", b'"text":""')
+    def __init__(self, model: ServedModel, request: GenerationInput) -> None:
+        super().__init__(model, request, objects.CompletionChunk, "cmpl-", b'"text":""')
         self._echoes = [prompt.echo or "" for prompt in self._prompts]
         self._logprobs = [
             CompletionLogprobs(
                 self._token_bytes,
                 None if prompt.echo is None else prompt.token_ids[0],
-                asked.names_by_id,
+                request.names_by_id,
                 num_top,
             )
             for prompt in self._prompts
@@ -193,11 +195,11 @@ class CompletionFormat(_OpenAIFormat):
 class ChatFormat(_OpenAIFormat):
     """Writes the responses and stream chunks of `/v1/chat/completions`."""
 
-    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        super().__init__(model, asked, objects.ChatChunk, "chatcmpl-", b'"content":""')
-        self._answers = [ParsedAnswer(model, asked) for _ in range(asked.n)]
-        self._has_parts = asked.reading is not None
-        self._first_ids = self._token_ids(asked.prompts[0].token_ids)
+    def __init__(self, model: ServedModel, request: GenerationInput) -> None:
+        super().__init__(model, request, objects.ChatChunk, "chatcmpl-", b'"content":""')
+        self._answers = [ParsedAnswer(model, request) for _ in range(request.n)]
+        self._has_parts = request.reading is not None
+        self._first_ids = self._token_ids(request.prompts[0].token_ids)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
@@ -284,7 +286,7 @@ class ChatFormat(_OpenAIFormat):
 
         As OpenAI has it, the call of a function that the request names ends as a text does.
         """
-        reading = self._asked.reading
+        reading = self._request.reading
         if delta.finish_reason != "stop" or reading is None or reading.is_named:
             return delta.finish_reason
         return "tool_calls" if self._answers[index].has_calls else "stop"
@@ -292,7 +294,7 @@ class ChatFormat(_OpenAIFormat):
     def _logprobs(self, delta: TextDelta) -> objects.ChatLogprobs | None:
         if not delta.logprobs:
             return None
-        return chat_logprobs(delta.logprobs, self._token_bytes, self._asked.names_by_id)
+        return chat_logprobs(delta.logprobs, self._token_bytes, self._request.names_by_id)
 
 
 def sse(data: object, kind: str | None = None) -> bytes:

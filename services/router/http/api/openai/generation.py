@@ -168,8 +168,8 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
             InvalidRequestError: one is too large; names the field.
         """
         first, *others = (text and checked_size(text, field) for text in grammars)
-        asked = msgspec.structs.replace(self, form_field=field, other_grammars=tuple(others))
-        return asked.with_grammar(first)
+        changed = msgspec.structs.replace(self, form_field=field, other_grammars=tuple(others))
+        return changed.with_grammar(first)
 
 
 def read_completion(
@@ -196,8 +196,8 @@ def read_completion(
         spec = _spec(sampling, max_tokens, model)
         if body.echo and spec.prompt_logprobs is None:
             spec = msgspec.structs.replace(spec, prompt_logprobs=spec.logprobs)
-        kept = prompt if body.truncate_prompt_tokens is None else ids
-        echo = _echo_text(kept, model, body.max_tokens != 0) if body.echo else None
+        prompt_part = prompt if body.truncate_prompt_tokens is None else ids
+        echo = _echo_text(prompt_part, model, body.max_tokens != 0) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
     found = _input(body, prompts, unknown_fields, model)
     rules = msgspec.structs.replace(found.rules, echoes=bool(body.echo))
@@ -264,11 +264,11 @@ def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
     check_tools(body.tools, body.tool_choice)
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ids = chat_ids(body, chat.options, model, max_model_len)
-    ids = sampling.truncate(ids, max_model_len - (asked or DEFAULT_TOKENS))
-    room = _room(ids, max_model_len, asked, "messages")
-    max_tokens = asked or model.defaults.answer_length(room, room)
+    ids = sampling.truncate(ids, max_model_len - (limit or DEFAULT_TOKENS))
+    room = _room(ids, max_model_len, limit, "messages")
+    max_tokens = limit or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
     continued = (body.messages[-1].text or "") if body.continue_final_message else None
     reading = answer_reading(
@@ -285,7 +285,7 @@ def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
         grammars = tool_grammars(model.syntax, wanted, reading, may_reason=begins is not None)
         found = found.with_grammars(grammars, "tools")
     if reading is not None:
-        rules = msgspec.structs.replace(found.rules, shown=reading.shown)
+        rules = msgspec.structs.replace(found.rules, visible_tokens=reading.visible_tokens)
         found = msgspec.structs.replace(found, reading=reading, rules=rules)
     return found
 
@@ -374,16 +374,16 @@ def _spec(sampling: SamplingParams, max_tokens: int, model: ServedModel) -> Requ
     return spec
 
 
-def _room(ids: list[int], max_model_len: int, asked: int | None, param: str) -> int:
+def _room(ids: list[int], max_model_len: int, max_tokens: int | None, param: str) -> int:
     """Return how many tokens fit after the prompt; check that those asked for do."""
     if not ids:
         raise InvalidRequestError(f"{param} must not be empty", param)
     room = max_model_len - len(ids)
-    if room < (asked or 1):
+    if room < (max_tokens or 1):
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens. However, you "
-            f"requested {len(ids) + (asked or 1)} tokens ({len(ids)} in the {param}, "
-            f"{asked or 1} in the completion). Please reduce the length of either.",
+            f"requested {len(ids) + (max_tokens or 1)} tokens ({len(ids)} in the {param}, "
+            f"{max_tokens or 1} in the completion). Please reduce the length of either.",
             param,
         )
     return room

@@ -17,16 +17,18 @@ class ParsedAnswer:
 
     Args:
         model: the model.
-        asked: the request; without a `reading`, the whole text is content.
+        request: the request; without a `reading`, the whole text is content.
     """
 
-    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        reading = asked.reading
+    def __init__(self, model: ServedModel, request: GenerationInput) -> None:
+        reading = request.reading
         self._parser = None if reading is None else answer_parser(model.syntax, reading)
         self._detokenizer = None
         if reading is not None and reading.reasoning is not None:
-            ids, skip_special = asked.prompts[0].token_ids, asked.rules.skip_special
-            self._detokenizer = make_detokenizer(model.tokenizer, ids, skip_special, reading.shown)
+            ids, skip_special = request.prompts[0].token_ids, request.rules.skip_special
+            self._detokenizer = make_detokenizer(
+                model.tokenizer, ids, skip_special, reading.visible_tokens
+            )
         self._token_ids: list[int] = []  # up to the end of the reasoning
         self._counted: int | None = None
 

@@ -230,8 +230,8 @@ def parse_body(
 
 def sampling_of(body: GenerationBody, logprobs: int | None) -> SamplingParams:
     """Return the sampling parameters that a request's body gives."""
-    asked = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
-    return SamplingParams(logprobs=logprobs, **asked)
+    fields = {name: getattr(body, name) for name in SamplingFields.__struct_fields__}
+    return SamplingParams(logprobs=logprobs, **fields)
 
 
 def _check_together(body: GenerationBody) -> None:

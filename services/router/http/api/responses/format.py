@@ -38,21 +38,21 @@ class ResponseFormat:
 
     Args:
         model: the model.
-        asked: the request.
+        request: the request.
 
     Raises:
         RequestFailedError: the body's reader has left out the request's turn.
     """
 
-    def __init__(self, model: ServedModel, asked: GenerationInput) -> None:
-        if (turn := asked.turn) is None:
+    def __init__(self, model: ServedModel, request: GenerationInput) -> None:
+        if (turn := request.turn) is None:
             raise RequestFailedError("the body's reader has left out what responses need")
         self.id = ID_PREFIX + secrets.token_hex(16)
         self.turn, self.is_stored = turn, bool(turn.items)
         self._created_at = int(time.time())
         self._logprobs = PendingLogprobs(model.tokenizer.token_bytes) if turn.has_logprobs else None
         self._output = OutputItems(self._logprobs)
-        self._answer = ParsedAnswer(model, asked)
+        self._answer = ParsedAnswer(model, request)
         self._status: objects.ResponseStatus = "in_progress"
         self._num_events = 0
         self._error: objects.ResponseError | None = None

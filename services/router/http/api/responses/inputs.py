@@ -63,8 +63,8 @@ def read_response(
     """
     history, raw = _parts(framed)
     body, fields, unknown_fields = bodies.parse_response_body(raw)
-    asked = chat_input(_chat(body, fields, unknown_fields, history), model, max_model_len)
-    return msgspec.structs.replace(asked, turn=_turn(body, fields, asked, history))
+    generation = chat_input(_chat(body, fields, unknown_fields, history), model, max_model_len)
+    return msgspec.structs.replace(generation, turn=_turn(body, fields, generation, history))
 
 
 def read_response_count(
@@ -101,9 +101,9 @@ def _messages(body: bodies.ResponseBody, history: bytes) -> Messages:
         messages.say("user", body.input, "input")
     else:
         messages.add(body.input, "input")
-    if not messages.said:
+    if not messages.chat:
         raise InvalidRequestError("input must have a message", "input")
-    if len(messages.said) > MAX_MESSAGES:
+    if len(messages.chat) > MAX_MESSAGES:
         problem = f"input must not make more than {MAX_MESSAGES} messages, with those before it"
         raise InvalidRequestError(problem, "input")
     return messages
@@ -127,7 +127,7 @@ def _chat(
     has_choice = bool(tools) or body.tool_choice != "auto"
     chat = chats.chat_body(
         body,
-        messages=[ChatMessage(**message) for message in messages.said],
+        messages=[ChatMessage(**message) for message in messages.chat],
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
@@ -159,7 +159,7 @@ def _written_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _turn(
     body: bodies.ResponseBody,
     fields: dict[str, msgspec.Raw],
-    asked: GenerationInput,
+    generation: GenerationInput,
     history: bytes,
 ) -> ResponseTurn:
     store = body.store is not False
@@ -172,7 +172,7 @@ def _turn(
                 "store",
             )
         items = b""
-    return ResponseTurn(_echo(body, fields, asked), items, store, body.has_logprobs)
+    return ResponseTurn(_echo(body, fields, generation), items, store, body.has_logprobs)
 
 
 def _items(body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], history: bytes) -> bytes:
@@ -186,10 +186,10 @@ def _items(body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], history: b
 
 
 def _echo(
-    body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], asked: GenerationInput
+    body: bodies.ResponseBody, fields: dict[str, msgspec.Raw], generation: GenerationInput
 ) -> bytes:
     """Return the request's fields that the response repeats, a JSON object."""
-    spec, reasoning = asked.prompts[0].spec, body.reasoning
+    spec, reasoning = generation.prompts[0].spec, body.reasoning
     effort = None if reasoning is None else reasoning.effort
     text: Any = {"format": {"type": "text"}}
     if body.text is not None and body.text.format is not None:

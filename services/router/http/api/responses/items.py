@@ -115,11 +115,11 @@ class OutputItems:
             self._text_event("response.content_part.added", part=empty),
         ]
 
-    def _begin(self, item: objects.OutputItem, shown: objects.OutputItem) -> objects.ResponseEvent:
+    def _begin(self, item: objects.OutputItem, empty: objects.OutputItem) -> objects.ResponseEvent:
         """Open an item; its event has it as it is before anything is added."""
         self.items.append(item)
         self._parts, self._is_open = [], True
-        return self._item_event("response.output_item.added", shown)
+        return self._item_event("response.output_item.added", empty)
 
     def _item_event(self, kind: str, item: objects.OutputItem) -> objects.ResponseEvent:
         return objects.ResponseEvent(type=kind, output_index=len(self.items) - 1, item=item)

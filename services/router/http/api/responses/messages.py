@@ -17,12 +17,12 @@ class Messages:
     Reasoning, text and calls that follow each other are one message of the assistant's.
 
     Attributes:
-        said: the fields of each.
+        chat: the fields of each.
         places: of each message the field of the body that its content is from.
     """
 
     def __init__(self) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.chat: list[dict[str, Any]] = []
         self.places: list[str] = []
         self._open: dict[str, Any] | None = None  # the assistant's last message
 
@@ -90,7 +90,7 @@ class Messages:
         call_id = _needed(item.call_id, place, "call_id")
         output = _text(_needed(item.output, place, "output"), f"{place}.output")
         self.say("tool", output, f"{place}.output")
-        self.said[-1]["tool_call_id"] = call_id
+        self.chat[-1]["tool_call_id"] = call_id
 
     def _begin(self, place: str) -> dict[str, Any]:
         self._open = {"role": "assistant"}
@@ -98,7 +98,7 @@ class Messages:
         return self._open
 
     def _append(self, message: dict[str, Any], place: str) -> None:
-        self.said.append(message)
+        self.chat.append(message)
         self.places.append(place)
 
 
