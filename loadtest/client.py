@@ -12,7 +12,7 @@ import time
 import requests
 
 from pagewire.loadtest.cluster import key_headers
-from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.records import MeasuredRequest
 from pagewire.loadtest.workloads import Ask
 from pagewire.services.cli.client.endpoint_errors import EndpointError, refusal
 from pagewire.services.cli.client.openai_client import ChunkReader, Reply
@@ -41,7 +41,7 @@ class ChatClient:
         """Close the HTTP connection to the server."""
         self._session.close()
 
-    def ask(self, ask: Ask, record: RequestRecord) -> str:
+    def ask(self, ask: Ask, record: MeasuredRequest) -> str:
         """Send a request, read or cut its answer, and fill in the record.
 
         Errors go to the record. If the caller is interrupted the record stays "unfinished".

@@ -69,7 +69,7 @@ class Urls(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOptions:
     """What every run is given.
 
     Attributes:
@@ -117,7 +117,9 @@ def plans(options: argparse.Namespace) -> tuple[RunPlan, ...]:
     )
 
 
-def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, given: Urls | None) -> bool:
+def run(
+    plan: RunPlan, load: LoadOptions, duration_s: float, directory: Path, given: Urls | None
+) -> bool:
     """Put the load on one cluster; returns whether all requests were answered.
 
     Args:
@@ -156,7 +158,9 @@ def run(plan: RunPlan, load: Load, duration_s: float, directory: Path, given: Ur
 
 
 @contextlib.contextmanager
-def _endpoint(plan: RunPlan, load: Load, directory: Path, given: Urls | None) -> Iterator[Urls]:
+def _endpoint(
+    plan: RunPlan, load: LoadOptions, directory: Path, given: Urls | None
+) -> Iterator[Urls]:
     if given is not None:
         yield given
     else:
@@ -221,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; returns the exit code: 1 if any request failed."""
     options = parse(arguments)
     words = sys.argv[1:] if arguments is None else arguments
-    load = Load(
+    load = LoadOptions(
         shape=options.shape,
         rates=options.rates or (QUICK_RATES if options.quick else RATES),
         stage_s=options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S),

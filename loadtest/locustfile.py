@@ -32,7 +32,7 @@ from locust.env import Environment
 from pagewire.loadtest import workloads
 from pagewire.loadtest.client import ChatClient
 from pagewire.loadtest.cluster import key_headers, metrics_page
-from pagewire.loadtest.records import BEGAN_FILE, RequestRecord, to_line
+from pagewire.loadtest.records import BEGAN_FILE, MeasuredRequest, to_line
 from pagewire.loadtest.sampler import parse_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
 from pagewire.loadtest.slo import is_good
@@ -80,13 +80,13 @@ class LoadTest:
         self._records.close()
         self._samples.close()
 
-    def new_record(self, kind: str) -> RequestRecord:
+    def new_record(self, kind: str) -> MeasuredRequest:
         """Return the record of a request that is sent now."""
         now = time.perf_counter() - self._began
         stage = stage_at(self.stages, now) or self.stages[-1]
-        return RequestRecord(kind, stage.rate, now)
+        return MeasuredRequest(kind, stage.rate, now)
 
-    def report(self, record: RequestRecord) -> None:
+    def report(self, record: MeasuredRequest) -> None:
         """Write a finished record, and report it to locust."""
         self._records.write(to_line(record))
         self.has_errors |= record.outcome == "error"

@@ -22,7 +22,7 @@ from pagewire.loadtest.axes import (
     wrapped,
 )
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
-from pagewire.loadtest.records import Sample
+from pagewire.loadtest.records import ClusterSample
 from pagewire.loadtest.results import RunResult
 from pagewire.loadtest.slo import FEWEST_FOR_P99, Percentiles, StageSummary
 from pagewire.services.cli.bench.stats import Slo
@@ -75,7 +75,7 @@ def figures(results: Sequence[RunResult], slo: Slo) -> dict[str, Figure]:
     return drawn
 
 
-def hit_rates(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+def hit_rates(samples: Sequence[ClusterSample]) -> list[tuple[float, float]]:
     """Return (time, share of looked-up prompt tokens that were cached) over a sliding window.
 
     The share is NaN where nothing was looked up.
@@ -245,7 +245,7 @@ def _kv_figure(results: Sequence[RunResult]) -> Figure:
     return figure
 
 
-def _plot_worker(axis: Axes, samples: Sequence[Sample], worker: str, color: str) -> None:
+def _plot_worker(axis: Axes, samples: Sequence[ClusterSample], worker: str, color: str) -> None:
     filtered = [sample for sample in samples if worker in sample.used]
     times = [sample.t for sample in filtered]
     used = [100 * sample.used[worker] for sample in filtered]

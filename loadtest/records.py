@@ -16,7 +16,7 @@ Outcome = Literal["ok", "cancelled", "error", "unfinished"]
 
 
 @dataclass
-class RequestRecord:
+class MeasuredRequest:
     """One request as its client saw it; times in seconds.
 
     Attributes:
@@ -61,7 +61,7 @@ class RequestRecord:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ClusterSample:
     """The cluster's state at one moment, from the router's `/metrics`.
 
     Attributes:
@@ -96,10 +96,10 @@ class CpuSample:
     cores: dict[str, float]
 
 
-RecordT = TypeVar("RecordT", RequestRecord, Sample, CpuSample)
+RecordT = TypeVar("RecordT", MeasuredRequest, ClusterSample, CpuSample)
 
 
-def to_line(record: RequestRecord | Sample | CpuSample) -> str:
+def to_line(record: MeasuredRequest | ClusterSample | CpuSample) -> str:
     """Return one line; numbers have four digits after the point."""
     return json.dumps(_rounded(asdict(record))) + "\n"
 

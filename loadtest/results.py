@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
-from pagewire.loadtest.records import CpuSample, RequestRecord, Sample, read_lines
+from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest, read_lines
 from pagewire.loadtest.shapes import Stage, durations
 from pagewire.loadtest.slo import StageSummary, summarize
 from pagewire.services.cli.bench.stats import Slo
@@ -81,8 +81,8 @@ class RunResult:
     plan: RunPlan
     schedule: Sequence[Stage]
     stages: Sequence[StageSummary]
-    records: Sequence[RequestRecord]
-    samples: Sequence[Sample]
+    records: Sequence[MeasuredRequest]
+    samples: Sequence[ClusterSample]
     cpu: Sequence[CpuSample]
 
     @property
@@ -130,12 +130,12 @@ def load_results(directory: Path, manifest: Manifest) -> list[RunResult]:
 
 def _load_result(directory: Path, plan: RunPlan, manifest: Manifest) -> RunResult:
     with_cpu = (directory / CPU_FILE).exists()
-    records = read_lines(directory / "records.jsonl", RequestRecord)
+    records = read_lines(directory / "records.jsonl", MeasuredRequest)
     return RunResult(
         plan=plan,
         schedule=manifest.schedule,
         stages=summarize(records, manifest.slo, durations(manifest.schedule)),
         records=records,
-        samples=read_lines(directory / "samples.jsonl", Sample),
+        samples=read_lines(directory / "samples.jsonl", ClusterSample),
         cpu=read_lines(directory / CPU_FILE, CpuSample) if with_cpu else [],
     )

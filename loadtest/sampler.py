@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pagewire.loadtest.records import Sample
+from pagewire.loadtest.records import ClusterSample
 
 BLOCKS = "pagewire_kv_blocks{"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -31,7 +31,7 @@ def blocks_of(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
     return blocks
 
 
-def parse_sample(text: str, t: float) -> Sample:
+def parse_sample(text: str, t: float) -> ClusterSample:
     """Return the state that a page of Prometheus' text format shows; 0 for what it lacks."""
     totals = dict.fromkeys(
         (
@@ -48,7 +48,7 @@ def parse_sample(text: str, t: float) -> Sample:
             totals[name] += value
     queries, hits, running, waiting = totals.values()
     blocks = blocks_of(metrics)
-    return Sample(
+    return ClusterSample(
         t, queries, hits, running, waiting, _shares(blocks, "used"), _shares(blocks, "cached")
     )
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.records import MeasuredRequest
 from pagewire.services.cli.bench.stats import Slo, percentile
 
 FEWEST_FOR_P99 = 100  # the p99 of fewer values is the largest of them
 
 
-def is_good(record: RequestRecord, slo: Slo) -> bool:
+def is_good(record: MeasuredRequest, slo: Slo) -> bool:
     """Whether all that the client wanted came in time.
 
     One that hung up by itself got what it wanted, if that much came in time.
@@ -77,7 +77,7 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 def summarize(
-    records: Sequence[RequestRecord], slo: Slo, durations: dict[float, float]
+    records: Sequence[MeasuredRequest], slo: Slo, durations: dict[float, float]
 ) -> list[StageSummary]:
     """Summarize by offered rate, lowest first.
 
@@ -94,7 +94,7 @@ def summarize(
 
 
 def _stage(
-    records: Sequence[RequestRecord], slo: Slo, rate: float, duration_s: float
+    records: Sequence[MeasuredRequest], slo: Slo, rate: float, duration_s: float
 ) -> StageSummary:
     good = sum(is_good(record, slo) for record in records)
     errors = sum(record.outcome == "error" for record in records)

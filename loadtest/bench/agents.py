@@ -40,7 +40,7 @@ from pagewire.loadtest.cluster import Running, running_cluster
 from pagewire.loadtest.cpu import pin, process_name
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
-from pagewire.services.cli.simulation.workload import AgentShape, Conversation, Part, agents
+from pagewire.services.cli.simulation.workload import AgentShape, Conversation, PromptPart, agents
 from pagewire.shared.model.demo import demo_model_path
 
 BLOCK_TOKENS = 16
@@ -119,7 +119,7 @@ class Agents:
             self.found.add(reply, known)
 
 
-def tokens_of(part: Part) -> list[int]:
+def tokens_of(part: PromptPart) -> list[int]:
     """Return a part's tokens, always the same for the same part."""
     return random.Random(part.content).choices(WORDS, k=part.tokens)
 

@@ -12,7 +12,7 @@ REPLY_TIMEOUT_S = 120.0
 SPAWN = multiprocessing.get_context("spawn")
 
 
-class Child:
+class BenchProcess:
     """A process of the bench that answers commands.
 
     Args:

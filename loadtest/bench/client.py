@@ -29,7 +29,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
-class Answer:
+class TimedAnswer:
     """One answer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """The body of a request.
 
     Attributes:
@@ -122,7 +122,7 @@ class Client:
         )
         return seconds, count
 
-    def prepare(self, length: int, out: int, **more: Any) -> Request:
+    def prepare(self, length: int, out: int, **more: Any) -> CompletionRequest:
         """Return a request with a random prompt, and with more fields in its body.
 
         For a long prompt this takes milliseconds, in which no other stream is read. So make such
@@ -130,13 +130,13 @@ class Client:
         """
         [prompt] = random_prompts(self._rng, 1, length, self._vocab)
         options = {"model": self._model, "max_tokens": out, "temperature": 0, "ignore_eos": True}
-        return Request(msgspec.Raw(msgspec.json.encode(prompt)), options | more)
+        return CompletionRequest(msgspec.Raw(msgspec.json.encode(prompt)), options | more)
 
-    async def complete(self, length: int, out: int, **more: Any) -> Answer:
+    async def complete(self, length: int, out: int, **more: Any) -> TimedAnswer:
         """Send a request with a new random prompt; see `prepare` and `ask`."""
         return await self.ask(self.prepare(length, out, **more))
 
-    async def ask(self, request: Request) -> Answer:
+    async def ask(self, request: CompletionRequest) -> TimedAnswer:
         """Stream one answer; a chunk of k tokens counts as k tokens at once.
 
         Raises:
@@ -154,9 +154,9 @@ class Client:
         out = request.options["max_tokens"]
         if len(reply.token_ids) != out:
             raise BenchError(f"{len(reply.token_ids)} tokens came, not {out}")
-        return Answer([prefill_s + at for at in reply.token_times()], reply.token_ids)
+        return TimedAnswer([prefill_s + at for at in reply.token_times()], reply.token_ids)
 
-    async def _prefill_first(self, url: str, request: Request) -> Any:
+    async def _prefill_first(self, url: str, request: CompletionRequest) -> Any:
         """Have vLLM compute a prompt and keep its KV for another server; return where it is."""
         wanted = {"do_remote_decode": True, "do_remote_prefill": False}
         names = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
-from pagewire.loadtest.bench.client import Answer, Client
+from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import metrics_near
@@ -35,7 +35,7 @@ STEPS = "pagewire_engine_steps_total"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CrowdJob:
     """The work of one process.
 
     Attributes:
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Seen:
+class CrowdMeasurements:
     """The measurements of a process.
 
     Attributes:
@@ -69,7 +69,7 @@ class Seen:
     ttft: array[float] = field(default_factory=lambda: array("d"))
     tokens: list[int] = field(default_factory=lambda: [0] * PARTS)
 
-    def add(self, answer: Answer, began: float, span: tuple[float, float]) -> None:
+    def add(self, answer: TimedAnswer, began: float, span: tuple[float, float]) -> None:
         """Count the parts of an answer that arrived in a time span.
 
         Args:
@@ -115,7 +115,7 @@ def crowd(
     start = time.monotonic() + START_S
     delays = start_delays(clients, warm_up_s)
     jobs = [
-        Job(urls, delays[number::processes], start, warm_up_s, seconds, vocab)
+        CrowdJob(urls, delays[number::processes], start, warm_up_s, seconds, vocab)
         for number in range(processes)
     ]
     context = multiprocessing.get_context("spawn")
@@ -158,12 +158,12 @@ def _steps(url: str) -> dict[str, float]:
     return {key: value for key, value in values.items() if key.startswith(STEPS)}
 
 
-def _run(job: Job) -> Seen:
+def _run(job: CrowdJob) -> CrowdMeasurements:
     return asyncio.run(_ask(job))
 
 
-async def _ask(job: Job) -> Seen:
-    seen, client = Seen(), Client(list(job.urls), vocab=job.vocab)
+async def _ask(job: CrowdJob) -> CrowdMeasurements:
+    seen, client = CrowdMeasurements(), Client(list(job.urls), vocab=job.vocab)
     begin = job.start + job.warm_up_s
     measured = (begin, begin + job.seconds)
 

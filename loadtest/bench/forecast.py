@@ -26,8 +26,8 @@ from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.load import Lengths
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
-from pagewire.services.cli.simulation.machine import Machine, load_machine
-from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.machine import MachinePrices, load_machine
+from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import (
     Contents,
@@ -127,10 +127,10 @@ def _span_s(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
     return min(spans_s)
 
 
-def forecast(cell: Cell, machine: Machine, seeds: int) -> dict[str, float]:
+def forecast(cell: Cell, machine: MachinePrices, seeds: int) -> dict[str, float]:
     """Return a cell's figures by simulation, the medians of several seeds."""
     limits = WorkerLimits(machine.max_step_tokens)
-    runs: list[Summary] = []
+    runs: list[SimulationSummary] = []
     for seed, load in cell.loads(seeds):
         cluster = SimulatedCluster(PLANS[cell.label], machine, limits, seed)
         cluster.run(load)

@@ -22,22 +22,22 @@ from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import running_cluster
 from pagewire.loadtest.cpu import pin
 from pagewire.services.cli.bench.load import Lengths, TokenRatio, Workload, arrival_times
-from pagewire.services.cli.bench.runner import BenchRun, Pace, Target
+from pagewire.services.cli.bench.runner import BenchRun, EndpointTarget, RequestPace
 from pagewire.services.cli.bench.stats import Results, Slo
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.command import parse_workers
-from pagewire.services.cli.simulation.machine import Machine, load_machine
+from pagewire.services.cli.simulation.machine import MachinePrices, load_machine
 from pagewire.services.cli.simulation.results import Promise
 from pagewire.services.cli.simulation.worker import WorkerLimits
-from pagewire.services.cli.simulation.workload import Conversation, Part, Turn
+from pagewire.services.cli.simulation.workload import Conversation, PromptPart, Turn
 
 KEPT = 0.9
 Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Load:
+class RequestLoad:
     """Requests that a cluster and its simulation get alike."""
 
     workload: Workload
@@ -53,7 +53,7 @@ class Load:
             request = self.workload.request(number)
             words = len(request.prompt.split())
             tokens = round(ratio.fixed + ratio.per_word * words)
-            turn = Turn((Part(number + 1, tokens),), request.output_tokens)
+            turn = Turn((PromptPart(number + 1, tokens),), request.output_tokens)
             found.append(Conversation(time_s, (turn,)))
         return found
 
@@ -65,12 +65,12 @@ async def measure(
     found = []
     async with OpenAIClient(url, timeout_s=60.0, keep_text=False) as client:
         model = await client.choose_model(None)
-        target = Target(client, COMPLETIONS, {"model": model, "temperature": 0})
+        target = EndpointTarget(client, COMPLETIONS, {"model": model, "temperature": 0})
         ratio = await target.measure_ratio(workload.seed)
         workload = Workload(workload.prompt_tokens, workload.output_tokens, 0, ratio, workload.seed)
         for rate in rates:
             results = Results(slo)
-            run = BenchRun(target, workload, Pace(rate=rate, duration_s=seconds), results)
+            run = BenchRun(target, workload, RequestPace(rate=rate, duration_s=seconds), results)
             await run.run()
             ttft, gap = results.ttft.summary(1e3) or {}, results.itl.summary(1e3) or {}
             found.append(
@@ -84,7 +84,9 @@ async def measure(
     return workload, found
 
 
-def simulate(plan: ClusterPlan, machine: Machine, load: Load, rate: float, slo: Slo) -> Figures:
+def simulate(
+    plan: ClusterPlan, machine: MachinePrices, load: RequestLoad, rate: float, slo: Slo
+) -> Figures:
     """Return the figures of the same requests by simulation."""
     limits = WorkerLimits(machine.max_step_tokens, caching=False)
     cluster = SimulatedCluster(plan, machine, limits)
@@ -107,7 +109,7 @@ def rate_kept(rates: Sequence[float], shares: Sequence[float]) -> float:
     return rates[-1] if shares[-1] >= KEPT else float("nan")
 
 
-def options_of(plan: ClusterPlan, machine: Machine) -> list[str]:
+def options_of(plan: ClusterPlan, machine: MachinePrices) -> list[str]:
     """Return the options of `pagewire up` for the cluster that is simulated."""
     workers = ("--prefill", str(plan.prefill), "--decode", str(plan.decode))
     sizes = ("--num-blocks", str(machine.kv_blocks), "--max-num-seqs", "512")
@@ -131,7 +133,7 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             pin(cluster.pid)
             measuring = measure(cluster.url, workload, args.rates, args.seconds, slo)
             workload, measured = asyncio.run(measuring)
-        load = Load(workload, args.seconds)
+        load = RequestLoad(workload, args.seconds)
         found = [simulate(plan, machine, load, rate, slo) for rate in args.rates]
         for rate, real, simulated in zip(args.rates, measured, found, strict=True):
             pairs = {name: f"{real[name]:.3g} / {simulated[name]:.3g}" for name in real}

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagewire.loadtest.bench.client import Answer, Client
+from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.loadtest.bench.clusters import Topology, running_cluster
 from pagewire.loadtest.bench.phases import Row
 
@@ -64,7 +64,7 @@ async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
     Raises:
         BenchError: a request failed, or the number of tokens is wrong.
     """
-    answers: tuple[list[Answer], list[Answer]] = ([], [])
+    answers: tuple[list[TimedAnswer], list[TimedAnswer]] = ([], [])
     for number in range(WARM_UP_PAIRS + PAIRS):
         request = clients[0].prepare(length, TOKENS)
         for which in ((0, 1), (1, 0))[number % 2]:
@@ -74,7 +74,7 @@ async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
     return {**head, **ratios(apart, aggregated)}
 
 
-def ratios(apart: list[Answer], aggregated: list[Answer]) -> Row:
+def ratios(apart: list[TimedAnswer], aggregated: list[TimedAnswer]) -> Row:
     """Return medians and quartiles of the times to first and second token, in ms.
 
     `ttft_ratio` and `second_ratio` are medians of `apart` / medians of `aggregated`.

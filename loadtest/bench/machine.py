@@ -23,7 +23,7 @@ import numpy as np
 from pagewire.services.cli.simulation.device import PlanReader
 from pagewire.services.cli.simulation.machine import (
     HostPrices,
-    Machine,
+    MachinePrices,
     StepTable,
     WirePrices,
     Work,
@@ -175,11 +175,11 @@ def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 def machine_of(
     core: EngineCore, source: str, steps: StepTable, wire: WirePrices, host: HostPrices
-) -> Machine:
+) -> MachinePrices:
     """Return the machine on which an engine runs, with the engine's own bounds."""
     scheduler = core.scheduler
     layout, limits = scheduler.pool.layout, scheduler.limits
-    return Machine(
+    return MachinePrices(
         source=source,
         kv_blocks=scheduler.pool.num_blocks,
         block_size=layout.block_size,

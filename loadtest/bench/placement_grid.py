@@ -58,7 +58,7 @@ WRONG = (1.3, 1 / 1.3)
 
 
 @dataclass(frozen=True)
-class Load:
+class MixLoad:
     """Requests of one mix at one rate for a number of GPUs.
 
     Attributes:
@@ -91,7 +91,7 @@ class Trial:
         prices: factors by which routers see the prices of the workers, in turn.
     """
 
-    load: Load
+    load: MixLoad
     seed: int
     plan: ClusterPlan
     limits: WorkerLimits
@@ -135,7 +135,7 @@ class Figures:
 
 
 def trials(
-    load: Load,
+    load: MixLoad,
     machine: str,
     seeds: int,
     prices: tuple[float, ...] = (1.0,),
@@ -171,7 +171,7 @@ class Cell:
         kept: share of its answers a second that kept the promise; None: too few did.
     """
 
-    load: Load
+    load: MixLoad
     promise: str
     completed: float
     kept: float | None
@@ -180,14 +180,14 @@ class Cell:
 
 def cells(found: Iterable[Figures]) -> list[Cell]:
     """Return the cells of some figures, which are means over seeds."""
-    groups: dict[tuple[Load, str], dict[tuple[bool, str], list[Figures]]] = {}
+    groups: dict[tuple[MixLoad, str], dict[tuple[bool, str], list[Figures]]] = {}
     for each in found:
         group = groups.setdefault((each.trial.load, each.promise), {})
         group.setdefault((each.trial.is_predicted, each.trial.label), []).append(each)
     return [_cell(load, promise, group) for (load, promise), group in groups.items()]
 
 
-def _cell(load: Load, promise: str, group: Mapping[tuple[bool, str], list[Figures]]) -> Cell:
+def _cell(load: MixLoad, promise: str, group: Mapping[tuple[bool, str], list[Figures]]) -> Cell:
     static = {label: runs for (is_predicted, label), runs in group.items() if not is_predicted}
     (own,) = [runs for (is_predicted, _), runs in group.items() if is_predicted]
 
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     loads = [
-        Load(mix, RATES.get(mix, TRACE_SPEEDS)[level], gpus, options.requests)
+        MixLoad(mix, RATES.get(mix, TRACE_SPEEDS)[level], gpus, options.requests)
         for mix, gpus, level in product(options.mixes, options.gpus, options.levels)
     ]
     prices = WRONG if options.wrong_prices else (1.0,)

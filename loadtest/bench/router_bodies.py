@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from pagewire.loadtest.bench.child import Child
+from pagewire.loadtest.bench.child import BenchProcess
 from pagewire.loadtest.bench.clusters import run_bench
 from pagewire.loadtest.bench.router_client import ENDLESS, MODEL, Script
 from pagewire.loadtest.bench.router_relay import HOST
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="pw-") as name, ExitStack() as stack:
         folder = Path(name)
         redis_url = start_redis(folder, stack)
-        stack.callback(Child(run_worker, redis_url, secret).close)
+        stack.callback(BenchProcess(run_worker, redis_url, secret).close)
         write_model(folder / "model")
         port, _ = start_router(stack, folder / "router.log", redis_url, secret, [NAME])
         asyncio.run(measure(port, options))

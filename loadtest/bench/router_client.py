@@ -61,7 +61,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTokens:
     """What the stub workers have sent.
 
     Attributes:
@@ -272,7 +272,7 @@ class Client:
         """Return the number of events that have arrived."""
         return self._events
 
-    def do_report(self, spans: list[tuple[float, float]], sent: Sent) -> list[Arrivals]:
+    def do_report(self, spans: list[tuple[float, float]], sent: SentTokens) -> list[Arrivals]:
         """Read all streams to their ends and check them; return what arrived in spans of time."""
         self._drain()
         times = [at for span in spans for at in span]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.loadtest.bench.child import REPLY_TIMEOUT_S, SPAWN, Child
-from pagewire.loadtest.bench.router_client import Arrivals, Sent, run_client
+from pagewire.loadtest.bench.child import REPLY_TIMEOUT_S, SPAWN, BenchProcess
+from pagewire.loadtest.bench.router_client import Arrivals, SentTokens, run_client
 from pagewire.loadtest.bench.router_relay import run_relay, running_nginx
 from pagewire.loadtest.bench.router_start import start_redis, start_router, write_model
 from pagewire.loadtest.bench.router_stubs import run_stub
@@ -26,7 +26,7 @@ CONNECTIONS = 64  # of the client of short answers
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class MeasuredProgram:
     """A program that passes streams on.
 
     Attributes:
@@ -146,22 +146,25 @@ class Bench:
         port, source_port = relay.result()
         upstreams = self._ask_stubs("surround", source_port)
         self._routers = self._start_routers(redis_url, secret, names)
-        self.targets = {"router": self._routers, "relay": Target("relay", [port], [relay.pid])}
+        self.targets = {
+            "router": self._routers,
+            "relay": MeasuredProgram("relay", [port], [relay.pid]),
+        }
         if nginx := stack.enter_context(running_nginx(upstreams, folder / "nginx")):
-            self.targets["nginx"] = Target("nginx", [nginx[0]], [nginx[1]])
+            self.targets["nginx"] = MeasuredProgram("nginx", [nginx[0]], [nginx[1]])
         writers = [writer for _, writer in pipes]
         self._clients = [self._child(run_client, writers, script) for _ in self._routers.pids]
         # Closing in this order, no process waits for another: tokens, then clients, then servers.
         for stub in self._stubs:
             stack.callback(stub.close)
 
-    def _child(self, run: Callable[..., None], *args: Any) -> Child:
-        child = Child(run, *args)
+    def _child(self, run: Callable[..., None], *args: Any) -> BenchProcess:
+        child = BenchProcess(run, *args)
         self._stack.callback(child.close)
         return child
 
-    def _start_routers(self, redis_url: str, secret: str, names: Sequence[str]) -> Target:
-        target = Target("workers", [], [])
+    def _start_routers(self, redis_url: str, secret: str, names: Sequence[str]) -> MeasuredProgram:
+        target = MeasuredProgram("workers", [], [])
         for number in range(self._options.routers):
             log = self._folder / f"router-{number}.log"
             port, pid = start_router(
@@ -172,7 +175,7 @@ class Bench:
         return target
 
     def streams(
-        self, target: Target, streams: int, rates: Mapping[int, float] | None = None
+        self, target: MeasuredProgram, streams: int, rates: Mapping[int, float] | None = None
     ) -> dict[int, Case]:
         """Open streams, measure each number of tokens per event at two speeds, check all tokens.
 
@@ -204,7 +207,7 @@ class Bench:
         found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
         return {tokens: Case(found[0][tokens], found[1][tokens], rates[tokens]) for tokens in full}
 
-    def _open(self, target: Target, streams: int) -> None:
+    def _open(self, target: MeasuredProgram, streams: int) -> None:
         for index, client in enumerate(self._clients):
             numbers = list(range(index, streams, len(self._clients)))
             client.send("open", target.ports[index % len(target.ports)], numbers)
@@ -224,7 +227,7 @@ class Bench:
         for index, stub in enumerate(self._stubs):
             stub.ask("pace", tokens, period, (period or 0.0) * index / len(self._stubs))
 
-    def _measure_events(self, target: Target, seconds: float) -> Span:
+    def _measure_events(self, target: MeasuredProgram, seconds: float) -> Span:
         """Measure a span of time in which events came, and the target used the processor.
 
         Raises:
@@ -236,7 +239,7 @@ class Bench:
             raise BenchError(f"no event came in {seconds:g} s")
         return span
 
-    def _measure(self, target: Target, seconds: float) -> Span:
+    def _measure(self, target: MeasuredProgram, seconds: float) -> Span:
         """Wait until the last change has settled, and measure."""
         time.sleep(SETTLE_S)
         before = self._count()
@@ -250,7 +253,7 @@ class Bench:
         """End the streams and check them; returns what arrived in each span."""
         numbers, steps = zip(*self._ask_stubs("end"), strict=True)
         workers = {number: index for index, own in enumerate(numbers) for number in own}
-        sent = Sent(workers, list(steps))
+        sent = SentTokens(workers, list(steps))
         for client in self._clients:
             client.send("report", [(span.start, span.end) for span in spans], sent)
         reports = self._results()

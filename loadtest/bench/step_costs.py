@@ -66,7 +66,7 @@ class Watched(StepCosts):
         self._costs.observe(work, seconds)
 
 
-class Load:
+class SequenceLoad:
     """Sequences of random lengths that come and go.
 
     Args:
@@ -215,7 +215,7 @@ def main() -> None:
         watched = core.steps.costs = Watched(core.scheduler.costs)
         if args.cpu_time:
             core.steps.clock = time.thread_time
-        load = Load(core, vocab_used(built.config.vocab_size), seed=1)
+        load = SequenceLoad(core, vocab_used(built.config.vocab_size), seed=1)
         phases: dict[str, Callable[[], None]] = {
             "first": lambda: load.run(FIRST_STEPS, args.rows, args.longest),
             "mixed": lambda: load.run(args.steps, args.rows, args.longest),

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pagewire.loadtest.bench.client import Answer, Client, Request
+from pagewire.loadtest.bench.client import Client, CompletionRequest, TimedAnswer
 from pagewire.loadtest.bench.clusters import Topology, run_bench, running_cluster
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row
@@ -56,12 +56,12 @@ def lengths(count: int, context: int = CONTEXT) -> list[tuple[int, int]]:
     return [(length(PROMPT_TOKENS, most), length(ANSWER_TOKENS, most)) for _ in range(count)]
 
 
-def longest_wait(answer: Answer) -> float:
+def longest_wait(answer: TimedAnswer) -> float:
     """Return the longest time in seconds in which a request got no token."""
     return max([answer.ttft, *answer.gaps])
 
 
-def compare(first: Sequence[Answer], later: Sequence[Answer]) -> Row:
+def compare(first: Sequence[TimedAnswer], later: Sequence[TimedAnswer]) -> Row:
     """Return TTFT of both windows in ms, and how many requests were slow in the first one only.
 
     Args:
@@ -100,9 +100,9 @@ def late_builds(values: dict[str, float]) -> dict[str, int]:
 
 
 async def _send(
-    client: Client, requests: Sequence[Request], starts: Sequence[float]
-) -> list[Answer]:
-    async def ask(request: Request, start: float) -> Answer:
+    client: Client, requests: Sequence[CompletionRequest], starts: Sequence[float]
+) -> list[TimedAnswer]:
+    async def ask(request: CompletionRequest, start: float) -> TimedAnswer:
         await asyncio.sleep(start)
         return await client.ask(request)
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.loadtest.bench.child import Child
+from pagewire.loadtest.bench.child import BenchProcess
 from pagewire.loadtest.bench.clusters import run_bench
 from pagewire.loadtest.bench.tables import emit
 from pagewire.loadtest.bench.wire_sides import (
@@ -79,7 +79,7 @@ class Bench:
     num_links: int = 0
     alone: dict[int, float] = field(default_factory=dict)
 
-    def join(self, process: Child) -> None:
+    def join(self, process: BenchProcess) -> None:
         """Wait for a sender, open its link, send a prompt, and print how long these two took."""
         process.result()
         started = time.monotonic()
@@ -94,7 +94,7 @@ class Bench:
         )
         self.num_links += 1
 
-    def send(self, process: Child) -> None:
+    def send(self, process: BenchProcess) -> None:
         """Measure prompts from a sender; prints a line for each number of prompts in a row."""
         for prompts in IN_A_ROW:
             times = [self.receiving.round(process, prompts) for _ in range(ROUNDS + 2)][2:]
@@ -132,8 +132,8 @@ def measure(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         stack.callback(engine.close)
 
-        def start() -> Child:
-            child = Child(run_sender, options.carrier, options.source, options.tokens)
+        def start() -> BenchProcess:
+            child = BenchProcess(run_sender, options.carrier, options.source, options.tokens)
             stack.callback(child.close)
             return child
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.loadtest.bench.child import Child
+from pagewire.loadtest.bench.child import BenchProcess
 from pagewire.loadtest.bench.host import NoModel
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.control.protocol import KvHello
@@ -288,7 +288,7 @@ class Receiving(JobCallbacks):
             raise event
         return event
 
-    def open_link(self, process: Child, name: str) -> float:
+    def open_link(self, process: BenchProcess, name: str) -> float:
         """Open a link; returns the seconds until its test has arrived.
 
         Raises:
@@ -311,7 +311,7 @@ class Receiving(JobCallbacks):
         tested_ns = int(self._next(f"the test of the link to {name}"))
         return (tested_ns - started_ns) / 1e9
 
-    def round(self, process: Child, prompts: int) -> float:
+    def round(self, process: BenchProcess, prompts: int) -> float:
         """Send `prompts` prompts; returns the seconds that this takes.
 
         Raises:

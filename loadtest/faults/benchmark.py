@@ -18,15 +18,15 @@ from pagewire.loadtest.faults.processes import SystemUnderTest
 from pagewire.loadtest.faults.results import (
     Observation,
     Result,
-    Sent,
+    SentRequest,
     Summary,
     summarize,
     time_to_full,
 )
 from pagewire.loadtest.faults.scenarios import (
-    Load,
     PlannedFault,
     Scenario,
+    ScenarioLoad,
     further_requests,
     streams,
 )
@@ -39,7 +39,7 @@ CAPACITY_SHARE = 0.9  # without a command for it, this much of the capacity mean
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchmarkSettings:
     """How the benchmark runs, apart from the load.
 
     Attributes:
@@ -114,7 +114,9 @@ class Benchmark:
         folder: gets the logs of the system's processes.
     """
 
-    def __init__(self, system: System, load: Load, settings: Settings, folder: Path) -> None:
+    def __init__(
+        self, system: System, load: ScenarioLoad, settings: BenchmarkSettings, folder: Path
+    ) -> None:
         self._system, self._load, self._settings = system, load, settings
         self._running = SystemUnderTest(system, folder)
         self._streams = streams(load, settings.seed)
@@ -177,7 +179,7 @@ class Benchmark:
             on_result(report)
         return report
 
-    async def _play_calm(self, player: Player) -> list[Sent]:
+    async def _play_calm(self, player: Player) -> list[SentRequest]:
         prepared = player.prepare(self._streams)
         calm = await player.play(prepared, time.monotonic() + HEAD_START_S)
         failed = [sent for sent in calm if sent.status != "ok"]
@@ -185,7 +187,7 @@ class Benchmark:
             raise BenchError(f"a request failed without any fault: {failed[0].error}")
         return calm
 
-    async def _try(self, scenario: Scenario, player: Player, calm: list[Sent]) -> Result:
+    async def _try(self, scenario: Scenario, player: Player, calm: list[SentRequest]) -> Result:
         lacking = [name for name in scenario.commands if not self._system.steps(name)]
         if lacking:
             why = f"the system has no command {lacking[0]!r}"
@@ -199,7 +201,7 @@ class Benchmark:
         say(f"{scenario.name}: not tried, {why}")
         return Result(scenario.name, not_tried=why)
 
-    async def _play(self, scenario: Scenario, player: Player, calm: list[Sent]) -> Result:
+    async def _play(self, scenario: Scenario, player: Player, calm: list[SentRequest]) -> Result:
         """Play a scenario.
 
         Raises:
@@ -231,7 +233,7 @@ class Benchmark:
 
     async def _play_waves(
         self, player: Player, further: list[Prepared], began: float, recovery: Recovery
-    ) -> list[Sent]:
+    ) -> list[SentRequest]:
         """Send the streams and further requests; repeat the streams until the recovery is over."""
         prepared = player.prepare(self._streams)
         waves = []

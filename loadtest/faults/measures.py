@@ -11,8 +11,8 @@ import httpx
 
 from pagewire.loadtest.cluster import BenchError
 from pagewire.loadtest.faults.players import Player
-from pagewire.loadtest.faults.results import LEAST_SHARE, Sent
-from pagewire.loadtest.faults.scenarios import Load, PlannedRequest
+from pagewire.loadtest.faults.results import LEAST_SHARE, SentRequest
+from pagewire.loadtest.faults.scenarios import PlannedRequest, ScenarioLoad
 from pagewire.loadtest.faults.system import KvUsage
 from pagewire.loadtest.sampler import labels_of, parse_metrics
 from pagewire.shared.base.errors import PagewireError
@@ -108,7 +108,7 @@ class Capacity:
     error: str
 
 
-async def measured_capacity(player: Player, load: Load, clients: int) -> Capacity:
+async def measured_capacity(player: Player, load: ScenarioLoad, clients: int) -> Capacity:
     """Return the best capacity of a few times.
 
     Args:
@@ -116,7 +116,7 @@ async def measured_capacity(player: Player, load: Load, clients: int) -> Capacit
         load: their lengths are the longest of the streams.
         clients: number of requests.
     """
-    best, failed = 0.0, list[Sent]()
+    best, failed = 0.0, list[SentRequest]()
     for time_number in range(PROBE_TIMES):
         first = PROBE_INDEX + clients * (1 + time_number)
         requests = [

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from pagewire.loadtest.faults.results import Sent
+from pagewire.loadtest.faults.results import SentRequest
 from pagewire.loadtest.faults.scenarios import PlannedRequest, prompt_of
 from pagewire.services.cli.bench.load import TokenRatio
-from pagewire.services.cli.bench.runner import Target
+from pagewire.services.cli.bench.runner import EndpointTarget
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 
@@ -58,7 +58,7 @@ class Player:
         """Return requests with their bodies: long prompts take milliseconds to make."""
         return [Prepared(request, self._body(request)) for request in requests]
 
-    async def play(self, requests: Sequence[Prepared], began: float) -> list[Sent]:
+    async def play(self, requests: Sequence[Prepared], began: float) -> list[SentRequest]:
         """Send requests at their times and return what became of them, in their order.
 
         Args:
@@ -79,7 +79,7 @@ class Player:
         }
         return body | ({"seed": request.index} if self.temperature else {})
 
-    async def _send(self, prepared: Prepared, began: float) -> Sent:
+    async def _send(self, prepared: Prepared, began: float) -> SentRequest:
         await asyncio.sleep(began + prepared.request.at - time.monotonic())
         sent = await self._attempt(prepared)
         for retry in range(self.retries):
@@ -90,9 +90,9 @@ class Player:
             sent.retries = retry + 1
         return sent
 
-    async def _attempt(self, prepared: Prepared) -> Sent:
+    async def _attempt(self, prepared: Prepared) -> SentRequest:
         request = prepared.request
-        sent, start = Sent(request), time.monotonic()
+        sent, start = SentRequest(request), time.monotonic()
         limit = self.timeout_s * REQUEST_TIMEOUTS if request.stay_s is None else request.stay_s
 
         def note_arrival(_text: str) -> None:
@@ -121,4 +121,6 @@ async def measured_ratio(client: OpenAIClient, model: str, seed: int) -> TokenRa
     Raises:
         EndpointError: the endpoint does not answer.
     """
-    return await Target(client, COMPLETIONS, {"model": model, "temperature": 0}).measure_ratio(seed)
+    return await EndpointTarget(
+        client, COMPLETIONS, {"model": model, "temperature": 0}
+    ).measure_ratio(seed)

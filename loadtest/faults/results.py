@@ -20,7 +20,7 @@ Status = Literal["ok", "left", "failed"]
 
 
 @dataclass
-class Sent:
+class SentRequest:
     """One request as its client saw it; times are in seconds since the request was sent.
 
     Attributes:
@@ -48,7 +48,7 @@ class Sent:
         times = [*self.times, self.end] if self.status == "failed" and self.times else self.times
         return [after - before for before, after in pairwise(times)]
 
-    def is_same(self, other: Sent) -> bool:
+    def is_same(self, other: SentRequest) -> bool:
         """Return whether two answers have the same tokens, or the same text without token ids."""
         if self.token_ids and other.token_ids:
             return self.token_ids == other.token_ids
@@ -144,7 +144,7 @@ class Result:
         return found
 
 
-def different(calm: Iterable[Sent], run: Iterable[Sent]) -> list[int]:
+def different(calm: Iterable[SentRequest], run: Iterable[SentRequest]) -> list[int]:
     """Return the numbers of the requests that both runs answered, with different tokens."""
     known = {sent.request.index: sent for sent in calm if sent.status == "ok"}
     return [
@@ -156,7 +156,7 @@ def different(calm: Iterable[Sent], run: Iterable[Sent]) -> list[int]:
     ]
 
 
-def summarize(run: Sequence[Sent], calm: Sequence[Sent]) -> Summary:
+def summarize(run: Sequence[SentRequest], calm: Sequence[SentRequest]) -> Summary:
     """Return the counts of a run.
 
     Args:

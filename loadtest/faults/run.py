@@ -24,9 +24,9 @@ import msgspec
 
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
-from pagewire.loadtest.faults.benchmark import Benchmark, Report, Settings, first_error
+from pagewire.loadtest.faults.benchmark import Benchmark, BenchmarkSettings, Report, first_error
 from pagewire.loadtest.faults.results import row, summary_row
-from pagewire.loadtest.faults.scenarios import SCENARIOS, Load, choose
+from pagewire.loadtest.faults.scenarios import SCENARIOS, ScenarioLoad, choose
 from pagewire.loadtest.faults.system import System, parse_settings, read_system
 from pagewire.loadtest.versions import versions
 from pagewire.services.cli.bench.load import Lengths
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load_of(options: argparse.Namespace) -> Load:
+def load_of(options: argparse.Namespace) -> ScenarioLoad:
     """Return the load that the command line describes.
 
     Raises:
@@ -79,7 +79,7 @@ def load_of(options: argparse.Namespace) -> Load:
     for name in POSITIVE:
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
-    return Load(
+    return ScenarioLoad(
         seconds=options.seconds,
         rate=options.rate,
         prompt_tokens=Lengths.parse(options.prompt_tokens),
@@ -100,7 +100,11 @@ def table(report: Report, unit: str) -> str:
 
 
 def record(
-    system: System, report: Report, load: Load, settings: Settings, words: Sequence[str]
+    system: System,
+    report: Report,
+    load: ScenarioLoad,
+    settings: BenchmarkSettings,
+    words: Sequence[str],
 ) -> dict[str, Any]:
     """Return the content of the JSON file."""
     fields = msgspec.to_builtins(settings)
@@ -128,7 +132,7 @@ def run(words: Sequence[str]) -> int:
     options = parse(words)
     load, scenarios = load_of(options), choose(options.scenario)
     system = read_system(options.system, parse_settings(options.set))
-    settings = Settings(
+    settings = BenchmarkSettings(
         seed=options.seed,
         timeout_s=options.timeout,
         retries=options.retry,

@@ -19,7 +19,7 @@ FROM, TO = 0.25, 0.75  # shares of a run's duration between which further reques
 
 
 @dataclass(frozen=True)
-class Load:
+class ScenarioLoad:
     """The size of the load.
 
     Attributes:
@@ -100,7 +100,7 @@ class Scenario:
         """The named commands that a system needs."""
         return [command for command in (self.command, self.end_command) if command]
 
-    def faults(self, load: Load) -> list[PlannedFault]:
+    def faults(self, load: ScenarioLoad) -> list[PlannedFault]:
         """Return the commands and their times."""
         at = FROM * load.seconds
         planned = [PlannedFault(at, self.command)] if self.command else []
@@ -135,7 +135,7 @@ def choose(names: Collection[str]) -> list[Scenario]:
     return [scenario for scenario in SCENARIOS if not names or scenario.name in names]
 
 
-def streams(load: Load, seed: int) -> list[PlannedRequest]:
+def streams(load: ScenarioLoad, seed: int) -> list[PlannedRequest]:
     """Return the streams, which are the same in the calm run and in all scenarios."""
     rng = random.Random(f"{seed}/streams")
     times = itertools.takewhile(
@@ -149,7 +149,7 @@ def streams(load: Load, seed: int) -> list[PlannedRequest]:
     ]
 
 
-def further_requests(kind: Kind | None, load: Load, seed: int) -> list[PlannedRequest]:
+def further_requests(kind: Kind | None, load: ScenarioLoad, seed: int) -> list[PlannedRequest]:
     """Return the requests that a scenario adds to the streams.
 
     Clients that leave come at random times and leave at random times: some before their first

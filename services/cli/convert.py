@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.options import with_settings
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.settings.config import WorkerSettings

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.error_exit import needs_worker_extra, one_line_errors
 from pagewire.services.cli.options import with_settings
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError

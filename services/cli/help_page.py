@@ -10,7 +10,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.other_words import advice_for_option
 from pagewire.shared.base.errors import ConfigError
 

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.help_page import SETTINGS, Command
 from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.other_words import advice_for_command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.error_exit import needs_worker_extra, one_line_errors
 from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import DECODE_ONLY, with_settings
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings

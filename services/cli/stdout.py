@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from pagewire.services.cli.errors import EXIT_FAILURE
+from pagewire.services.cli.error_exit import EXIT_FAILURE
 
 
 class _Descriptor(io.FileIO):

@@ -22,7 +22,7 @@ from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.listener import bound_socket, inherited_socket
 from pagewire.shared.base.logs import configure_logging
 from pagewire.shared.base.open_files import raise_open_file_limit
-from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.http.bounded_protocol import protocol_factory
 from pagewire.shared.http.server import HttpServer
 from pagewire.shared.settings.config import RouterSettings
 

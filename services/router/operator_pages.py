@@ -18,7 +18,7 @@ from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.dashboard.cluster_data import LIVE_PATH, ClusterData
 from pagewire.services.router.dashboard.own_numbers import own_numbers
 from pagewire.services.router.dashboard.pages import dashboard_routes
-from pagewire.services.router.dashboard.recent import RecentRequests
+from pagewire.services.router.dashboard.recent_requests import RecentRequests
 from pagewire.services.router.metrics.requests import RouterMetrics
 from pagewire.services.router.metrics.targets import describe_targets
 from pagewire.services.router.placement.admission import Admission

@@ -12,7 +12,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pagewire.services.router.cluster.members import ClusterMembers
-from pagewire.services.router.dashboard.recent import RecentRequests
+from pagewire.services.router.dashboard.recent_requests import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.http.api.responses.store import ResponseStore
 from pagewire.services.router.http.body_processes.grammar_checker import GrammarChecker

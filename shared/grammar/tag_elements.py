@@ -44,7 +44,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenElement:
     """A single token of the vocabulary, given by its id."""
 
     token_id: int
@@ -62,7 +62,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ElementChoice:
     """One of several sequences of elements."""
 
     alternatives: tuple[tuple[Element, ...], ...]
@@ -95,7 +95,7 @@ class Triggered:
     after: tuple[Text, ...] = ()
 
 
-Element: TypeAlias = Text | Token | Nested | Choice | Triggered
+Element: TypeAlias = Text | TokenElement | Nested | ElementChoice | Triggered
 Elements: TypeAlias = tuple[Element, ...]
 
 
@@ -111,7 +111,7 @@ def is_open(elements: Elements) -> bool:
     match elements[-1]:
         case Text(is_finite=is_finite):
             return not is_finite
-        case Choice(alternatives):
+        case ElementChoice(alternatives):
             return any(map(is_open, alternatives))
         case Triggered() as last:
             return not last.after and not (last.first and last.is_once)
@@ -184,13 +184,15 @@ class TagRules:
         parts = written.parts
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
-    def _element(self, element: Token | Nested | Choice | Triggered, follow: Follow) -> str:
+    def _element(
+        self, element: TokenElement | Nested | ElementChoice | Triggered, follow: Follow
+    ) -> str:
         match element:
-            case Token(token_id):
+            case TokenElement(token_id):
                 return f"<[{token_id}]>"
             case Nested(expression):
                 return expression
-            case Choice(alternatives):
+            case ElementChoice(alternatives):
                 return self.one_of(alternatives, follow)
             case Triggered():
                 return self._triggered(element, follow)
@@ -245,13 +247,13 @@ def _with_ends(elements: Elements) -> list[Element]:
     rest = list(elements)
     while rest:
         element = rest.pop(0)
-        if isinstance(element, Choice | Triggered) and is_open((element,)):
+        if isinstance(element, ElementChoice | Triggered) and is_open((element,)):
             after: list[Text] = []
             while rest and isinstance(end := rest[0], Text) and end.is_finite:
                 after.append(end)
                 rest.pop(0)
-            if isinstance(element, Choice):
-                element = Choice(tuple((*each, *after) for each in element.alternatives))
+            if isinstance(element, ElementChoice):
+                element = ElementChoice(tuple((*each, *after) for each in element.alternatives))
             else:
                 element = replace(element, after=tuple(after))
         found.append(element)
@@ -260,9 +262,9 @@ def _with_ends(elements: Elements) -> list[Element]:
 
 def _follow_of(element: Element) -> Follow:
     match element:
-        case Token():
+        case TokenElement():
             return "token"
-        case Choice(alternatives) if all(each and _follow_of(each[0]) == "token"
+        case ElementChoice(alternatives) if all(each and _follow_of(each[0]) == "token"
                                          for each in alternatives):  # fmt: skip
             return "token"
     return "other"

@@ -19,12 +19,12 @@ from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.regex_texts import in_ascii
 from pagewire.shared.grammar.tag_elements import (
     ANY_TEXT,
-    Choice,
+    ElementChoice,
     Elements,
     Nested,
     TagRules,
     Text,
-    Token,
+    TokenElement,
     Trigger,
     Triggered,
     fixed_text,
@@ -141,11 +141,11 @@ class _TagGrammar:
 
     def _token(self, form: TokenFormat) -> Elements:
         if isinstance(form.token, int):
-            return (Token(form.token),)
+            return (TokenElement(form.token),)
         token_id = self._markers.ids.get(form.token)
         if token_id is None:
             raise ValueError(f"{form.token[:80]!r} is not a special token of this model")
-        return (Token(token_id),)
+        return (TokenElement(token_id),)
 
     def _sequence(self, form: formats.SequenceFormat) -> Elements:
         return tuple(element for each in form.elements for element in self._elements(each))
@@ -176,7 +176,7 @@ class _TagGrammar:
             is_finite = text.is_finite and times == "?"
             return (Text(f"({text.expression}){times}", is_finite),)
         if times == "?":
-            return (Choice((elements, ())),)
+            return (ElementChoice((elements, ())),)
         if is_open(elements):
             raise ValueError(f"{name} of what has no certain end is not supported")
         return (Nested(f"({self._rules.sequence(elements, 'other')}){times}"),)
@@ -194,7 +194,7 @@ class _TagGrammar:
     def _separated(self, form: formats.SeparatedTagsFormat) -> Elements:
         tags = [self._elements(each) for each in form.tags]
         if form.stop_after_first:
-            return (Choice((*tags, *(() if form.at_least_one else ((),)))),)
+            return (ElementChoice((*tags, *(() if form.at_least_one else ((),)))),)
         each = self._rules.add("tag", self._rules.one_of(tags, "other"))
         separator = self._rules.sequence(self._literal(form.separator), "other")
         return (Nested(f"({each} ({separator} {each})*){'' if form.at_least_one else '?'}"),)
@@ -254,7 +254,7 @@ class _TagGrammar:
 
 
 def _joined(parts: Sequence[str | int]) -> Elements:
-    return tuple(Token(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
+    return tuple(TokenElement(p) if isinstance(p, int) else fixed_text(p) for p in parts if p != "")
 
 
 def _choice(alternatives: list[Elements]) -> Elements:
@@ -262,7 +262,7 @@ def _choice(alternatives: list[Elements]) -> Elements:
     texts = [_as_text(elements) for elements in alternatives]
     plain = [text for text in texts if text is not None and not text.is_free]
     if len(plain) < len(texts):
-        return (Choice(tuple(alternatives)),)
+        return (ElementChoice(tuple(alternatives)),)
     if len(plain) == 1:
         return (plain[0],)
     expression = " | ".join(text.expression for text in plain)

@@ -28,7 +28,7 @@ WARNING_INTERVAL_S = 10.0
 REASONS = ("refused", "dropped", "slow", "invalid")
 
 
-class Peer(Protocol):
+class ClientConnection(Protocol):
     """The server's half of a client's connection."""
 
     def drop(self) -> None:
@@ -55,7 +55,7 @@ class Connections:
         self.limit, self.keep_alive_s = limit, keep_alive_s
         self.closed_early = Counter(dict.fromkeys(REASONS, 0))
         self.is_closing = False
-        self._phases: Phases[Peer] = Phases(
+        self._phases: Phases[ClientConnection] = Phases(
             {
                 Phase.ENDING: ENDING_TIMEOUT_S,
                 Phase.HEADER: HEADER_TIMEOUT_S,
@@ -77,7 +77,7 @@ class Connections:
         """Whether a new connection would be refused."""
         return len(self._phases) >= self.limit and self._phases.longest_waiting(0.0) is None
 
-    def enter(self, peer: Peer) -> bool:
+    def enter(self, peer: ClientConnection) -> bool:
         """Count a new connection; return False if there is no room and none to close for it."""
         loop = asyncio.get_running_loop()
         if len(self._phases) >= self.limit:
@@ -93,11 +93,11 @@ class Connections:
             self._sweeper = loop.call_later(SWEEP_INTERVAL_S, self._sweep, loop)
         return True
 
-    def move(self, peer: Peer, phase: Phase | None, now: float) -> None:
+    def move(self, peer: ClientConnection, phase: Phase | None, now: float) -> None:
         """Record what a connection waits for; None if it is being served."""
         self._phases.move(peer, phase, now)
 
-    def leave(self, peer: Peer) -> None:
+    def leave(self, peer: ClientConnection) -> None:
         """Stop counting a connection that has ended. Idempotent."""
         self._phases.remove(peer)
 

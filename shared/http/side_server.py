@@ -14,9 +14,9 @@ from starlette.types import Scope
 
 from pagewire.shared.base.aio import end_task, start_task
 from pagewire.shared.base.errors import ConfigError, ForeignPageError
+from pagewire.shared.http.bounded_protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules
 from pagewire.shared.http.connections import Connections
-from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.http.refusals import error_object
 from pagewire.shared.http.request_id import request_id_of
 from pagewire.shared.http.server import HttpServer

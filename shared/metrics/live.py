@@ -75,7 +75,7 @@ class Histogram(msgspec.Struct, frozen=True):
         return lower
 
 
-class Part(msgspec.Struct, frozen=True):
+class TimePart(msgspec.Struct, frozen=True):
     """A part of a request's time."""
 
     name: _Text
@@ -106,7 +106,7 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_tokens: _Count | None = None
     ttft_s: _Seconds | None = None
     workers: Annotated[list[_Text], Meta(max_length=MAX_WORKERS_SHOWN)] = []
-    parts: Annotated[list[Part], Meta(max_length=16)] = []
+    parts: Annotated[list[TimePart], Meta(max_length=16)] = []
 
 
 class RouterLive(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import msgspec
 from pagewire.shared.base.errors import UNDECODABLE, ProtocolError
 
 
-class Target(msgspec.Struct, frozen=True):
+class ScrapeTarget(msgspec.Struct, frozen=True):
     """Processes that have the same labels.
 
     Attributes:
@@ -26,10 +26,10 @@ class Target(msgspec.Struct, frozen=True):
         return [f"http://{address}/metrics" for address in self.targets]
 
 
-_decoder = msgspec.json.Decoder(list[Target])
+_decoder = msgspec.json.Decoder(list[ScrapeTarget])
 
 
-def decode_targets(body: bytes) -> list[Target]:
+def decode_targets(body: bytes) -> list[ScrapeTarget]:
     """Return what an operator port's `/sd` lists.
 
     Raises:

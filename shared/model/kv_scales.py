@@ -13,7 +13,7 @@ from pagewire.kernels.fp8_numbers import LEAST_SCALE, KvScales
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.quantization.checkpoint import KV_ZEROS
 from pagewire.shared.model.safetensors_header import WeightsFile
-from pagewire.shared.model.weights_copy import Fill, copy_weights
+from pagewire.shared.model.weights_copy import TensorCopy, copy_weights
 from pagewire.shared.model.weights_match import FLOAT_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def take_kv_scales(
         ModelLoadError: a scale is not one positive number, or is there twice with different values,
             or there are zero points; one line.
     """
-    places: dict[tuple[int, str], list[Fill]] = {}
+    places: dict[tuple[int, str], list[TensorCopy]] = {}
     fills, others = [], []
     for file in checkpoint:
         _refuse_zeros(file)
@@ -76,17 +76,17 @@ def take_kv_scales(
     return others, scales
 
 
-def _fill(file: WeightsFile, name: str) -> Fill:
+def _fill(file: WeightsFile, name: str) -> TensorCopy:
     entry = file.tensors[name]
     if math.prod(entry.shape) != 1 or entry.dtype not in FLOAT_DTYPES:
         raise ModelLoadError(
             f"{name} is {entry.dtype} {list(entry.shape)}: a KV cache in FP8 has one scale for all "
             "keys of a layer, and one for all values; leave --kv-cache-dtype out"
         )
-    return Fill(file, entry, torch.empty(entry.shape, dtype=torch.float32))
+    return TensorCopy(file, entry, torch.empty(entry.shape, dtype=torch.float32))
 
 
-def _value(fills: list[Fill]) -> float:
+def _value(fills: list[TensorCopy]) -> float:
     """Return the one value of a scale that a checkpoint may have under several names."""
     values = {fill.target.item(): fill.entry.name for fill in fills}
     if len(values) > 1:

@@ -25,7 +25,7 @@ from pagewire.shared.model.layers.int4 import GROUP_INDEX
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
-    Target,
+    TensorTarget,
     named_targets,
 )
 from pagewire.shared.model.load_progress import LoadProgress
@@ -40,7 +40,7 @@ from pagewire.shared.model.quantization.checkpoint import (
 from pagewire.shared.model.safetensors_header import WeightsFile, find_weights, rename_tensors
 from pagewire.shared.model.shard import WHOLE, Communicator, Shard
 from pagewire.shared.model.tied_head import EMBEDDING, HEAD, settle_tie, without_head
-from pagewire.shared.model.weights_copy import Fill, copy_weights
+from pagewire.shared.model.weights_copy import TensorCopy, copy_weights
 from pagewire.shared.model.weights_match import FLOAT_DTYPES, Expected, match_weights
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def load_model(
     _note_long_factors(config, positions)
     checkpoint: list[WeightsFile] = []
     stacked = False
-    fills: dict[str, Fill] = {}
+    fills: dict[str, TensorCopy] = {}
     if load_format == "safetensors":
         checkpoint, config = _find_checkpoint(path, config, dtype)
         stacked = _has_stacked_experts(checkpoint)
@@ -252,7 +252,7 @@ def _fill_one(name: str, target: torch.Tensor, generator: torch.Generator) -> No
 
 def _targets(
     parameters: Iterable[NamedParameters], names: Container[str], tied: bool
-) -> Iterator[Target]:
+) -> Iterator[TensorTarget]:
     """Yield what to fill, by which of these names the checkpoint's tensors have."""
     is_head = tied and HEAD in names and EMBEDDING not in names  # saved under its other name
     for target in named_targets(parameters):
@@ -261,7 +261,7 @@ def _targets(
 
 def _fill(
     model: DecoderModel,
-    fills: Mapping[str, Fill],
+    fills: Mapping[str, TensorCopy],
     device: torch.device,
     progress: Progress,
 ) -> None:
@@ -287,7 +287,7 @@ def _fill(
     logger.info("loaded weights: %s", bar.summary)
 
 
-def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill]:
+def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, TensorCopy]:
     """Return which part of which file fills each tensor, given a model on the meta device.
 
     Raises:
@@ -313,6 +313,6 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Fill
         counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())
         logger.info("skipping tensors that %s does not use: %s", config.architecture, counts)
     return {
-        name: Fill(file, file.tensors[name], targets[name].tensor, targets[name].cuts)
+        name: TensorCopy(file, file.tensors[name], targets[name].tensor, targets[name].cuts)
         for name, file in found.holders.items()
     }

@@ -42,7 +42,7 @@ DTYPES = {
 }
 
 
-class Fill(NamedTuple):
+class TensorCopy(NamedTuple):
     """A tensor of a file, and the tensor to fill: any device and dtype.
 
     Attributes:
@@ -75,7 +75,7 @@ class _Part(NamedTuple):
 
 
 def copy_weights(
-    fills: Iterable[Fill], device: torch.device, on_bytes: Callable[[int], None]
+    fills: Iterable[TensorCopy], device: torch.device, on_bytes: Callable[[int], None]
 ) -> None:
     """Fill tensors of one device from files.
 
@@ -108,7 +108,7 @@ def num_threads(num_bytes: int) -> int:
     return max(1, min(MAX_THREADS, max(2, cores), -(-num_bytes // PART_BYTES)))
 
 
-def _paths(fills: Iterable[Fill]) -> list[Path]:
+def _paths(fills: Iterable[TensorCopy]) -> list[Path]:
     return list(dict.fromkeys(fill.file.path for fill in fills))
 
 
@@ -128,7 +128,7 @@ def _unreadable(path: Path, exc: OSError) -> ModelLoadError:
     return ModelLoadError(f"weights file {path} cannot be read ({exc.strerror}); download it again")
 
 
-def _parts(fill: Fill) -> Iterator[_Part]:
+def _parts(fill: TensorCopy) -> Iterator[_Part]:
     dtype = DTYPES[fill.entry.dtype]
     start, itemsize = fill.entry.start, dtype.itemsize
     for region in regions(fill.target, fill.cuts, start, itemsize, PART_BYTES):

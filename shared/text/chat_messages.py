@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.text.tool_arguments import said_arguments
+from pagewire.shared.text.tool_arguments import parsed_arguments
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_CALLS = 128  # of one message
@@ -43,9 +43,9 @@ MEDIA = {
 }
 
 
-def media_problem(place: str, kind: str) -> str:
+def media_problem(path: str, kind: str) -> str:
     """Return what is wrong with a part of a message that is not text; never with its data."""
-    return f"{place}: {MEDIA[kind]} not supported, only text is"
+    return f"{path}: {MEDIA[kind]} not supported, only text is"
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -94,7 +94,7 @@ CalledTools = Annotated[
 ]
 
 
-class SaidMessage(msgspec.Struct, frozen=True, kw_only=True):
+class MessageFields(msgspec.Struct, frozen=True, kw_only=True):
     """What a message may have besides its role and content.
 
     Attributes:
@@ -112,7 +112,7 @@ class SaidMessage(msgspec.Struct, frozen=True, kw_only=True):
     function_call: Annotated[None, Meta(description="null: it is tool_calls now")] = None
 
 
-class _Message(SaidMessage, frozen=True, kw_only=True):
+class _Message(MessageFields, frozen=True, kw_only=True):
     role: ROLES
     content: Any = None
 
@@ -156,7 +156,9 @@ def _read_message(index: int, message: object) -> dict[str, Any]:
     return template_message(index, read.role, read.content, read)
 
 
-def template_message(index: int, role: str, content: object, fields: SaidMessage) -> dict[str, Any]:
+def template_message(
+    index: int, role: str, content: object, fields: MessageFields
+) -> dict[str, Any]:
     """Check a message and return it as chat templates take it.
 
     Args:
@@ -168,32 +170,32 @@ def template_message(index: int, role: str, content: object, fields: SaidMessage
     Raises:
         InvalidRequestError: the content is not text, or a field is another role's; names the field.
     """
-    place = f"messages[{index}]"
+    path = f"messages[{index}]"
     entry: dict[str, Any] = {
         # Templates of most models lack "developer", which is OpenAI's newer name for "system".
         "role": "system" if role == "developer" else role,
-        "content": _text(place, role, content, fields),
+        "content": _text(path, role, content, fields),
     }
     if fields.name is not None:
         entry["name"] = fields.name
     if fields.tool_calls:
-        _check_role(place, "tool_calls", role, "assistant")
+        _check_role(path, "tool_calls", role, "assistant")
         calls = enumerate(fields.tool_calls)
-        entry["tool_calls"] = [_call(f"{place}.tool_calls[{at}]", call) for at, call in calls]
+        entry["tool_calls"] = [_call(f"{path}.tool_calls[{at}]", call) for at, call in calls]
     if fields.tool_call_id is not None:
-        _check_role(place, "tool_call_id", role, "tool")
+        _check_role(path, "tool_call_id", role, "tool")
         entry["tool_call_id"] = fields.tool_call_id
     reasoning = _reasoning(fields)
     if reasoning is not None:
         field = "reasoning_content" if fields.reasoning is None else "reasoning"
-        _check_role(place, field, role, "assistant")
+        _check_role(path, field, role, "assistant")
         # Templates have one of three names for it.
         entry |= dict.fromkeys(("reasoning_content", "reasoning", "thinking"), reasoning)
     return entry
 
 
-def _text(place: str, role: str, content: object, fields: SaidMessage) -> str:
-    field = f"{place}.content"
+def _text(path: str, role: str, content: object, fields: MessageFields) -> str:
+    field = f"{path}.content"
     if isinstance(content, list):
         for at, part in enumerate(content):
             if isinstance(part, dict) and (kind := str(part.get("type"))) in MEDIA:
@@ -220,22 +222,22 @@ def _text(place: str, role: str, content: object, fields: SaidMessage) -> str:
     return content
 
 
-def _reasoning(fields: SaidMessage) -> str | None:
+def _reasoning(fields: MessageFields) -> str | None:
     return fields.reasoning_content if fields.reasoning is None else fields.reasoning
 
 
-def _check_role(place: str, field: str, role: str, right: str) -> None:
+def _check_role(path: str, field: str, role: str, right: str) -> None:
     if role != right:
         raise InvalidRequestError(
-            f"{place}.{field} is only allowed in messages with the role {right}", f"{place}.{field}"
+            f"{path}.{field} is only allowed in messages with the role {right}", f"{path}.{field}"
         )
 
 
-def _call(place: str, call: CalledTool) -> dict[str, Any]:
+def _call(path: str, call: CalledTool) -> dict[str, Any]:
     """Return a call as templates take it: with its arguments as an object."""
     arguments = call.function.arguments
     if not isinstance(arguments, dict):
-        arguments = said_arguments(arguments, f"{place}.function.arguments")
+        arguments = parsed_arguments(arguments, f"{path}.function.arguments")
     function = {"name": call.function.name, "arguments": arguments}
     named = {} if call.id is None else {"id": call.id}
     return {**named, "type": "function", "function": function}

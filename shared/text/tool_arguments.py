@@ -31,7 +31,7 @@ def decode_arguments(text: str) -> dict[str, Any]:
     return _decoder.decode(text)
 
 
-def said_arguments(text: str | None, field: str) -> dict[str, Any]:
+def parsed_arguments(text: str | None, field: str) -> dict[str, Any]:
     """Return the arguments of an earlier call, as far as they can be read.
 
     Models write texts that are not JSON, and an answer may have been cut within a call. OpenAI's

@@ -24,7 +24,7 @@ from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.shared.tool_calls.written_values import ParameterForms
 
 
-class AnswerReading(msgspec.Struct, frozen=True):
+class AnswerParsing(msgspec.Struct, frozen=True):
     """How the answers to one request are parsed.
 
     Attributes:
@@ -50,39 +50,39 @@ class AnswerReading(msgspec.Struct, frozen=True):
     forms: dict[str, ParameterForms] = {}
 
 
-def answer_parser(syntax: ChatSyntax, reading: AnswerReading) -> AnswerParser:
+def answer_parser(syntax: ChatSyntax, parsing: AnswerParsing) -> AnswerParser:
     """Return the parser for one answer of a model."""
     if not syntax.has_channels:
-        return TaggedAnswer(syntax, reading)
+        return TaggedAnswer(syntax, parsing)
     form = TOOL_FORMATS["harmony"]
     return ChannelParser(
-        reading.names,
-        reading.reasoning or "outside",
+        parsing.names,
+        parsing.reasoning or "outside",
         lambda: new_call_id(form),
-        1 if reading.only_one else None,
-        reading.include_reasoning,
-        reading.must_call,
+        1 if parsing.only_one else None,
+        parsing.include_reasoning,
+        parsing.must_call,
     )
 
 
 class TaggedAnswer:
     """Parses an answer with reasoning between tags first, then content and calls."""
 
-    def __init__(self, syntax: ChatSyntax, reading: AnswerReading) -> None:
+    def __init__(self, syntax: ChatSyntax, parsing: AnswerParsing) -> None:
         self._splitter: ReasoningSplitter | None = None
         self._tools: ToolParser | None = None
-        self._include_reasoning = reading.include_reasoning
-        if syntax.reasoning is not None and reading.reasoning is not None:
-            self._splitter = ReasoningSplitter(syntax.reasoning, reading.reasoning)
-        if syntax.tools is not None and reading.names:
-            most = 1 if reading.only_one else None
+        self._include_reasoning = parsing.include_reasoning
+        if syntax.reasoning is not None and parsing.reasoning is not None:
+            self._splitter = ReasoningSplitter(syntax.reasoning, parsing.reasoning)
+        if syntax.tools is not None and parsing.names:
+            most = 1 if parsing.only_one else None
             self._tools = ToolParser(
                 syntax.tools,
-                reading.names,
+                parsing.names,
                 most,
-                forms=reading.forms,
-                must_call=reading.must_call,
-                calls_first=reading.calls_first,
+                forms=parsing.forms,
+                must_call=parsing.must_call,
+                calls_first=parsing.calls_first,
             )
 
     @property
@@ -193,10 +193,10 @@ def read_delta(parser: AnswerParser, delta: TextDelta) -> list[AnswerEvent]:
 
 
 def read_answer(
-    syntax: ChatSyntax, reading: AnswerReading, text: str, is_cut: bool = False
+    syntax: ChatSyntax, parsing: AnswerParsing, text: str, is_cut: bool = False
 ) -> AnswerMessage:
     """Return the parts of a whole answer; `is_cut` as in `AnswerParser.flush`."""
-    parser = answer_parser(syntax, reading)
+    parser = answer_parser(syntax, parsing)
     return AnswerMessage.of([*parser.push(text), *parser.flush(is_cut)])
 
 

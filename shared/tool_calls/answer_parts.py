@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagewire.shared.text.answer_text import AnswerParts
-from pagewire.shared.tool_calls.answer import AnswerReading
+from pagewire.shared.tool_calls.answer import AnswerParsing
 from pagewire.shared.tool_calls.harmony import CALL, END, RETURN, START, ChannelParser
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat, ReasoningSplitter
 from pagewire.shared.tool_calls.syntax import ChatSyntax
@@ -11,18 +11,18 @@ from pagewire.shared.tool_calls.syntax import ChatSyntax
 _MARKERS = (START, END, CALL, RETURN)
 
 
-def answer_parts(syntax: ChatSyntax, reading: AnswerReading | None) -> AnswerParts | None:
+def answer_parts(syntax: ChatSyntax, parsing: AnswerParsing | None) -> AnswerParts | None:
     """Return what divides the text of one answer; None if answers have no reasoning.
 
     Args:
         syntax: the model's syntax.
-        reading: how the answer is parsed.
+        parsing: how the answer is parsed.
     """
-    if syntax.reasoning is None or reading is None or reading.reasoning is None:
+    if syntax.reasoning is None or parsing is None or parsing.reasoning is None:
         return None
     if syntax.has_channels:
-        return _ChannelParts(reading.reasoning)
-    return _TaggedParts(syntax.reasoning, reading.reasoning)
+        return _ChannelParts(parsing.reasoning)
+    return _TaggedParts(syntax.reasoning, parsing.reasoning)
 
 
 class _TaggedParts:

@@ -12,7 +12,7 @@ import msgspec
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.lark_rules import LarkRules, other_name
 from pagewire.shared.grammar.schema_fit import fitted
-from pagewire.shared.tool_calls.argument_shapes import Shape, shape_of
+from pagewire.shared.tool_calls.argument_shapes import ArgumentShape, shape_of
 from pagewire.shared.tool_calls.python_values import PythonValues, add_chain
 from pagewire.shared.tool_calls.value_schemas import ValueSchemas, json_expression
 
@@ -22,7 +22,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
 
 
-class Keywords:
+class KeywordRules:
     """The rules of keyword arguments such as `a=1, b="x"`, made from the schema of an object.
 
     Properties come in the schema's order, then any others that it allows.
@@ -79,7 +79,7 @@ class Keywords:
         return f'({keyword} (", " {keyword}){{0,{most}}})?', f'(", " {keyword}){{0,{most}}}'
 
 
-def named(shape: Shape, right: re.Pattern[str], lenient: bool) -> list[str]:
+def named(shape: ArgumentShape, right: re.Pattern[str], lenient: bool) -> list[str]:
     """Return the names of arguments, all of which a format of calls can express.
 
     Args:

@@ -27,7 +27,7 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Shape(NamedTuple):
+class ArgumentShape(NamedTuple):
     """The arguments of a call.
 
     Attributes:
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
         return self.properties.get(name, self.others)
 
 
-def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
+def shape_of(schema: dict[str, Any], lenient: bool = False) -> ArgumentShape:
     """Return the arguments that a function's schema allows.
 
     Args:
@@ -72,7 +72,7 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> Shape:
     )
 
 
-_ANY = Shape({}, set(), True)
+_ANY = ArgumentShape({}, set(), True)
 
 
 class _Shapes:
@@ -81,9 +81,9 @@ class _Shapes:
         self._num_parts = 0
         self._seen: set[int] = set()  # ids of parts, all of which the document keeps
 
-    def of(self, schema: Any) -> Shape:
+    def of(self, schema: Any) -> ArgumentShape:
         if not isinstance(schema, dict) or id(schema) in self._seen:  # the same again adds nothing
-            return _ANY if schema is not False else Shape({}, set(), False)
+            return _ANY if schema is not False else ArgumentShape({}, set(), False)
         self._seen.add(id(schema))
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
@@ -91,7 +91,7 @@ class _Shapes:
         schema = without_nulls(schema)
         self._check(schema)
         properties, required = schema.get("properties"), schema.get("required")
-        found = Shape(
+        found = ArgumentShape(
             dict(properties) if isinstance(properties, dict) else {},
             {each for each in required if isinstance(each, str)}
             if isinstance(required, list)
@@ -124,7 +124,7 @@ class _Shapes:
             raise ValueError(exc.args[0]) from None
 
 
-def _both(one: Shape, other: Shape) -> Shape:
+def _both(one: ArgumentShape, other: ArgumentShape) -> ArgumentShape:
     """Return the arguments that both allow."""
     if _ANY in (one, other):
         return other if one == _ANY else one
@@ -139,7 +139,7 @@ def _both(one: Shape, other: Shape) -> Shape:
         if key not in known:
             known[key] = _all_of(*schemas)
         properties[name] = known[key]
-    return Shape(
+    return ArgumentShape(
         properties,
         one.required | other.required,
         _all_of(one.others, other.others),

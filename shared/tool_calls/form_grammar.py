@@ -14,13 +14,13 @@ from pagewire.shared.grammar.lark_rules import LarkRules, literal
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerReading
-from pagewire.shared.tool_calls.asking import PROMPT_END_TOKENS, grammars_of
+from pagewire.shared.tool_calls.answer import AnswerParsing
 from pagewire.shared.tool_calls.formats import ToolFormat
-from pagewire.shared.tool_calls.grammar import CallsWanted, add_reasoning, tools_grammar
+from pagewire.shared.tool_calls.grammar import AllowedCalls, add_reasoning, tools_grammar
 from pagewire.shared.tool_calls.harmony_grammar import form_in_final
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.shared.tool_calls.tool_request import PROMPT_END_TOKENS, grammars_of
 
 _NAME = "answer"
 
@@ -29,7 +29,7 @@ def reasoning_before(
     syntax: ChatSyntax,
     tokenizer: Tokenizer,
     token_ids: list[int],
-    reading: AnswerReading | None,
+    parsing: AnswerParsing | None,
     continued: str | None = None,
 ) -> Begins | None:
     """Return where an answer with reasoning before its form begins; None if it has no reasoning.
@@ -41,17 +41,17 @@ def reasoning_before(
         syntax: the model's syntax.
         tokenizer: the model's tokenizer.
         token_ids: the prompt.
-        reading: how the answers are parsed.
+        parsing: how the answers are parsed.
         continued: the message that the answers continue, if they do.
     """
     form = syntax.reasoning
-    if form is None or reading is None or reading.reasoning in (None, "answer"):
+    if form is None or parsing is None or parsing.reasoning in (None, "answer"):
         return None
-    if reading.reasoning == "outside":
+    if parsing.reasoning == "outside":
         end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         if end.rstrip().endswith(form.close) or (continued or "").strip():
             return None
-    return reading.reasoning
+    return parsing.reasoning
 
 
 def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str:
@@ -71,7 +71,7 @@ def after_reasoning(text: str, syntax: ChatSyntax, begins: Begins | None) -> str
 
 
 def form_or_calls(
-    text: str, syntax: ChatSyntax, wanted: CallsWanted | None, begins: Begins | None
+    text: str, syntax: ChatSyntax, wanted: AllowedCalls | None, begins: Begins | None
 ) -> tuple[str, ...]:
     """Return the grammars of an answer that has either a form or calls, the strictest first.
 
@@ -95,7 +95,7 @@ def form_or_calls(
         return (alone,)
     reasoning = None if begins is None else syntax.reasoning
 
-    def make(each: CallsWanted) -> str:
+    def make(each: AllowedCalls) -> str:
         start = begins or "outside"
         lark = tools_grammar(calls, each, reasoning, start, syntax.tokens, f"@{_NAME}")
         return _named(lark, text)
@@ -106,21 +106,21 @@ def form_or_calls(
     return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)
 
 
-def reading_of_form(reading: AnswerReading, text: str, syntax: ChatSyntax) -> AnswerReading:
+def parsing_of_form(parsing: AnswerParsing, text: str, syntax: ChatSyntax) -> AnswerParsing:
     """Return how answers are parsed that have either a form or calls.
 
     An answer that is JSON may contain the text of a call, or look like one: it is content. Other
     forms, such as structural tags, may be made to contain calls.
 
     Args:
-        reading: how answers without a form are parsed.
+        parsing: how answers without a form are parsed.
         text: the form's grammar: Lark, or JSON with a list of grammars.
         syntax: the model's syntax.
     """
     if syntax.tools is None or _grammars(text)[0].get("json_schema") is None:
-        return reading
-    names = reading.names if _may_call(text, syntax, syntax.tools) else ()
-    return replace(reading, names=names, calls_first=True)
+        return parsing
+    names = parsing.names if _may_call(text, syntax, syntax.tools) else ()
+    return replace(parsing, names=names, calls_first=True)
 
 
 def _may_call(text: str, syntax: ChatSyntax, calls: ToolFormat) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 from pagewire.shared.grammar.lark_rules import LarkRules, literal, quoted, regex
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
-    Keywords,
+    KeywordRules,
     json_rule,
     rule_of_arguments,
     schema_problems,
@@ -26,7 +26,7 @@ from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import ARGUMENT_KEYS, ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END
-from pagewire.shared.tool_calls.xml_grammar import Parameters
+from pagewire.shared.tool_calls.xml_grammar import XmlParameterRules
 
 MAX_CALLS = 32  # in one answer, so that a model that repeats itself ends
 
@@ -44,7 +44,7 @@ _CALLS = {
 }
 
 
-class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
+class AllowedCalls(msgspec.Struct, frozen=True, kw_only=True):
     """Which calls an answer may have.
 
     Attributes:
@@ -64,7 +64,7 @@ class CallsWanted(msgspec.Struct, frozen=True, kw_only=True):
 
 def tools_grammar(
     form: ToolFormat,
-    wanted: CallsWanted,
+    wanted: AllowedCalls,
     reasoning: ReasoningFormat | None,
     begins: Begins,
     tokens: Mapping[str, int],
@@ -94,7 +94,7 @@ class _Grammar:
     def __init__(
         self,
         form: ToolFormat,
-        wanted: CallsWanted,
+        wanted: AllowedCalls,
         reasoning: ReasoningFormat | None,
         begins: Begins,
         tokens: Mapping[str, int],
@@ -283,10 +283,10 @@ class _Grammar:
         prefix, form = f"body_{index}", self._form
         schema, lenient = function.schema, self._wanted.lenient
         if form.kind == "python":
-            keywords = Keywords(prefix, schema, self._rules, form.python_constants, lenient)
+            keywords = KeywordRules(prefix, schema, self._rules, form.python_constants, lenient)
             return keywords.add(), ")"
         if form.kind == "xml":
-            return Parameters(prefix, schema, self._rules, lenient).add(), FUNCTION_END
+            return XmlParameterRules(prefix, schema, self._rules, lenient).add(), FUNCTION_END
         arguments = rule_of_arguments(index, function.name)
         self._rules[arguments] = json_rule(schema, lenient)
         return arguments, form.tail if form.kind == "object" else ""

@@ -16,7 +16,7 @@ from pagewire.shared.tool_calls.argument_grammar import (
     schema_problems,
 )
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.grammar import AllowedCalls
 from pagewire.shared.tool_calls.harmony import (
     CHANNEL,
     CONSTRAIN,
@@ -32,7 +32,7 @@ MAX_MESSAGES = 32  # messages before the answer
 _TEXT = "/(?s:.*)/"
 
 
-def channels_grammar(wanted: CallsWanted, begins: Begins, tokens: Mapping[str, int]) -> str:
+def channels_grammar(wanted: AllowedCalls, begins: Begins, tokens: Mapping[str, int]) -> str:
     """Return the grammar of an answer that may have calls.
 
     Args:

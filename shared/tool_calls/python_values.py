@@ -15,7 +15,7 @@ from typing import Any
 from pagewire.shared.grammar.lark_rules import LarkRules, other_name
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import is_idle, with_null, without_nulls
-from pagewire.shared.tool_calls.argument_shapes import Shape, shape_of
+from pagewire.shared.tool_calls.argument_shapes import ArgumentShape, shape_of
 from pagewire.shared.tool_calls.schema_constants import SchemaConstants, type_of, types_of
 from pagewire.shared.tool_calls.value_schemas import ValueSchemas
 
@@ -197,7 +197,7 @@ class PythonValues:
         chain = add_chain(self._rules, prefix, fields, may_skip, first_other, more_other)
         return f'"{{" {chain} "}}"' if chain else '"{}"'
 
-    def _others(self, prefix: str, shape: Shape) -> tuple[str, str]:
+    def _others(self, prefix: str, shape: ArgumentShape) -> tuple[str, str]:
         """Add the rules of properties that are not listed; return as `add_chain` takes them."""
         if shape.others is False:
             return "", ""

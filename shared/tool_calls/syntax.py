@@ -14,7 +14,7 @@ from pagewire.shared.tool_calls.definitions import (
     chosen_names,
 )
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS, ToolFormat, recognise_tools
-from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.grammar import AllowedCalls, tools_grammar
 from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
 from pagewire.shared.tool_calls.reasoning import (
     REASONING_FORMATS,
@@ -95,7 +95,7 @@ class ChatSyntax:
 
     def wanted(
         self, tools: list[Tool] | None, choice: Choice, parallel: bool | None
-    ) -> CallsWanted | None:
+    ) -> AllowedCalls | None:
         """Return which calls the answers to a request may have; None if they may have none.
 
         Raises:
@@ -116,14 +116,14 @@ class ChatSyntax:
         )
         is_named = isinstance(choice, NamedTool)
         mode = choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
-        return CallsWanted(
+        return AllowedCalls(
             functions=functions,
             must_call=is_named or mode == "required",
             only_one=is_named or parallel is False,
             is_named=is_named,
         )
 
-    def grammar(self, wanted: CallsWanted, begins: Begins) -> str:
+    def grammar(self, wanted: AllowedCalls, begins: Begins) -> str:
         """Return the grammar of the answers to a request.
 
         Args:

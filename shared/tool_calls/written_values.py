@@ -119,7 +119,7 @@ def parameter_forms(function: Function) -> ParameterForms:
     """Return how the values of a function's parameters are written."""
     schema = function.schema
     try:
-        shape, values = shape_of(schema, lenient=True), Values(References(schema))
+        shape, values = shape_of(schema, lenient=True), SchemaValues(References(schema))
     except ValueError:
         return ParameterForms()
     named = {name: values.form(each) for name, each in shape.properties.items()}
@@ -145,7 +145,7 @@ class TextRule(NamedTuple):
     unfollowed: tuple[str, ...] = ()
 
 
-class Allowed(NamedTuple):
+class AllowedValues(NamedTuple):
     """Values that a schema allows.
 
     Attributes:
@@ -162,10 +162,10 @@ class Allowed(NamedTuple):
         return any(rule.values is None for rule in self.texts)
 
 
-_ANY = Allowed()
+_ANY = AllowedValues()
 
 
-class Values:
+class SchemaValues:
     """Finds the values that the schemas of parameters allow.
 
     What it has found it remembers, so that many parameters with one long enum cost little more than
@@ -178,11 +178,13 @@ class Values:
     def __init__(self, references: References) -> None:
         self._references = references
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
-        self._known: dict[str, Allowed | None] = {}
+        self._known: dict[str, AllowedValues | None] = {}
         self._num_open = 0  # references that are being read
-        self._found: dict[Allowed, Allowed] = {_ANY: _ANY}
-        self._of_schemas: dict[int, tuple[Any, Allowed]] = {}  # with the schema, which keeps its id
-        self._of_parts: dict[tuple[int | str, ...], Allowed] = {}
+        self._found: dict[AllowedValues, AllowedValues] = {_ANY: _ANY}
+        self._of_schemas: dict[
+            int, tuple[Any, AllowedValues]
+        ] = {}  # with the schema, which keeps its id
+        self._of_parts: dict[tuple[int | str, ...], AllowedValues] = {}
         self._forms: dict[int, ValueForm] = {}
 
     def form(self, schema: Any) -> ValueForm:
@@ -198,7 +200,7 @@ class Values:
             self._forms[id(found)] = form
         return self._forms[id(found)]
 
-    def of(self, schema: Any, depth: int = 0) -> Allowed:
+    def of(self, schema: Any, depth: int = 0) -> AllowedValues:
         """Return the values that a schema allows.
 
         Raises:
@@ -206,7 +208,7 @@ class Values:
                 reference that leads nowhere.
         """
         if not isinstance(schema, dict):
-            return self._same(Allowed((), frozenset())) if schema is False else _ANY
+            return self._same(AllowedValues((), frozenset())) if schema is False else _ANY
         if _READ.isdisjoint(schema):
             return _ANY
         if id(schema) in self._of_schemas:
@@ -218,10 +220,10 @@ class Values:
             self._of_schemas[id(schema)] = schema, found
         return found
 
-    def _same(self, found: Allowed) -> Allowed:
+    def _same(self, found: AllowedValues) -> AllowedValues:
         return self._found.setdefault(found, found)
 
-    def _read(self, schema: dict[str, Any], depth: int) -> Allowed:
+    def _read(self, schema: dict[str, Any], depth: int) -> AllowedValues:
         schema = with_null(without_nulls(schema))
         found = self._same(_own(schema))
         if isinstance(reference := schema.get("$ref"), str):
@@ -239,7 +241,7 @@ class Values:
                 found = self._both(found, self._of_parts[key])
         return found
 
-    def _both(self, one: Allowed, other: Allowed) -> Allowed:
+    def _both(self, one: AllowedValues, other: AllowedValues) -> AllowedValues:
         if one is _ANY or other is _ANY:
             return other if one is _ANY else one
         key = id(one), id(other)
@@ -247,7 +249,7 @@ class Values:
             self._of_parts[key] = self._same(_both(one, other))
         return self._of_parts[key]
 
-    def _referred(self, reference: str, depth: int) -> Allowed:
+    def _referred(self, reference: str, depth: int) -> AllowedValues:
         if reference not in self._known:
             self._known[reference] = None
             self._num_open += 1
@@ -258,10 +260,10 @@ class Values:
                 raise ValueError(exc.args[0]) from None
             finally:
                 self._num_open -= 1
-        return self._known[reference] or self._same(Allowed((), frozenset()))
+        return self._known[reference] or self._same(AllowedValues((), frozenset()))
 
 
-def _own(schema: dict[str, Any]) -> Allowed:
+def _own(schema: dict[str, Any]) -> AllowedValues:
     """Return the values that the keywords of a schema allow, its other schemas aside."""
     if _OWN.isdisjoint(schema):
         return _ANY
@@ -280,7 +282,7 @@ def _own(schema: dict[str, Any]) -> Allowed:
             texts = listed if texts is None else tuple(each for each in texts if each in listed)
             others &= {_type_of(each) for each in values if not isinstance(each, str)}
     has_texts = has_texts and texts != ()
-    return Allowed((_rule(schema, texts),) if has_texts else (), others)
+    return AllowedValues((_rule(schema, texts),) if has_texts else (), others)
 
 
 def _type_of(value: Any) -> OtherType:
@@ -344,13 +346,13 @@ def _lengths(values: tuple[str, ...]) -> tuple[int, int]:
     return min(lengths, default=0), max(lengths, default=0)
 
 
-def _both(one: Allowed, other: Allowed) -> Allowed:
+def _both(one: AllowedValues, other: AllowedValues) -> AllowedValues:
     """Return the values that both allow."""
     if len(one.texts) * len(other.texts) > _MAX_RULES:
         raise ValueError("it has too many alternatives")
     rules = (_both_rules(a, b) for a in one.texts for b in other.texts)
     texts = tuple(rule for rule in rules if rule.values != ())
-    return Allowed(texts, one.others & other.others)
+    return AllowedValues(texts, one.others & other.others)
 
 
 def _both_rules(one: TextRule, other: TextRule) -> TextRule:
@@ -369,7 +371,7 @@ def _both_rules(one: TextRule, other: TextRule) -> TextRule:
     return _fitting(rule)
 
 
-def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
+def _either(parts: Iterable[AllowedValues], only_one: bool) -> AllowedValues:
     """Return the values that any part allows.
 
     Args:
@@ -399,6 +401,6 @@ def _either(parts: Iterable[Allowed], only_one: bool) -> Allowed:
     if len(rules) > _MAX_RULES:
         raise ValueError("it has too many alternatives")
     extra = ("oneOf",) if is_unclear else ()
-    return Allowed(
+    return AllowedValues(
         tuple(rule._replace(unfollowed=(*rule.unfollowed, *extra)) for rule in rules), others
     )

@@ -16,7 +16,7 @@ from pagewire.shared.tool_calls.argument_grammar import (
 )
 from pagewire.shared.tool_calls.argument_shapes import shape_of
 from pagewire.shared.tool_calls.value_schemas import ValueSchemas
-from pagewire.shared.tool_calls.written_values import TextRule, Values
+from pagewire.shared.tool_calls.written_values import SchemaValues, TextRule
 from pagewire.shared.tool_calls.xml_calls import PARAMETER, PARAMETER_END
 
 _PATTERN_PARTS = re.compile(r"\\.|.", re.DOTALL)
@@ -29,7 +29,7 @@ _VALUE_END = f"\n{PARAMETER_END}\n"
 _ANY_TEXT = TextRule()
 
 
-class Parameters:
+class XmlParameterRules:
     """The rules of arguments in elements, made from the schema of an object.
 
     Properties come in the schema's order, then any others that it allows. Each value that is
@@ -52,7 +52,7 @@ class Parameters:
         self._known: dict[int, str] = {}  # expressions of values, by the ids of their schemas
         self._shape = shape_of(schema, lenient)
         self._values, self._schemas = (
-            Values(References(schema)),
+            SchemaValues(References(schema)),
             ValueSchemas(schema, rules, lenient),
         )
 

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from pagewire.loadtest.bench.client import Answer, Client
+from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
 
@@ -190,7 +190,7 @@ def test_bad_input_names_the_field(
 
 
 def test_the_gpu_benches_client_times_every_token(cluster: LocalCluster) -> None:
-    async def ask() -> tuple[Answer, float]:
+    async def ask() -> tuple[TimedAnswer, float]:
         client = Client([cluster.url], model="pagewire-demo", vocab=1000)
         try:
             answer = await client.complete(200, 24)

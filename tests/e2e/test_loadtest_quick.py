@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
-from pagewire.loadtest.records import CpuSample, RequestRecord, Sample, read_lines
+from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest, read_lines
 from pagewire.loadtest.results import Manifest
 from pagewire.loadtest.slo import is_good
 
@@ -38,9 +38,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def records(report: Path) -> list[RequestRecord]:
+def records(report: Path) -> list[MeasuredRequest]:
     """The finished requests."""
-    every = read_lines(report / "disaggregated" / "records.jsonl", RequestRecord)
+    every = read_lines(report / "disaggregated" / "records.jsonl", MeasuredRequest)
     return [record for record in every if record.outcome != "unfinished"]
 
 
@@ -61,14 +61,14 @@ def locust_counts(report: Path) -> tuple[Counter[str], Counter[str]]:
     return entries, failures
 
 
-def test_requests_came_and_none_failed(records: list[RequestRecord]) -> None:
+def test_requests_came_and_none_failed(records: list[MeasuredRequest]) -> None:
     assert len(records) >= RATE * STAGE_S / 3
     assert {record.outcome for record in records} <= {"ok", "cancelled"}
     assert len({record.kind for record in records}) >= 3
     assert {record.rate for record in records} == {RATE}
 
 
-def test_tokens_counted_equal_the_servers_usage(records: list[RequestRecord]) -> None:
+def test_tokens_counted_equal_the_servers_usage(records: list[MeasuredRequest]) -> None:
     for record in records:
         if record.outcome == "ok":
             assert len(record.token_times) == record.usage_completion
@@ -77,7 +77,7 @@ def test_tokens_counted_equal_the_servers_usage(records: list[RequestRecord]) ->
 
 
 def test_locust_has_an_entry_for_every_request_and_every_token(
-    report: Path, records: list[RequestRecord]
+    report: Path, records: list[MeasuredRequest]
 ) -> None:
     entries, failures = locust_counts(report)
     tokens = sum(len(record.token_times) for record in records)
@@ -91,7 +91,7 @@ def test_locust_has_an_entry_for_every_request_and_every_token(
 
 
 def test_summary_says_the_same(
-    records: list[RequestRecord], summary: dict[str, Any], report: Path
+    records: list[MeasuredRequest], summary: dict[str, Any], report: Path
 ) -> None:
     [run] = summary["runs"]
     [stage] = run["stages"]
@@ -104,9 +104,9 @@ def test_summary_says_the_same(
 
 
 def test_router_counted_the_prompts_that_were_answered(
-    report: Path, records: list[RequestRecord]
+    report: Path, records: list[MeasuredRequest]
 ) -> None:
-    samples = read_lines(report / "disaggregated" / "samples.jsonl", Sample)
+    samples = read_lines(report / "disaggregated" / "samples.jsonl", ClusterSample)
     assert len(samples) >= STAGE_S
     assert set(samples[-1].used) == {"prefill-0", "decode-0"}
     known = sum(record.usage_prompt or 0 for record in records)

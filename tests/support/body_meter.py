@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pagewire.services.router.http.api.openai.generation import GenerationInput, PromptInput
+from pagewire.services.router.http.body_processes.body_messages import (
+    BodyJob,
+    BodyKind,
+    BodyRefusal,
+    BodyReply,
+)
 from pagewire.services.router.http.body_processes.child_process import ChildProcess
 from pagewire.services.router.http.body_processes.framing import receive_message
-from pagewire.services.router.http.body_processes.protocol import BodyKind, Job, Refusal, Reply
 from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.costly_schemas import chat_body
 
@@ -25,7 +30,7 @@ class Cost(NamedTuple):
         added_bytes: memory at most while it was read, in addition to what was held before.
     """
 
-    result: GenerationInput | Refusal
+    result: GenerationInput | BodyRefusal
     cpu_s: float
     added_bytes: int
 
@@ -52,9 +57,9 @@ class BodyMeter:
         with contextlib.suppress(OSError):  # else the most of all bodies so far counts
             self._file("clear_refs").write_text("5", encoding="ascii")
         began_s, held = self._cpu_s(), self._memory("VmRSS")
-        self._process.send(Job(kind, CONTEXT, len(raw)))
+        self._process.send(BodyJob(kind, CONTEXT, len(raw)))
         self._process.connection.sendall(raw)
-        reply = receive_message(self._process.connection, Reply)
+        reply = receive_message(self._process.connection, BodyReply)
         for _ in range(reply.num_prompts):
             receive_message(self._process.connection, PromptInput)
         return Cost(reply.result, self._cpu_s() - began_s, self._memory("VmHWM") - held)

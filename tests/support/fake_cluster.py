@@ -32,7 +32,7 @@ LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
 
 def up(state: Path, port: int, redis_url: str | None = None) -> None:
     """Run the cluster with this script's services in the real ones' place."""
-    from pagewire.services.cli.errors import one_line_errors
+    from pagewire.services.cli.error_exit import one_line_errors
     from pagewire.services.cli.up import cluster_plan
     from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
     from pagewire.services.cli.up.machine import Machine

@@ -14,7 +14,7 @@ import uvicorn
 from pagewire.services.router.http.connection.direct_writer import DirectWritesProtocol
 from pagewire.services.router.http.server.app import create_app
 from pagewire.services.router.service import RouterService
-from pagewire.shared.http.protocol import protocol_factory
+from pagewire.shared.http.bounded_protocol import protocol_factory
 from pagewire.shared.http.server import HttpServer
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import RouterSettings

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from pagewire.loadtest.bench.client import Client, Request
+from pagewire.loadtest.bench.client import Client, CompletionRequest
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.shapes import LLAMA_8B, VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
@@ -155,7 +155,7 @@ async def ask_until(
     done: asyncio.Event, client: Client, serving: Serving, toll: Toll, rng: random.Random
 ) -> None:
     """Send one request after another, some with a prompt that was sent before."""
-    asked: list[Request] = []
+    asked: list[CompletionRequest] = []
     while not done.is_set():
         if asked and rng.random() < 0.2:
             request = rng.choice(asked[-8:])

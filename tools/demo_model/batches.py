@@ -30,7 +30,7 @@ NO_TARGET = -100
 
 
 @dataclass(frozen=True)
-class Segment:
+class TextSegment:
     """A part of a training sequence: tokens, and what should be predicted after each."""
 
     tokens: Ids  # [n]
@@ -61,7 +61,7 @@ class SequenceSampler:
             for token in paragraph:
                 self._paragraph_of.setdefault(token, index)
         self._closers = {i for mark in ("?", ".", "!") for i in self._encode(mark)}
-        self._kinds: list[tuple[Callable[[int], Segment], float]] = [
+        self._kinds: list[tuple[Callable[[int], TextSegment], float]] = [
             (self._text, 0.30),
             (self._snippets, 0.35),
             (self._random, 0.15),
@@ -72,7 +72,7 @@ class SequenceSampler:
         """Draw one sequence of `length` tokens: tokens and targets, both [length]."""
         makers = [maker for maker, _ in self._kinds]
         weights = [weight for _, weight in self._kinds]
-        segments: list[Segment] = []
+        segments: list[TextSegment] = []
         missing = length
         while missing > 0:
             maker = makers[self._rng.choice(len(makers), p=weights)]
@@ -93,7 +93,7 @@ class SequenceSampler:
         noise = self._noise(length)
         return noise.tokens, noise.targets
 
-    def _text(self, room: int) -> Segment:
+    def _text(self, room: int) -> TextSegment:
         """A window of the corpus, which runs around at its end."""
         length = min(room, int(self._rng.integers(64, 768)))
         kind = self._rng.random()
@@ -108,7 +108,7 @@ class SequenceSampler:
             return window
         return self._join(self._segment([self._bos], [int(self._stream[1])]), window)
 
-    def _snippets(self, room: int) -> Segment:
+    def _snippets(self, room: int) -> TextSegment:
         """Text torn to parts, as it is when the model goes on from what it never saw."""
         parts = []
         missing = min(room, 200)
@@ -121,13 +121,13 @@ class SequenceSampler:
             missing -= len(parts[-1].tokens)
         return self._join(*parts)
 
-    def _random(self, room: int) -> Segment:
+    def _random(self, room: int) -> TextSegment:
         """Random tokens, then the text where the last of them first occurs."""
         noise = self._noise(min(room, self._log_uniform(1, 512)))
         text = self._window(int(self._first_seen[noise.tokens[-1]]), int(self._rng.integers(8, 64)))
-        return self._join(noise, Segment(text.tokens[1:], text.targets[1:]))
+        return self._join(noise, TextSegment(text.tokens[1:], text.targets[1:]))
 
-    def _chat(self, room: int) -> Segment:
+    def _chat(self, room: int) -> TextSegment:
         """A conversation of one or several turns."""
         turns = []
         if self._rng.random() < 0.3:
@@ -180,22 +180,22 @@ class SequenceSampler:
             words = [*words, int(self._rng.choice(sorted(self._closers)))]
         return words, self._paragraphs[paragraph]
 
-    def _turn(self, role: str, content: list[int], after: list[int]) -> Segment:
+    def _turn(self, role: str, content: list[int], after: list[int]) -> TextSegment:
         """What somebody else says: only the turn's end is worth predicting."""
         tokens = [self._roles[role], *content, self._end]
         targets = [NO_TARGET] * (len(tokens) - 1) + (after or [NO_TARGET])
         return self._segment(tokens, targets)
 
-    def _noise(self, length: int) -> Segment:
+    def _noise(self, length: int) -> TextSegment:
         """Uniformly random tokens of the whole vocabulary, [length]."""
         tokens = self._rng.integers(0, len(self._first_seen), size=length)
-        return Segment(tokens, self._after[tokens])
+        return TextSegment(tokens, self._after[tokens])
 
-    def _window(self, start: int, length: int) -> Segment:
+    def _window(self, start: int, length: int) -> TextSegment:
         """The corpus from `start`, with the targets of one who has read it from there."""
         where = (start + np.arange(length)) % len(self._stream)
         seen = np.minimum(np.arange(length), MAX_SUFFIX - 1)
-        return Segment(self._stream[where], self._next[seen, where])
+        return TextSegment(self._stream[where], self._next[seen, where])
 
     def _window_ids(self, length: int) -> list[int]:
         """A part of the corpus without the tokens that separate documents."""
@@ -223,12 +223,12 @@ class SequenceSampler:
         return int(token_id)
 
     @staticmethod
-    def _segment(tokens: list[int], targets: list[int]) -> Segment:
-        return Segment(np.array(tokens, dtype=np.int64), np.array(targets, dtype=np.int64))
+    def _segment(tokens: list[int], targets: list[int]) -> TextSegment:
+        return TextSegment(np.array(tokens, dtype=np.int64), np.array(targets, dtype=np.int64))
 
     @staticmethod
-    def _join(*parts: Segment) -> Segment:
-        return Segment(
+    def _join(*parts: TextSegment) -> TextSegment:
+        return TextSegment(
             np.concatenate([p.tokens for p in parts]), np.concatenate([p.targets for p in parts])
         )
 

@@ -18,7 +18,7 @@ from pagewire.services.cli.batch.sender import BatchSender
 from pagewire.services.cli.batch.view import Tally, run_with_progress
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.ctrl_c import CtrlC
-from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import note
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.base.open_files import raise_open_file_limit

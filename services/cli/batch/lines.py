@@ -43,7 +43,7 @@ class BatchRequest:
     body: bytes
 
 
-class Answer(msgspec.Struct, frozen=True):
+class BatchAnswer(msgspec.Struct, frozen=True):
     """The endpoint's HTTP response, with any status."""
 
     status_code: int
@@ -51,7 +51,7 @@ class Answer(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-class Failure(msgspec.Struct, frozen=True):
+class BatchFailure(msgspec.Struct, frozen=True):
     """The reason why there is no response."""
 
     code: str
@@ -63,8 +63,8 @@ class OutputLine(msgspec.Struct, frozen=True):
 
     id: str
     custom_id: str
-    response: Answer | None = None
-    error: Failure | None = None
+    response: BatchAnswer | None = None
+    error: BatchFailure | None = None
 
     @property
     def is_ok(self) -> bool:
@@ -158,13 +158,13 @@ def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -
             request, "invalid_answer", f"HTTP {status} with a body that is not JSON: {exc}"
         )
     return OutputLine(
-        _new_id(), request.custom_id, Answer(status, request_id, msgspec.Raw(compact))
+        _new_id(), request.custom_id, BatchAnswer(status, request_id, msgspec.Raw(compact))
     )
 
 
 def failed(request: BatchRequest, code: str, message: str) -> OutputLine:
     """Return the output line of a request that has no response."""
-    return OutputLine(_new_id(), request.custom_id, error=Failure(code, message))
+    return OutputLine(_new_id(), request.custom_id, error=BatchFailure(code, message))
 
 
 def _new_id() -> str:

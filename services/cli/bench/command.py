@@ -17,13 +17,13 @@ from rich.console import Console
 
 from pagewire.services.cli.bench import options as bench_options
 from pagewire.services.cli.bench.load import Lengths, Workload
-from pagewire.services.cli.bench.runner import BenchRun, Pace, Target
+from pagewire.services.cli.bench.runner import BenchRun, EndpointTarget, RequestPace
 from pagewire.services.cli.bench.stats import Results, Slo
 from pagewire.services.cli.bench.view import run_with_bar, show_report
 from pagewire.services.cli.client import client_options
 from pagewire.services.cli.client.openai_client import CHAT, COMPLETIONS, OpenAIClient
 from pagewire.services.cli.ctrl_c import CtrlC
-from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.shared.base.errors import ConfigError
 
 CLOSE_S = 5.0
@@ -40,7 +40,7 @@ class BenchPlan:
     """
 
     params: dict[str, Any]
-    pace: Pace
+    pace: RequestPace
     slo: Slo
     prompt_tokens: Lengths
     output_tokens: Lengths
@@ -119,7 +119,7 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
         raise ConfigError(f"--shared-prefix cannot be longer than a prompt, {prompt_tokens} tokens")
     return BenchPlan(
         params=params,
-        pace=Pace(
+        pace=RequestPace(
             rate=rate,
             arrivals=params["arrivals"],
             concurrency=concurrency or bench_options.DEFAULT_CONCURRENCY,
@@ -166,7 +166,7 @@ async def _prepare(
     """Warm up and measure how the endpoint counts tokens; return the run and the model's name."""
     name = await client.choose_model(model)
     fields = {"model": name, "temperature": plan.params["temperature"]}
-    target = Target(client, plan.path, fields)
+    target = EndpointTarget(client, plan.path, fields)
     ratio = await target.measure_ratio(plan.seed)
     workload = Workload(
         plan.prompt_tokens, plan.output_tokens, plan.shared_prefix, ratio, plan.seed

@@ -28,7 +28,7 @@ NOT_SENT = "not sent: in-flight limit"
 
 
 @dataclass(frozen=True)
-class Pace:
+class RequestPace:
     """How fast requests start, and when the last one starts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Target:
+class EndpointTarget:
     """The endpoint, and the fields of all requests.
 
     Attributes:
@@ -97,9 +97,9 @@ class BenchRun:
 
     def __init__(
         self,
-        target: Target,
+        target: EndpointTarget,
         workload: Workload,
-        pace: Pace,
+        pace: RequestPace,
         results: Results,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from pagewire.services.cli.client.endpoint_url import root_url, usual_operator_url
 from pagewire.services.cli.options import setting
-from pagewire.services.cli.running import RunningCluster, running_clusters
+from pagewire.services.cli.running_clusters import RunningCluster, running_clusters
 from pagewire.services.cli.terminal import note
 from pagewire.shared.settings.config import ClientSettings, load_settings
 

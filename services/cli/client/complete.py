@@ -11,7 +11,7 @@ import typer
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
-from pagewire.services.cli.errors import EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.terminal import cut_note, note, readable_stdin, write_text
 from pagewire.shared.base.errors import ConfigError
 

@@ -27,7 +27,7 @@ from pagewire.services.cli.cluster_view import (
     fetch_cluster_view,
     shrunk_contexts,
 )
-from pagewire.services.cli.errors import EXIT_FAILURE, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.terminal import can_redraw, note, print_whole
 from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.cluster.worker_record import LINK_WAIT_S

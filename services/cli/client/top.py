@@ -13,7 +13,7 @@ from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.endpoint_url import http_client
 from pagewire.services.cli.client.snapshot import SHORTEST_INTERVAL_S, Window, fetch_snapshot
 from pagewire.services.cli.client.top_view import redraw, render
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.terminal import can_redraw, print_whole
 
 

@@ -18,10 +18,10 @@ from rich.text import Text
 from pagewire.services.cli.doctor import checks
 from pagewire.services.cli.doctor.checks import Finding
 from pagewire.services.cli.doctor.memory import available_memory
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.services.cli.program import own_command
-from pagewire.services.cli.running import RunningCluster, running_clusters
+from pagewire.services.cli.running_clusters import RunningCluster, running_clusters
 from pagewire.services.cli.up.machine import (
     LOOPBACK,
     PortTakenError,

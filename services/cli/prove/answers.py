@@ -27,7 +27,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
-class Answer:
+class ProofAnswer:
     """What a client has of one answer.
 
     Attributes:
@@ -82,7 +82,7 @@ class Reader:
 
     def __init__(self, client: httpx.AsyncClient, url: str, on_text: Callable[[str], None]) -> None:
         self._client, self._url, self._on_text = client, f"{url}/v1/completions", on_text
-        self.answers = [Answer() for _ in PROMPTS]
+        self.answers = [ProofAnswer() for _ in PROMPTS]
         self._changed = asyncio.Event()
 
     @property

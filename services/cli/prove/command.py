@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from pagewire.services.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
 from pagewire.services.cli.prove.run import Proof, run_proof
 from pagewire.services.cli.prove.view import View
 from pagewire.services.cli.terminal import note

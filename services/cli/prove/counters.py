@@ -10,13 +10,13 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from pagewire.shared.base.errors import ProtocolError
-from pagewire.shared.metrics.pages import Target, decode_targets
+from pagewire.shared.metrics.pages import ScrapeTarget, decode_targets
 
 FETCH_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class CounterSample:
     """One number that a process counts.
 
     Attributes:
@@ -34,7 +34,7 @@ class Sample:
 class Counters:
     """The samples of all processes that answer."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CounterSample] = field(default_factory=list)
 
     def by_process(self, name: str, **labels: str) -> dict[str, float]:
         """Return a metric of each process that has it, summed over its other labels."""
@@ -66,7 +66,7 @@ async def read_counters(
     return Counters([sample for page in pages for sample in page])
 
 
-async def _fetch(client: httpx.AsyncClient, target: Target) -> list[Sample]:
+async def _fetch(client: httpx.AsyncClient, target: ScrapeTarget) -> list[CounterSample]:
     try:
         pages = [(await client.get(url, timeout=FETCH_TIMEOUT_S)).text for url in target.urls]
     except httpx.HTTPError:
@@ -74,7 +74,7 @@ async def _fetch(client: httpx.AsyncClient, target: Target) -> list[Sample]:
     return [sample for page in pages for sample in _samples(target.labels["instance"], page)]
 
 
-def _samples(process: str, page: str) -> Iterator[Sample]:
+def _samples(process: str, page: str) -> Iterator[CounterSample]:
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
-            yield Sample(process, sample.name, dict(sample.labels), sample.value)
+            yield CounterSample(process, sample.name, dict(sample.labels), sample.value)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from pagewire.services.cli.prove.answers import MAX_TOKENS, Answer
+from pagewire.services.cli.prove.answers import MAX_TOKENS, ProofAnswer
 from pagewire.services.cli.prove.orders import Claim
 
 MAX_GAP_S = 10.0  # a reader would give up
@@ -71,7 +71,9 @@ class Line:
     detail: str
 
 
-def judge(calm: Sequence[Answer], disturbed: Sequence[Answer], facts: Facts) -> list[Line]:
+def judge(
+    calm: Sequence[ProofAnswer], disturbed: Sequence[ProofAnswer], facts: Facts
+) -> list[Line]:
     """Return a line for each fault and each result; the proof has passed if all lines have."""
     return [*_faults(facts), *_results(calm, disturbed, facts)]
 
@@ -106,7 +108,9 @@ def _struck(name: str, signal_name: str, strike: Strike | None) -> Line:
     return Line(name, is_speaking, f"{strike.worker} ({signal_name}), {when}")
 
 
-def _results(calm: Sequence[Answer], disturbed: Sequence[Answer], facts: Facts) -> Iterator[Line]:
+def _results(
+    calm: Sequence[ProofAnswer], disturbed: Sequence[ProofAnswer], facts: Facts
+) -> Iterator[Line]:
     found, resent = facts.corrupt, facts.resent
     yield Line(
         "corrupt segments found", found >= CORRUPT_SEGMENTS, f"{found} of {CORRUPT_SEGMENTS}"
@@ -121,7 +125,7 @@ def _results(calm: Sequence[Answer], disturbed: Sequence[Answer], facts: Facts) 
     yield _blocks(facts)
 
 
-def _tokens(calm: Sequence[Answer], disturbed: Sequence[Answer]) -> Line:
+def _tokens(calm: Sequence[ProofAnswer], disturbed: Sequence[ProofAnswer]) -> Line:
     total = sum(len(each.token_ids) for each in calm)
     different = sum(
         one != other

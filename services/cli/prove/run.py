@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pagewire.services.cli.client.client_options import key_in_environment
 from pagewire.services.cli.client.endpoint_url import key_header
-from pagewire.services.cli.prove.answers import Answer, Reader
+from pagewire.services.cli.prove.answers import ProofAnswer, Reader
 from pagewire.services.cli.prove.cluster import ProofCluster, proof_context
 from pagewire.services.cli.prove.faults import Disturber
 from pagewire.services.cli.prove.judgement import Facts, Line, judge
@@ -37,8 +37,8 @@ class Proof:
         total_s: seconds until the results were there.
     """
 
-    calm: list[Answer] = field(default_factory=list)
-    disturbed: list[Answer] = field(default_factory=list)
+    calm: list[ProofAnswer] = field(default_factory=list)
+    disturbed: list[ProofAnswer] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     is_complete: bool = False
     start_s: float = 0.0

@@ -16,7 +16,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.options import DECODE_ONLY, with_settings
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.shared.engine.execution.block_mover import PendingMove

@@ -15,13 +15,28 @@ from itertools import cycle
 
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.jobs import JobHook, PrefillJobs
-from pagewire.services.cli.simulation.machine import Machine
-from pagewire.services.cli.simulation.requests import Client, Request
-from pagewire.services.cli.simulation.results import Answer, Promise, Summary, summarize
-from pagewire.services.cli.simulation.router import POLICIES, Router, SimulatedIndex, run_length
+from pagewire.services.cli.simulation.jobs import JobHook, SimulatedPrefillJobs
+from pagewire.services.cli.simulation.machine import MachinePrices
+from pagewire.services.cli.simulation.requests import SimulatedClient, SimulatedRequest
+from pagewire.services.cli.simulation.results import (
+    Promise,
+    SimulatedAnswer,
+    SimulationSummary,
+    summarize,
+)
+from pagewire.services.cli.simulation.router import (
+    POLICIES,
+    SimulatedIndex,
+    SimulatedRouter,
+    run_length,
+)
 from pagewire.services.cli.simulation.wire import KvLink
-from pagewire.services.cli.simulation.worker import Worker, WorkerLimits, hasher_of, make_core
+from pagewire.services.cli.simulation.worker import (
+    SimulatedWorker,
+    WorkerLimits,
+    hasher_of,
+    make_core,
+)
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN, Conversation
 from pagewire.shared.base.errors import InvalidRequestError, NoWorkerError, OverloadedError
 from pagewire.shared.cluster.worker_record import LinkInfo
@@ -71,7 +86,7 @@ class SimulatedCluster:
     def __init__(
         self,
         plan: ClusterPlan,
-        machine: Machine,
+        machine: MachinePrices,
         limits: WorkerLimits,
         seed: int = 0,
         price_factors: Sequence[float] = (1.0,),
@@ -79,11 +94,11 @@ class SimulatedCluster:
         self.machine = machine
         self.events = Events()
         self.index = SimulatedIndex(self.events)
-        self.answers: list[Answer] = []
-        self.workers: dict[str, Worker] = {}
+        self.answers: list[SimulatedAnswer] = []
+        self.workers: dict[str, SimulatedWorker] = {}
         self.links: dict[tuple[str, str], KvLink] = {}
-        self._requests: dict[str, Request] = {}
-        self._jobs = PrefillJobs(
+        self._requests: dict[str, SimulatedRequest] = {}
+        self._jobs = SimulatedPrefillJobs(
             self.events, machine, self.workers, self._requests, self.links, self._on_first_token
         )
         decodes = [self._add_worker(f"decode-{i}", False, limits) for i in range(plan.decode)]
@@ -101,25 +116,27 @@ class SimulatedCluster:
         for sender, receiver in self.links:
             links[sender][receiver] = link(peer=receiver)
         self.routers = [
-            Router(number, self.events, self.workers, self.index, policy(rng), links)
+            SimulatedRouter(number, self.events, self.workers, self.index, policy(rng), links)
             for number in range(plan.routers)
         ]
         self._hasher = hasher_of(machine)
         self._streams: dict[tuple[str, int], int] = {}  # worker and router -> running answers
         self._num_clients = 0
 
-    def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> Worker:
+    def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> SimulatedWorker:
         device = SimulatedDevice(self.events, self.machine)
         core = make_core(self.machine, limits, device, self.index.cache_of(name))
-        worker = self.workers[name] = Worker(name, is_prefill, core, device, self._on_outputs)
+        worker = self.workers[name] = SimulatedWorker(
+            name, is_prefill, core, device, self._on_outputs
+        )
         core.hooks.append(JobHook(worker, self._jobs))
         return worker
 
-    def run(self, load: Sequence[Conversation]) -> list[Answer]:
+    def run(self, load: Sequence[Conversation]) -> list[SimulatedAnswer]:
         """Simulate all requests of a load until each has ended; returns the answers so far."""
         self._num_clients += len(load)
         for conversation in load:
-            self.events.at(conversation.start_s, partial(self._send, Client(conversation)))
+            self.events.at(conversation.start_s, partial(self._send, SimulatedClient(conversation)))
         was_enabled = gc.isenabled()
         gc.disable()  # hardly anything here is part of a cycle
         try:
@@ -129,7 +146,7 @@ class SimulatedCluster:
                 gc.enable()
         return self.answers
 
-    def summary(self, promise: Promise) -> Summary:
+    def summary(self, promise: Promise) -> SimulationSummary:
         """Return latencies, promises kept and worker use up to now."""
         workers = self.workers.values()
         preemptions = sum(each.core.scheduler.num_preemptions for each in workers)
@@ -138,7 +155,7 @@ class SimulatedCluster:
 
     # A request's way to its decode worker
 
-    def _send(self, client: Client) -> None:
+    def _send(self, client: SimulatedClient) -> None:
         turn = client.conversation.turns[client.turn]
         if not turn.continues:
             client.tokens, client.hashes = [], []
@@ -146,13 +163,13 @@ class SimulatedCluster:
             client.tokens += [content] * count
         self._hasher.extend(client.hashes, client.tokens)
         number = len(self.answers)
-        answer = Answer(self.events.now, len(client.tokens))
+        answer = SimulatedAnswer(self.events.now, len(client.tokens))
         self.answers.append(answer)
         router = self.routers[number % len(self.routers)]
-        request = Request(f"r{number}", client, answer, turn.answer_tokens, router)
+        request = SimulatedRequest(f"r{number}", client, answer, turn.answer_tokens, router)
         self.events.after(self.machine.host.request_ms * 1e-3, partial(self._place, request))
 
-    def _place(self, request: Request) -> None:
+    def _place(self, request: SimulatedRequest) -> None:
         client, router, block_size = request.client, request.router, self.machine.block_size
         known = run_length(self.index.ever, client.hashes) * block_size
         request.answer.known_tokens = min(known, len(client.tokens) - 1)
@@ -181,7 +198,7 @@ class SimulatedCluster:
         add = partial(self._add, request, decode)
         self.events.after(self.machine.host.start_ms * 1e-3, lambda: decode.submit(add))
 
-    def _add(self, request: Request, decode: Worker, core: EngineCore) -> None:
+    def _add(self, request: SimulatedRequest, decode: SimulatedWorker, core: EngineCore) -> None:
         """Queue a request's sequence. Runs in the decode worker's iteration."""
         sequence = request.sequence()
         sequence.remote_prefill = bool(request.prefills)
@@ -200,12 +217,14 @@ class SimulatedCluster:
 
     # Tokens
 
-    def _on_first_token(self, request: Request, prefill: Worker, report: LoadReport) -> None:
+    def _on_first_token(
+        self, request: SimulatedRequest, prefill: SimulatedWorker, report: LoadReport
+    ) -> None:
         """Handle a prefill worker's first token, which the router has now."""
         request.end_prompt(prefill.name)
         request.router.in_flight.note_report(prefill.name, report)
 
-    def _on_outputs(self, decode: Worker, outputs: StepOutputs) -> None:
+    def _on_outputs(self, decode: SimulatedWorker, outputs: StepOutputs) -> None:
         """Send a step's tokens to their routers and clients, or to who asked for a job."""
         host, requests = self.machine.host, self._requests
         others = [each for each in outputs.others if not self._jobs.take(decode, each)]
@@ -214,13 +233,15 @@ class SimulatedCluster:
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
         for name in outputs.request_ids:
             requests[name].answer.times.append(arrives_s)
-        special: list[Request] = []
+        special: list[SimulatedRequest] = []
         for output in others:
             special.append(self._take(decode, output, arrives_s))
         heard = partial(self._hear, decode, decode.recent(), special)
         self.events.after(host.hop_ms * 1e-3, heard)
 
-    def _take(self, decode: Worker, output: StepOutput, arrives_s: float) -> Request:
+    def _take(
+        self, decode: SimulatedWorker, output: StepOutput, arrives_s: float
+    ) -> SimulatedRequest:
         """Note a first or last token of an answer."""
         request = self._requests[output.request_id]
         answer = request.answer
@@ -233,7 +254,9 @@ class SimulatedCluster:
             self._streams[decode.name, request.router.number] -= 1
         return request
 
-    def _hear(self, decode: Worker, report: LoadReport, special: list[Request]) -> None:
+    def _hear(
+        self, decode: SimulatedWorker, report: LoadReport, special: list[SimulatedRequest]
+    ) -> None:
         """Handle a step's tokens at the routers of its answers."""
         for router in self.routers:
             is_running = self._streams.get((decode.name, router.number), 0) > 0
@@ -246,7 +269,7 @@ class SimulatedCluster:
                 delay_s = self.machine.host.answer_ms * 1e-3
                 self.events.after(delay_s, partial(self._next_turn, request))
 
-    def _next_turn(self, request: Request) -> None:
+    def _next_turn(self, request: SimulatedRequest) -> None:
         """Let the client send its next request, after its pause; all others depend on it."""
         client = request.client
         client.turn += 1

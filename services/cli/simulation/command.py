@@ -11,10 +11,10 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.simulation import options
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
-from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 from pagewire.services.cli.simulation.view import table_of
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
@@ -71,7 +71,7 @@ def simulate(
         load, found_machine = options.load_of(params), options.machine_of(params)
         limits = options.limits_of(params, found_machine, local_prefill_tokens)
         promise = options.promise_of(params)
-        found: dict[str, Summary] = {}
+        found: dict[str, SimulationSummary] = {}
         for plan in plans:
             cluster = SimulatedCluster(plan, found_machine, limits, seed)
             cluster.run(load)
@@ -96,7 +96,7 @@ def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
     return plan
 
 
-def show(found: dict[str, Summary], promise: Promise, as_json: bool) -> None:
+def show(found: dict[str, SimulationSummary], promise: Promise, as_json: bool) -> None:
     """Print the figures of simulations by the clusters' labels."""
     if as_json:
         print(json.dumps({name: report(each) for name, each in found.items()}, indent=2))
@@ -104,7 +104,7 @@ def show(found: dict[str, Summary], promise: Promise, as_json: bool) -> None:
         print_whole(Console(), table_of(found, promise))
 
 
-def report(summary: Summary) -> dict[str, object]:
+def report(summary: SimulationSummary) -> dict[str, object]:
     """Return a simulation's figures as JSON values; those that are not a number are None."""
     plain: dict[str, object] = msgspec.to_builtins(summary)
     return {name: _without_nan(value) for name, value in plain.items()}

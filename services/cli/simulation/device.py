@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import Machine, Work
+from pagewire.services.cli.simulation.machine import MachinePrices, Work
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN
 from pagewire.shared.costs.step_work import products_of
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, StepResult, Supply
@@ -88,7 +88,7 @@ class SimulatedDevice:
     """
 
     events: Events
-    machine: Machine
+    machine: MachinePrices
     on_launch: Callable[[float], object] = lambda _ends_s: None
     last: SimulatedStep | None = None
     busy_s: float = 0.0

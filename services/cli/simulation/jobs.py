@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import Machine
-from pagewire.services.cli.simulation.requests import Request
+from pagewire.services.cli.simulation.machine import MachinePrices
+from pagewire.services.cli.simulation.requests import SimulatedRequest
 from pagewire.services.cli.simulation.wire import KvLink
-from pagewire.services.cli.simulation.worker import Worker
+from pagewire.services.cli.simulation.worker import SimulatedWorker
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN
 from pagewire.shared.base.errors import OverloadedError
 from pagewire.shared.control.protocol import LoadReport
@@ -32,9 +32,9 @@ class _Job:
         missing: what the decode worker still waits for: "blocks", "first token".
     """
 
-    request: Request
-    prefill: Worker
-    decode: Worker
+    request: SimulatedRequest
+    prefill: SimulatedWorker
+    decode: SimulatedWorker
     sent_until: int
     missing: set[str] = field(default_factory=lambda: {"blocks", "first token"})
 
@@ -43,8 +43,8 @@ class _Job:
 class JobHook:
     """A step hook of a worker's engine: reads what a plan means for prefill jobs."""
 
-    worker: Worker
-    jobs: PrefillJobs
+    worker: SimulatedWorker
+    jobs: SimulatedPrefillJobs
 
     def before_launch(self, plan: StepPlan) -> None:
         """Do nothing: no simulated step waits for a transfer."""
@@ -64,7 +64,7 @@ class JobHook:
 
 
 @dataclass(slots=True)
-class PrefillJobs:
+class SimulatedPrefillJobs:
     """The jobs of all workers.
 
     Attributes:
@@ -76,18 +76,18 @@ class PrefillJobs:
     """
 
     events: Events
-    machine: Machine
-    workers: Mapping[str, Worker]
-    requests: Mapping[str, Request]
+    machine: MachinePrices
+    workers: Mapping[str, SimulatedWorker]
+    requests: Mapping[str, SimulatedRequest]
     links: Mapping[tuple[str, str], KvLink]
-    on_first_token: Callable[[Request, Worker, LoadReport], None]
+    on_first_token: Callable[[SimulatedRequest, SimulatedWorker, LoadReport], None]
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
     @property
     def _hop_s(self) -> float:
         return self.machine.host.hop_ms * 1e-3
 
-    def begin(self, decode: Worker, name: str, first_block: int) -> None:
+    def begin(self, decode: SimulatedWorker, name: str, first_block: int) -> None:
         """Have a prefill worker compute a prompt; if none is left, the decode worker.
 
         Args:
@@ -134,7 +134,7 @@ class PrefillJobs:
             forget = partial(_abort, work.request_id)
             self.events.at(acknowledged_s, lambda: job.prefill.submit(forget))
 
-    def take(self, worker: Worker, output: StepOutput) -> bool:
+    def take(self, worker: SimulatedWorker, output: StepOutput) -> bool:
         """Report the first token of a job; return whether the output is one."""
         job = self._jobs.get(output.request_id)
         if job is None or job.prefill is not worker:

@@ -116,7 +116,7 @@ class HostPrices(msgspec.Struct, frozen=True, kw_only=True):
     launches_early: bool = True
 
 
-class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MachinePrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device with a model.
 
     Attributes:
@@ -144,7 +144,7 @@ def machine_names() -> list[str]:
     return sorted(each.name.removesuffix(".json") for each in _MACHINES.iterdir())
 
 
-def load_machine(name: str) -> Machine:
+def load_machine(name: str) -> MachinePrices:
     """Return the machine of a name, or of a JSON file.
 
     Raises:
@@ -159,7 +159,7 @@ def load_machine(name: str) -> Machine:
             f"no machine {name!r}: give a JSON file ({exc.strerror}), or one of {', '.join(known)}"
         ) from exc
     try:
-        machine = msgspec.json.decode(data, type=Machine)
+        machine = msgspec.json.decode(data, type=MachinePrices)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"machine {name}: {exc}") from exc
     if any(before[0] >= after[0] for before, after in pairwise(machine.steps.curve)):

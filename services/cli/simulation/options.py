@@ -13,7 +13,7 @@ import typer
 
 from pagewire.services.cli.bench.load import Lengths, arrival_times
 from pagewire.services.cli.simulation import workload
-from pagewire.services.cli.simulation.machine import Machine, load_machine, machine_names
+from pagewire.services.cli.simulation.machine import MachinePrices, load_machine, machine_names
 from pagewire.services.cli.simulation.results import Promise
 from pagewire.services.cli.simulation.trace_file import read_trace
 from pagewire.services.cli.simulation.worker import WorkerLimits
@@ -123,7 +123,7 @@ def _contents(params: Mapping[str, Any]) -> Contents:
     return Contents(prompt.draw, answer.draw, params["shared_prefix"])
 
 
-def machine_of(params: Mapping[str, Any]) -> Machine:
+def machine_of(params: Mapping[str, Any]) -> MachinePrices:
     """Return the machine that the options name, with the pool that they give it.
 
     Raises:
@@ -135,7 +135,7 @@ def machine_of(params: Mapping[str, Any]) -> Machine:
     return msgspec.structs.replace(machine, kv_blocks=params["num_blocks"])
 
 
-def limits_of(params: Mapping[str, Any], machine: Machine, local: int) -> WorkerLimits:
+def limits_of(params: Mapping[str, Any], machine: MachinePrices, local: int) -> WorkerLimits:
     """Return the settings of the workers.
 
     Args:

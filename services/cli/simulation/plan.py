@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.simulation import options
 from pagewire.services.cli.simulation.capacity import highest_factor
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.command import report
-from pagewire.services.cli.simulation.machine import Machine
-from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.machine import MachinePrices
+from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 from pagewire.services.cli.simulation.view import table_of
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import Conversation, faster
@@ -42,7 +42,7 @@ FindCapacity = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class GpuDivision:
     """A division of the GPUs, and how it did.
 
     Attributes:
@@ -52,7 +52,7 @@ class Choice:
 
     plan: ClusterPlan
     local: int
-    summary: Summary
+    summary: SimulationSummary
     factor: float | None = None
 
     @property
@@ -103,7 +103,7 @@ def plan(
         if promise == Promise():
             raise ConfigError("give a promise to keep: --slo-ttft, --slo-itl or --slo-gap")
         load, found_machine = options.load_of(ctx.params), options.machine_of(ctx.params)
-        trial = Trial(load, found_machine, promise, seed, capacity)
+        trial = TrialLoad(load, found_machine, promise, seed, capacity)
         plans = divisions(gpus, policy, routers)
         choices = [
             trial.run(each, options.limits_of(ctx.params, found_machine, local))
@@ -122,18 +122,18 @@ def divisions(gpus: int, policy: str, routers: int) -> list[ClusterPlan]:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialLoad:
     """A load that each choice is tried on."""
 
     load: Sequence[Conversation]
-    machine: Machine
+    machine: MachinePrices
     promise: Promise
     seed: int = 0
     finds_capacity: bool = False
 
-    def run(self, plan: ClusterPlan, limits: WorkerLimits) -> Choice:
+    def run(self, plan: ClusterPlan, limits: WorkerLimits) -> GpuDivision:
         """Return how a division of the GPUs does."""
-        choice = Choice(plan, limits.local_prefill_tokens, self._simulate(plan, limits, 1.0))
+        choice = GpuDivision(plan, limits.local_prefill_tokens, self._simulate(plan, limits, 1.0))
         if not self.finds_capacity:
             return choice
 
@@ -143,17 +143,19 @@ class Trial:
 
         return replace(choice, factor=highest_factor(keeps))
 
-    def _simulate(self, plan: ClusterPlan, limits: WorkerLimits, factor: float) -> Summary:
+    def _simulate(
+        self, plan: ClusterPlan, limits: WorkerLimits, factor: float
+    ) -> SimulationSummary:
         cluster = SimulatedCluster(plan, self.machine, limits, self.seed)
         cluster.run(faster(list(self.load), factor))
         return cluster.summary(self.promise)
 
 
-def _best_first(choices: Sequence[Choice]) -> list[Choice]:
+def _best_first(choices: Sequence[GpuDivision]) -> list[GpuDivision]:
     return sorted(choices, key=lambda each: each.rank, reverse=True)
 
 
-def _report(choice: Choice) -> dict[str, object]:
+def _report(choice: GpuDivision) -> dict[str, object]:
     return {
         "workers": choice.plan.label,
         "local_prefill_tokens": choice.local,
@@ -163,7 +165,7 @@ def _report(choice: Choice) -> dict[str, object]:
     }
 
 
-def _show(choices: Sequence[Choice], promise: Promise) -> None:
+def _show(choices: Sequence[GpuDivision], promise: Promise) -> None:
     ranked = _best_first(choices)
     has_locals = len({each.local for each in choices}) > 1
     labels = [_label(each, has_locals) for each in ranked]
@@ -176,12 +178,12 @@ def _show(choices: Sequence[Choice], promise: Promise) -> None:
         console.print(f"  {label}: {carries}{reason(each)}", soft_wrap=True)
 
 
-def _label(choice: Choice, has_locals: bool) -> str:
+def _label(choice: GpuDivision, has_locals: bool) -> str:
     is_mixed = has_locals and choice.plan.prefill
     return f"{choice.plan.label}, {choice.local} local" if is_mixed else choice.plan.label
 
 
-def verdict(best: Choice) -> str:
+def verdict(best: GpuDivision) -> str:
     """Return in words what to do."""
     share = best.summary.kept_share
     if share >= KEPT_SHARE:
@@ -192,7 +194,7 @@ def verdict(best: Choice) -> str:
     )
 
 
-def reason(choice: Choice) -> str:
+def reason(choice: GpuDivision) -> str:
     """Return which part of the promise a choice broke most often, and why."""
     summary = choice.summary
     part, share = max(summary.broken.items(), key=lambda item: item[1])
@@ -207,7 +209,7 @@ def reason(choice: Choice) -> str:
     return "; ".join(reasons)
 
 
-def _cause(choice: Choice, part: str) -> str:
+def _cause(choice: GpuDivision, part: str) -> str:
     busy = choice.summary.busy
     prefill = max((each for name, each in busy.items() if name.startswith("prefill")), default=0.0)
     decode = max((each for name, each in busy.items() if name.startswith("decode")), default=0.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagewire.services.cli.simulation.results import Answer
-from pagewire.services.cli.simulation.router import Router
+from pagewire.services.cli.simulation.results import SimulatedAnswer
+from pagewire.services.cli.simulation.router import SimulatedRouter
 from pagewire.services.cli.simulation.workload import Conversation
-from pagewire.services.router.placement.in_flight_load import Entry
+from pagewire.services.router.placement.in_flight_load import PlacedLoad
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.request.sampling import RequestSpec
@@ -15,7 +15,7 @@ from pagewire.shared.request.sampling_types import RetainSeconds
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class SimulatedClient:
     """A conversation in progress.
 
     Attributes:
@@ -31,7 +31,7 @@ class Client:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SimulatedRequest:
     """A request in progress.
 
     Attributes:
@@ -43,15 +43,15 @@ class Request:
     """
 
     name: str
-    client: Client
-    answer: Answer
+    client: SimulatedClient
+    answer: SimulatedAnswer
     answer_tokens: int
-    router: Router
+    router: SimulatedRouter
     refused_by: set[str] = field(default_factory=set)
     prefills: list[str] = field(default_factory=list)
     local_tokens: int | None = None
-    load: Entry | None = None
-    prefill_load: Entry | None = None
+    load: PlacedLoad | None = None
+    prefill_load: PlacedLoad | None = None
 
     def sequence(self) -> Sequence:
         """Return a new sequence for an engine."""

@@ -40,7 +40,7 @@ class Promise:
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
+class SimulatedAnswer:
     """One request and its answer, as the client sees them.
 
     Attributes:
@@ -110,7 +110,7 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SimulationSummary:
     """The figures of one simulation.
 
     Attributes:
@@ -149,8 +149,8 @@ class Summary:
 
 
 def summarize(
-    answers: Sequence[Answer], promise: Promise, preemptions: int, busy_s: dict[str, float]
-) -> Summary:
+    answers: Sequence[SimulatedAnswer], promise: Promise, preemptions: int, busy_s: dict[str, float]
+) -> SimulationSummary:
     """Return the figures of a simulation.
 
     Args:
@@ -170,7 +170,7 @@ def summarize(
     last = max((each.times[-1] for each in answers if each.times), default=first)
     seconds = last - first
     prompt = sum(each.prompt_tokens for each in complete)
-    return Summary(
+    return SimulationSummary(
         requests=len(answers),
         refused=sum(each.outcome == "refused" for each in answers),
         seconds=seconds,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.worker import EPOCH, Worker
+from pagewire.services.cli.simulation.worker import EPOCH, SimulatedWorker
 from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.placed_sessions import PlacedSessions
@@ -128,7 +128,7 @@ def run_length(known: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
 
 
 @dataclass(slots=True)
-class Router:
+class SimulatedRouter:
     """One router process.
 
     Attributes:
@@ -139,7 +139,7 @@ class Router:
 
     number: int
     events: Events
-    workers: Mapping[str, Worker]
+    workers: Mapping[str, SimulatedWorker]
     index: SimulatedIndex
     policy: Policy
     links: Mapping[str, Mapping[str, LinkInfo]]
@@ -158,7 +158,7 @@ class Router:
         self.events.every(HEARTBEAT_S / 2, self._read_records)
         self._read_records()
 
-    def _publish(self, worker: Worker) -> None:
+    def _publish(self, worker: SimulatedWorker) -> None:
         worker.iterations += 1  # as an idle engine's loop does, so that the record is the newest
         self._published[worker.name] = worker.report()
 
@@ -203,7 +203,7 @@ class Router:
         )
         return placement, prompt
 
-    def _candidate(self, worker: Worker) -> Candidate:
+    def _candidate(self, worker: SimulatedWorker) -> Candidate:
         load = self.in_flight.load(worker.name, self._records[worker.name])
         load = load.plus(self.index.reserved_by_others(self.number, worker.name))
         pace = self.in_flight.pace(worker.name)

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pagewire.services.cli.simulation.workload import Conversation, Part, Turn
+from pagewire.services.cli.simulation.workload import Conversation, PromptPart, Turn
 from pagewire.shared.base.errors import ConfigError
 
 BLOCK_TOKENS = 512
@@ -88,12 +88,14 @@ def parse_trace(lines: Iterable[bytes], name: str) -> list[Conversation]:
     return load
 
 
-def _parts(request: TraceLine, number: int) -> tuple[Part, ...] | None:
+def _parts(request: TraceLine, number: int) -> tuple[PromptPart, ...] | None:
     """Return a prompt's parts; None if its blocks do not make its length."""
     length, blocks = request.input_length, request.hash_ids
     if blocks is None:
-        return (Part(_UNIQUE_CONTENT + number, length),)
+        return (PromptPart(_UNIQUE_CONTENT + number, length),)
     if len(blocks) != -(-length // BLOCK_TOKENS):
         return None
     lengths = [BLOCK_TOKENS] * (len(blocks) - 1) + [length - BLOCK_TOKENS * (len(blocks) - 1)]
-    return tuple(Part(block + 1, tokens) for block, tokens in zip(blocks, lengths, strict=True))
+    return tuple(
+        PromptPart(block + 1, tokens) for block, tokens in zip(blocks, lengths, strict=True)
+    )

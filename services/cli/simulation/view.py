@@ -7,12 +7,12 @@ import math
 from rich import box
 from rich.table import Table
 
-from pagewire.services.cli.simulation.results import Promise, Summary
+from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 
 HEADS = ("done/s", "kept/s", "kept", "TTFT p50", "p99", "TPOT p50", "gap p99", "remote", "cached")
 
 
-def table_of(found: dict[str, Summary], promise: Promise) -> Table:
+def table_of(found: dict[str, SimulationSummary], promise: Promise) -> Table:
     """Return a table of simulations by the clusters' labels; times are in milliseconds."""
     has_promise = promise != Promise()
     table = Table(
@@ -38,7 +38,7 @@ def milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def busy_text(summary: Summary) -> str:
+def busy_text(summary: SimulationSummary) -> str:
     """Return the mean share of time in which devices ran steps, by the workers' roles."""
     shares: dict[str, list[float]] = {}
     for name, share in summary.busy.items():
@@ -49,7 +49,7 @@ def busy_text(summary: Summary) -> str:
     return ", ".join(f"{role[0].upper()} {means[role]:.0%}" for role in sorted(means, reverse=True))
 
 
-def _caption(found: dict[str, Summary]) -> str:
+def _caption(found: dict[str, SimulationSummary]) -> str:
     first = next(iter(found.values()))
     known = f"{first.known_share:.0%} of prompt tokens had been computed before"
     refused = sum(each.refused for each in found.values())

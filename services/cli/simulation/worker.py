@@ -10,7 +10,7 @@ import msgspec
 
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import Machine, Work
+from pagewire.services.cli.simulation.machine import MachinePrices, Work
 from pagewire.services.router.placement.forecast import Forecast
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
@@ -49,7 +49,7 @@ class WorkerLimits:
     slo_gap_s: float = math.inf
 
 
-def hasher_of(machine: Machine) -> BlockHasher:
+def hasher_of(machine: MachinePrices) -> BlockHasher:
     """Return what hashes the blocks of all workers."""
     identity = ModelIdentity(
         fingerprint="simulated",
@@ -61,7 +61,7 @@ def hasher_of(machine: Machine) -> BlockHasher:
 
 
 def make_core(
-    machine: Machine, limits: WorkerLimits, device: SimulatedDevice, listener: CacheListener
+    machine: MachinePrices, limits: WorkerLimits, device: SimulatedDevice, listener: CacheListener
 ) -> EngineCore:
     """Return the engine that a worker on this machine has."""
     token = CachedToken(2, 1, 1)
@@ -99,7 +99,7 @@ def _multiplied(prices: StepPrices, factor: float) -> StepPrices:
     )
 
 
-class Worker:
+class SimulatedWorker:
     """An engine and its loop, as `EngineThread` runs it.
 
     Args:
@@ -120,7 +120,7 @@ class Worker:
         is_prefill: bool,
         core: EngineCore,
         device: SimulatedDevice,
-        on_outputs: Callable[[Worker, StepOutputs], object],
+        on_outputs: Callable[[SimulatedWorker, StepOutputs], object],
     ) -> None:
         self._machine = device.machine
         self.name, self.is_prefill = name, is_prefill

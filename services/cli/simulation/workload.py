@@ -22,7 +22,7 @@ _FIRST_CONTENT = 1 << 24  # numbers below are those of traces
 Length = Callable[[random.Random], int]
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """A part of a prompt: `tokens` tokens, all of them the number `content`."""
 
     content: int
@@ -40,7 +40,7 @@ class Turn:
         continues: whether the prompt begins with the last turn's prompt and answer.
     """
 
-    new: tuple[Part, ...]
+    new: tuple[PromptPart, ...]
     answer_tokens: int
     pause_s: float = 0.0
     continues: bool = False
@@ -77,8 +77,8 @@ class Contents:
         rng = random.Random(f"{seed}/{number}")
         tokens, answer = self.prompt(rng), self.answer(rng)
         shared = min(self.shared_prefix, tokens - 1)
-        parts = [Part(_FIRST_CONTENT, shared)] if shared else []
-        parts.append(Part(_FIRST_CONTENT + 1 + number, tokens - shared))
+        parts = [PromptPart(_FIRST_CONTENT, shared)] if shared else []
+        parts.append(PromptPart(_FIRST_CONTENT + 1 + number, tokens - shared))
         return Turn(tuple(parts), answer)
 
 
@@ -169,12 +169,12 @@ def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:
     median = math.exp(rng.uniform(math.log(low), math.log(high)))
     start_s = rng.uniform(0, shape.spread_s)
     first = (
-        Part(_FIRST_CONTENT, shape.shared_tokens),
-        Part(next(contents), rng.randint(*shape.own_tokens)),
+        PromptPart(_FIRST_CONTENT, shape.shared_tokens),
+        PromptPart(next(contents), rng.randint(*shape.own_tokens)),
     )
     turns = [Turn(first, rng.randint(*shape.answer_tokens))]
     for _ in range(rng.randint(*shape.turns) - 1):
-        new = (Part(next(contents), rng.randint(*shape.new_tokens)),)
+        new = (PromptPart(next(contents), rng.randint(*shape.new_tokens)),)
         pause_s = rng.lognormvariate(math.log(median), PAUSE_SIGMA)
         turns.append(Turn(new, rng.randint(*shape.answer_tokens), pause_s, continues=True))
     return Conversation(start_s, tuple(turns))

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from pagewire.services.cli.errors import EXIT_CONFIG, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_CONFIG, one_line_errors
 from pagewire.services.cli.main import app
 from pagewire.services.cli.up.command import check_options
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from pagewire import __version__
 from pagewire.services.cli.cluster_view import ClusterView, fetch_cluster_view
-from pagewire.services.cli.running import RunningCluster
+from pagewire.services.cli.running_clusters import RunningCluster
 from pagewire.services.cli.up import redis_process
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from pydantic_settings import BaseSettings
 
-from pagewire.services.cli.errors import one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.imports import without_garbage_searches
 from pagewire.services.cli.options import OWN_REDIS, with_settings
 from pagewire.shared.base.addresses import is_address

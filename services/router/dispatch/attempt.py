@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.services.router.cluster.worker_links import WorkerLink
-from pagewire.services.router.placement.in_flight_load import Entry, InFlightLoad
+from pagewire.services.router.placement.in_flight_load import InFlightLoad, PlacedLoad
 from pagewire.shared.base.errors import ChannelError, HarmfulRequestError
 from pagewire.shared.base.logs import about
 from pagewire.shared.control.protocol import (
@@ -75,8 +75,8 @@ class Attempt:
     _last_heard: float = field(default_factory=time.monotonic)
     _outcome: asyncio.Future[Outcome] = field(default_factory=asyncio.Future)
     _has_ended: bool = False
-    _load: Entry | None = None
-    _prefill_load: Entry | None = None
+    _load: PlacedLoad | None = None
+    _prefill_load: PlacedLoad | None = None
 
     def start(
         self,
@@ -90,7 +90,7 @@ class Attempt:
             request: the message; its request id is this attempt's.
             load: what the request adds to the link's worker until it ends.
             prefill: the worker that computes the prompt, what that adds there until the first
-                token, and in how many seconds that token is expected, see `Entry`.
+                token, and in how many seconds that token is expected, see `PlacedLoad`.
 
         Raises:
             ChannelError: the worker cannot be reached.

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 import msgspec
 
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
+from pagewire.services.router.dispatch.answer_times import AnswerTimes, MeasureOptions
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
-from pagewire.services.router.dispatch.times import AnswerTimes, Watch
 from pagewire.services.router.metrics.requests import AnswerLengths, RouterMetrics
-from pagewire.services.router.placement.admission import Admission, Place
+from pagewire.services.router.placement.admission import Admission, AdmissionTicket
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Placement, Prompt
 from pagewire.services.router.placement.worker_selector import WorkerSelector
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 WORKER_WAIT_S = 30.0  # how long a request waits for a worker if none is left
 RETRY_S = 0.1
-NO_WATCH = Watch()
+NO_MEASURES = MeasureOptions()
 
 
 class TokenStream:
@@ -69,26 +69,26 @@ class TokenStream:
     def __init__(
         self,
         dispatcher: Dispatcher,
-        place: Place,
+        ticket: AdmissionTicket,
         prompt_ids: list[int],
         spec: RequestSpec,
         session: int | None,
         answers: AnswerLengths,
-        watch: Watch,
+        measures: MeasureOptions,
     ) -> None:
         self.sink: Callable[[int, TokenOutput], None]
         self.index: int
         # With a seed, any worker can continue the answer with the same tokens.
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
-        self._dispatcher, self._place = dispatcher, place
+        self._dispatcher, self._ticket = dispatcher, ticket
         self._prompt_ids = prompt_ids
         self._spec = msgspec.structs.replace(spec, seed=self._seed)
         self._session = session
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
         self._meter = dispatcher.metrics.meter(len(prompt_ids), answers)
-        self._watch = watch
-        if watch.timed:
+        self._measures = measures
+        if measures.timed:
             self._meter.gaps = array("d")
         self._sent_at: float | None = None
         self._attempt: Attempt | None = None
@@ -158,7 +158,7 @@ class TokenStream:
         self._has_started.set()
         self._end_attempt(cancel=True)
         self._meter.end(reason)
-        self._place.leave()
+        self._ticket.leave()
 
     def _on_output(self, output: TokenOutput, now: float) -> None:
         """Pass an output on, except prompt log probabilities that an earlier worker reported."""
@@ -171,7 +171,7 @@ class TokenStream:
             return
         reason = output.finish_reason
         if output.token_ids and not self._output_ids:
-            self._place.note_tokens()
+            self._ticket.note_tokens()
         if reason == "abort" and self._attempt is not None:
             self._attempt.on_lost("the worker aborted the request")
             return
@@ -179,7 +179,7 @@ class TokenStream:
         if reason is None:
             return self.sink(self.index, output)
         self._ended = True
-        self._place.leave()
+        self._ticket.leave()
         self.sink(self.index, output)
         self._end_attempt()
 
@@ -330,8 +330,8 @@ class TokenStream:
                     Fork(request_id=fork.request_id, seed=other._seed)
                     for other, fork in zip(others, forks, strict=True)
                 ],
-                timed=self._watch.timed or self._watch.may_end_here,
-                trace=self._watch.trace,
+                timed=self._measures.timed or self._measures.may_end_here,
+                trace=self._measures.trace,
                 strikes=self._strikes,
             ),
             Load(blocks=prompt.missing_blocks(link.worker_id), rows=1 + len(forks)),
@@ -374,7 +374,7 @@ class Dispatcher:
         self,
         requests: Iterable[tuple[list[int], RequestSpec, int]],
         session: int | None = None,
-        watch: Watch = NO_WATCH,
+        measures: MeasureOptions = NO_MEASURES,
     ) -> list[TokenStream]:
         """Admit all answers of a request, or none. The caller runs all at once, and closes each.
 
@@ -382,7 +382,7 @@ class Dispatcher:
             requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`;
                 at least one, all of one owner.
             session: number of the conversation that they continue; None: it has no name.
-            watch: what is measured of them.
+            measures: what is measured of them.
 
         Raises:
             InvalidRequestError: these are more answers than one request may have.
@@ -396,7 +396,7 @@ class Dispatcher:
             lengths = self.metrics.answers(count)
             answers = [
                 TokenStream(
-                    self, next(places), ids, spec.for_choice(choice), session, lengths, watch
+                    self, next(places), ids, spec.for_choice(choice), session, lengths, measures
                 )
                 for choice in range(count)
             ]

@@ -63,7 +63,7 @@ class EmbeddingSet:
         self._todo = deque(range(len(prompts)))
         admission = dispatcher.admission
         num_places = min(len(prompts), MAX_AT_ONCE, admission.max_request)
-        self._places = admission.enter(num_places, template.owner)
+        self._tickets = admission.enter(num_places, template.owner)
 
     async def run(self) -> list[bytes]:
         """Return the embeddings in the order of their prompts, as little-endian float32.
@@ -74,7 +74,7 @@ class EmbeddingSet:
             NoWorkerError: no worker can be reached, or one prompt has lost two workers.
             RequestFailedError: a worker failed, or did not answer in time.
         """
-        tasks = [asyncio.create_task(self._work()) for _ in self._places]
+        tasks = [asyncio.create_task(self._work()) for _ in self._tickets]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -84,8 +84,8 @@ class EmbeddingSet:
 
     def close(self) -> None:
         """Release the request's places in the queue. Idempotent."""
-        for place in self._places:
-            place.leave()
+        for ticket in self._tickets:
+            ticket.leave()
 
     async def _work(self) -> None:
         """Have one prompt after another computed, until none is left."""

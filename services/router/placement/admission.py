@@ -14,7 +14,7 @@ REQUEST_SHARE = 4  # one request takes at most this part of the queue
 MAX_EACH = "max_queue_per_key"
 
 
-class Place:
+class AdmissionTicket:
     """One sequence's place in the queue, from its admission until its last token has arrived."""
 
     def __init__(self, admission: Admission, owner: str | None) -> None:
@@ -131,7 +131,7 @@ class Admission:
             self.num_reading -= 1
             self.let_go(owner)
 
-    def enter(self, count: int, owner: str | None = None) -> list[Place]:
+    def enter(self, count: int, owner: str | None = None) -> list[AdmissionTicket]:
         """Admit sequences of an owner, all or none.
 
         Raises:
@@ -147,10 +147,10 @@ class Admission:
         self.check_room(owner, count)
         self.num_waiting += count
         self._held[owner] += count
-        return [Place(self, owner) for _ in range(count)]
+        return [AdmissionTicket(self, owner) for _ in range(count)]
 
     def let_go(self, owner: str | None) -> None:
-        """Stop counting one sequence or request for its owner; for `Place` and `reading`."""
+        """Stop counting a sequence, or a request whose body is being read, for its owner."""
         self._held[owner] -= 1
         if not self._held[owner]:
             del self._held[owner]

@@ -22,7 +22,7 @@ ROUND_TRIP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlacedLoad:
     """One request's load on one worker.
 
     Attributes:
@@ -56,19 +56,19 @@ class InFlightLoad:
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._settle_s, self._clock = settle_s, clock
         self._numbers = itertools.count()
-        self._entries: dict[str, dict[int, Entry]] = {}  # oldest first
+        self._entries: dict[str, dict[int, PlacedLoad]] = {}  # oldest first
         self._reports: dict[str, _Arrived] = {}
         self._changed: set[str] = set()
         self._paces: dict[str, Pace] = {}
 
-    def add(self, worker_id: str, load: Load, expected_s: float | None = None) -> Entry:
+    def add(self, worker_id: str, load: Load, expected_s: float | None = None) -> PlacedLoad:
         """Count a placement; the caller removes it when its work is done."""
-        entry = Entry(worker_id, load, self._clock(), next(self._numbers), expected_s)
+        entry = PlacedLoad(worker_id, load, self._clock(), next(self._numbers), expected_s)
         self._entries.setdefault(worker_id, {})[entry.number] = entry
         self._changed.add(worker_id)
         return entry
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, entry: PlacedLoad) -> None:
         """Stop counting a placed request as load of its worker. Idempotent."""
         entries = self._entries.get(entry.worker_id, {})
         if entries.pop(entry.number, None) is not None:
@@ -76,7 +76,7 @@ class InFlightLoad:
         if not entries:
             self._entries.pop(entry.worker_id, None)
 
-    def end_prompt(self, entry: Entry, computed_by: str) -> None:
+    def end_prompt(self, entry: PlacedLoad, computed_by: str) -> None:
         """Stop counting a prompt whose first token has arrived, and learn from the time it took.
 
         Nothing is learnt if another worker has computed it than the entry's, or if the entry's

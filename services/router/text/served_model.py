@@ -22,8 +22,8 @@ from pagewire.shared.model.source import resolve_model, served_names
 from pagewire.shared.request.sampling import SamplingDefaults
 from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.shown import fit_for
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.shared.tool_calls.template_fixes import fit_for
 
 logger = logging.getLogger(__name__)
 

@@ -16,17 +16,17 @@ from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions, TemplateText, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, read_answer
-from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, read_answer
 from pagewire.shared.tool_calls.definitions import ToolChoice, Tools, check_tools, check_tools_size
 from pagewire.shared.tool_calls.form_grammar import (
     form_or_calls,
-    reading_of_form,
+    parsing_of_form,
     reasoning_before,
 )
-from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.grammar import AllowedCalls
 from pagewire.shared.tool_calls.reasoning import Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.shared.tool_calls.tool_request import answer_parsing, tool_grammars
 
 
 class ChatArguments(TypedDict, total=False):
@@ -79,8 +79,8 @@ class ChatPrompt(TokenizedPrompt):
     """
 
     syntax: ChatSyntax = field(default_factory=ChatSyntax)
-    reading: AnswerReading = field(default_factory=AnswerReading)
-    wanted: CallsWanted | None = None
+    parsing: AnswerParsing = field(default_factory=AnswerParsing)
+    wanted: AllowedCalls | None = None
     grammars: tuple[str | None, ...] = ()
     before_form: Begins | None = None
 
@@ -94,12 +94,12 @@ class ChatPrompt(TokenizedPrompt):
             return self
         found = form_or_calls(form, self.syntax, self.wanted, self.before_form)
         grammars = tuple(checked_size(text, "structured_outputs") for text in found)
-        reading = reading_of_form(self.reading, form, self.syntax)
-        return dataclasses.replace(self, grammars=grammars, reading=reading)
+        parsing = parsing_of_form(self.parsing, form, self.syntax)
+        return dataclasses.replace(self, grammars=grammars, parsing=parsing)
 
     def message(self, text: str, is_cut: bool) -> AnswerMessage:
         """Return the parts of an answer; `is_cut`: the model had not ended it."""
-        return read_answer(self.syntax, self.reading, text, is_cut)
+        return read_answer(self.syntax, self.parsing, text, is_cut)
 
 
 def read_chats(
@@ -144,12 +144,12 @@ def read_chats(
         ids = tokenizer.encode_chat(messages, options, bool(asked.add_special_tokens))
         tokenizer.check_ids(ids, vocab_size, "messages")
         continued = messages[-1]["content"] if options.continue_final_message else None
-        reading = answer_reading(syntax, tokenizer, ids, wanted, continued) or AnswerReading()
-        begins = reasoning_before(syntax, tokenizer, ids, reading, continued)
+        parsing = answer_parsing(syntax, tokenizer, ids, wanted, continued) or AnswerParsing()
+        begins = reasoning_before(syntax, tokenizer, ids, parsing, continued)
         grammars: tuple[str | None, ...] = ()
         if wanted is not None:
-            grammars = tool_grammars(syntax, wanted, reading, may_reason=begins is not None)
-        found.append(ChatPrompt(text, ids, syntax, reading, wanted, grammars, begins))
+            grammars = tool_grammars(syntax, wanted, parsing, may_reason=begins is not None)
+        found.append(ChatPrompt(text, ids, syntax, parsing, wanted, grammars, begins))
     return found
 
 

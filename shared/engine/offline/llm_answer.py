@@ -61,7 +61,7 @@ class LLMAnswer:
         output.outputs.append(self._result)
         self._tokenizer, self._rules = tokenizer, TextRules.of(asked, asked.stop_strings)
         if self._chat is not None:
-            visible_tokens = self._chat.reading.visible_tokens
+            visible_tokens = self._chat.parsing.visible_tokens
             self._rules = msgspec.structs.replace(self._rules, visible_tokens=visible_tokens)
         self._assembler: TextAssembler | None = None
         if asked.stop_strings and tokenizer is None:
@@ -71,7 +71,7 @@ class LLMAnswer:
         if tokenizer is not None and (streams or asked.stop_strings):
             prompt_ids = output.prompt_token_ids
             chat = self._chat
-            parts = None if chat is None else answer_parts(chat.syntax, chat.reading)
+            parts = None if chat is None else answer_parts(chat.syntax, chat.parsing)
             self._assembler = TextAssembler(tokenizer, prompt_ids, self._rules, parts)
 
     @property

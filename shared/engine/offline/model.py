@@ -26,8 +26,8 @@ from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.shared.settings.config import LLMSettings, load_settings
 from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.shown import fit_for
 from pagewire.shared.tool_calls.syntax import ChatSyntax
+from pagewire.shared.tool_calls.template_fixes import fit_for
 
 DEFAULT_TOKENS = 16  # length of an answer to a prompt; in a chat, as many tokens as fit
 

@@ -12,7 +12,7 @@ from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.shared.model.inputs import ForwardBatch
 from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.norm import Norm
-from pagewire.shared.model.layers.parameters import NamedParameters, Plain
+from pagewire.shared.model.layers.parameters import NamedParameters, PlainTensor
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.paged_attention import attend
 from pagewire.shared.model.shard import Cut
@@ -116,4 +116,4 @@ class Attention:
             yield f"{name}.q_norm", self.norms[0]
             yield f"{name}.k_norm", self.norms[1]
         if self.sinks is not None:
-            yield name, Plain("sinks", self.sinks, self._sinks_cuts)
+            yield name, PlainTensor("sinks", self.sinks, self._sinks_cuts)

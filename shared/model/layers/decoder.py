@@ -22,7 +22,7 @@ from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
-    Plain,
+    PlainTensor,
     named_targets,
 )
 from pagewire.shared.model.model_config import ModelConfig
@@ -30,12 +30,12 @@ from pagewire.shared.model.shard import Communicator, Cut
 
 # Attention maps `[T, hidden]` to `[N, hidden]`, writing to `kv_cache`; see `LayerKv.cache`. A
 # feed-forward layer maps each token independently.
-AttentionPart: TypeAlias = "Attention | LatentAttention | Reduced | Scaled"
-TokenPart: TypeAlias = "Mlp | Experts | WithSharedExpert | Reduced | Scaled"
+AttentionPart: TypeAlias = "Attention | LatentAttention | SummedOverRanks | ScaledOutput"
+TokenPart: TypeAlias = "Mlp | Experts | WithSharedExpert | SummedOverRanks | ScaledOutput"
 
 
 @dataclass(eq=False, slots=True)
-class Reduced:
+class SummedOverRanks:
     """Attention or a feed-forward layer, of which each rank computes a part of the sum."""
 
     part: AttentionPart | TokenPart
@@ -51,7 +51,7 @@ class Reduced:
 
 
 @dataclass(eq=False, slots=True)
-class Scaled:
+class ScaledOutput:
     """Attention or a feed-forward layer whose output is multiplied."""
 
     part: AttentionPart | TokenPart
@@ -288,7 +288,9 @@ class DecoderModel:
 
     def sections(self) -> Iterator[list[NamedParameters]]:
         """Yield the parameters of the embedding, of each layer, and of what follows."""
-        yield [("model.embed_tokens", Plain("weight", self.embed_tokens, (self.tokens, None)))]
+        yield [
+            ("model.embed_tokens", PlainTensor("weight", self.embed_tokens, (self.tokens, None)))
+        ]
         for index, layer in enumerate(self.layers):
             yield list(layer.parameters(f"model.layers.{index}"))
         last: list[NamedParameters] = [("model.norm", self.norm)]

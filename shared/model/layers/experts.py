@@ -18,7 +18,7 @@ from pagewire.shared.model.layers.parameters import (
     Method,
     NamedParameters,
     NamedTarget,
-    Plain,
+    PlainTensor,
     WithMethod,
 )
 from pagewire.shared.model.shard import Cut
@@ -202,7 +202,7 @@ class Experts:
         """Yield router and experts with their names in the checkpoint."""
         yield name, self.router
         if self.correction is not None:
-            yield name, Plain("gate.e_score_correction_bias", self.correction)
+            yield name, PlainTensor("gate.e_score_correction_bias", self.correction)
         yield name, self.weights
 
 

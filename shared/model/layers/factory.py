@@ -20,9 +20,9 @@ from pagewire.shared.model.layers.decoder import (
     ParallelLayer,
     PostNormLayer,
     PreNormLayer,
-    Reduced,
     SandwichLayer,
-    Scaled,
+    ScaledOutput,
+    SummedOverRanks,
     TokenPart,
 )
 from pagewire.shared.model.layers.experts import (
@@ -33,9 +33,9 @@ from pagewire.shared.model.layers.experts import (
 )
 from pagewire.shared.model.layers.latent_attention import HeadMatrices, LatentAttention
 from pagewire.shared.model.layers.linear import Linear, LinearShape, Size, Unquantized
-from pagewire.shared.model.layers.methods import Methods
+from pagewire.shared.model.layers.methods import MethodFactory
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norms import Norms
+from pagewire.shared.model.layers.norms import NormFactory
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
@@ -86,9 +86,9 @@ class LayerFactory:
         self._dtype = dtype
         self._ops = ops
         self._max_positions = max_positions
-        norms = Norms(device, dtype, ops, shard, communicator)
+        norms = NormFactory(device, dtype, ops, shard, communicator)
         self._norm, self._head_norms = norms.make, norms.of_heads
-        self.methods = Methods(device, dtype, ops, quantization)
+        self.methods = MethodFactory(device, dtype, ops, quantization)
 
     def rounded(self, value: float) -> float:
         """Return a number rounded to the activations' dtype."""
@@ -290,9 +290,9 @@ class LayerFactory:
         gating = None if gate is None else self.linear(config.hidden_size, {gate: 1}, False)
         return WithSharedExpert(experts, shared, gating, name)
 
-    def _reduced(self, part: PartT) -> PartT | Reduced:
+    def _reduced(self, part: PartT) -> PartT | SummedOverRanks:
         """Return a part of a layer whose outputs the ranks add up."""
-        return part if self._communicator is None else Reduced(part, self._communicator)
+        return part if self._communicator is None else SummedOverRanks(part, self._communicator)
 
     def pre_norm_layer(
         self,
@@ -305,8 +305,8 @@ class LayerFactory:
         """Return a layer that normalises before attention and before the feed-forward layer."""
         attention, mlp = self._reduced(attention), self._reduced(mlp)
         if config.residual_multiplier != 1.0:
-            attention = Scaled(attention, config.residual_multiplier)
-            mlp = Scaled(mlp, config.residual_multiplier)
+            attention = ScaledOutput(attention, config.residual_multiplier)
+            mlp = ScaledOutput(mlp, config.residual_multiplier)
         return PreNormLayer(self._norm(config), attention, self._norm(config), mlp, mlp_name)
 
     def parallel_layer(

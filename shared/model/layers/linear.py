@@ -185,7 +185,7 @@ class Unquantized:
         self.weight.copy_(source.matrix())
 
 
-class Separate:
+class SeparateLinears:
     """Projections of the same input in different formats, computed one after the other.
 
     Args:

@@ -26,7 +26,7 @@ from pagewire.shared.model.layers.int4 import Int4Linear, Int4Tensors
 from pagewire.shared.model.layers.linear import (
     Linear,
     LinearShape,
-    Separate,
+    SeparateLinears,
     Unquantized,
 )
 from pagewire.shared.model.layers.parameters import Conversion, NamedParameters, join_name
@@ -39,7 +39,7 @@ from pagewire.shared.model.quantization.config import (
 )
 
 
-class Methods:
+class MethodFactory:
     """The methods of one model: on one device, in one dtype, with one set of kernels.
 
     Args:
@@ -82,7 +82,7 @@ class Methods:
         for (name, size), format in zip(shape.parts.items(), formats, strict=True):
             parts[name] = Linear(replace(shape, parts={name: size}, pairs={}))
             self._give(parts[name], format)
-        linear.use(Separate(parts))
+        linear.use(SeparateLinears(parts))
 
     def _give(self, linear: Linear, format: LinearFormat | None) -> None:
         """Give projections of one format their method."""

@@ -14,7 +14,7 @@ from pagewire.shared.model.shard import Communicator, Cut, Shard
 
 
 @dataclass(frozen=True, slots=True)
-class Norms:
+class NormFactory:
     """The normalisations of one model; their weights are not filled.
 
     Attributes:

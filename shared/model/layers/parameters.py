@@ -11,7 +11,7 @@ import torch
 from pagewire.shared.model.shard import Cuts
 
 
-class Target(NamedTuple):
+class TensorTarget(NamedTuple):
     """What a checkpoint's tensor fills.
 
     Attributes:
@@ -61,11 +61,11 @@ class Parameters(Protocol):
 NamedParameters = tuple[str, Parameters]
 
 
-def named_targets(parameters: Iterable[NamedParameters]) -> Iterator[Target]:
+def named_targets(parameters: Iterable[NamedParameters]) -> Iterator[TensorTarget]:
     """Yield what a checkpoint fills, by the checkpoint's names."""
     for layer, each in parameters:
         for name, *rest in each.targets():
-            yield Target(join_name(layer, name), *rest)
+            yield TensorTarget(join_name(layer, name), *rest)
 
 
 def join_name(layer: str, name: str) -> str:
@@ -74,7 +74,7 @@ def join_name(layer: str, name: str) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class Plain:
+class PlainTensor:
     """One tensor that is stored as a checkpoint has it."""
 
     name: str

@@ -15,7 +15,7 @@ from pagewire.shared.model.quantization.config import (
     QuantConfig,
     WeightFormat,
 )
-from pagewire.shared.model.quantization.names import Names, read_names
+from pagewire.shared.model.quantization.names import ProjectionNames, read_names
 
 _FORMATS = ("float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
@@ -66,13 +66,13 @@ def read_compressed_tensors(fields: Fields) -> QuantConfig | None:
     )
 
 
-def _by_kind(format: WeightFormat, targets: Names) -> Iterator[tuple[int, FormatGroup]]:
+def _by_kind(format: WeightFormat, targets: ProjectionNames) -> Iterator[tuple[int, FormatGroup]]:
     """Yield what a group says by names, by regular expressions and of all, and which wins."""
     if targets.modules:
-        yield 0, FormatGroup(format, Names(modules=targets.modules))
+        yield 0, FormatGroup(format, ProjectionNames(modules=targets.modules))
     if targets.patterns:
-        yield 1, FormatGroup(format, Names(patterns=targets.patterns))
-    if targets == Names() or _LINEAR in targets.modules:
+        yield 1, FormatGroup(format, ProjectionNames(patterns=targets.patterns))
+    if targets == ProjectionNames() or _LINEAR in targets.modules:
         yield 2, FormatGroup(format)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.quantization.names import Names
+from pagewire.shared.model.quantization.names import ProjectionNames
 
 # What is done to a projection's input when activations have 16 bits: each token's is divided by a
 # scale of its own, all are divided by the scale that the checkpoint has, or nothing.
@@ -92,7 +92,7 @@ class FormatGroup:
     """
 
     format: WeightFormat
-    targets: Names | None = None
+    targets: ProjectionNames | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class QuantConfig:
 
     dialect: str
     groups: tuple[FormatGroup, ...]
-    ignored: Names = field(default_factory=Names)
+    ignored: ProjectionNames = field(default_factory=ProjectionNames)
     kept: tuple[str, ...] = ()
     while_loading: bool = False
     quantised: frozenset[str] | None = None

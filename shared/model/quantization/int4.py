@@ -12,7 +12,7 @@ from pagewire.shared.model.quantization.config import (
     Int4Layout,
     QuantConfig,
 )
-from pagewire.shared.model.quantization.names import Names, read_names
+from pagewire.shared.model.quantization.names import ProjectionNames, read_names
 
 _HEAD = "lm_head"  # also the name of the field that says whether it is quantised
 _EXCLUDES = "-:"  # before the regular expression of projections that are not quantised
@@ -67,7 +67,7 @@ def read_gptq(fields: Fields) -> QuantConfig:
     )
 
 
-def _read_ignored(fields: Fields) -> Names:
+def _read_ignored(fields: Fields) -> ProjectionNames:
     """Return the projections that are not quantised, as a list and as `dynamic` name them."""
     listed = read_names(fields, "modules_to_not_convert", may_end=True)
     dynamic = fields.raw.get("dynamic") or {}

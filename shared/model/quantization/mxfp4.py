@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pagewire.shared.model.fields import Fields
 from pagewire.shared.model.quantization.config import FormatGroup, Mxfp4Format, QuantConfig
-from pagewire.shared.model.quantization.names import Names, read_names
+from pagewire.shared.model.quantization.names import ProjectionNames, read_names
 
-_EXPERTS = Names(patterns=(r".*\.experts\.",))
+_EXPERTS = ProjectionNames(patterns=(r".*\.experts\.",))
 
 
 def read_mxfp4(fields: Fields) -> QuantConfig:

@@ -18,7 +18,7 @@ _ROOTS = ("model.", *RENAMED_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class ProjectionNames:
     """Names of projections.
 
     Names that are not quantised matter only where the files are not read, as for an estimate.
@@ -50,7 +50,7 @@ class Names:
 
 def read_names(
     fields: Fields, name: str, *, may_end: bool = False, wildcards: bool = False
-) -> Names:
+) -> ProjectionNames:
     """Return the names that a field lists; those that begin with "re:" are regular expressions.
 
     Args:
@@ -79,7 +79,7 @@ def read_names(
             ) from exc
     if may_end:
         patterns = [rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))" for pattern in patterns]
-    return Names(plain, plain if may_end else (), tuple(patterns))
+    return ProjectionNames(plain, plain if may_end else (), tuple(patterns))
 
 
 def possible_names(name: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from pagewire.services.cli.client.client_options import endpoint, operator_endpoint
 from pagewire.services.cli.doctor.command import show_clusters
-from pagewire.services.cli.running import RECORD, RunningCluster, running_clusters
+from pagewire.services.cli.running_clusters import RECORD, RunningCluster, running_clusters
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.client_cluster import pagewire
 from pagewire.tests.support.supervised import Up

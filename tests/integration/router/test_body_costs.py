@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagewire.services.router.http.api.responses.inputs import with_history
-from pagewire.services.router.http.body_processes.protocol import BodyKind, Refusal
+from pagewire.services.router.http.body_processes.body_messages import BodyKind, BodyRefusal
 from pagewire.tests.support.body_meter import BodyMeter, Cost
 from pagewire.tests.support.costly_schemas import SCHEMAS, Schema, chat_body, tools
 from pagewire.tests.support.tool_models import ToolModels
@@ -51,7 +51,7 @@ def read(meter: BodyMeter, raw: bytes, kind: BodyKind = "chat") -> Cost:
     """Read a body and check what it costs."""
     cost = meter.read(kind, raw)
     share = len(raw) / MIB
-    said = cost.result.message if isinstance(cost.result, Refusal) else "read"
+    said = cost.result.message if isinstance(cost.result, BodyRefusal) else "read"
     print(f"{len(raw) >> 10} KiB: {cost.cpu_s:.2f} s, {cost.added_bytes >> 20} MiB, {said[:90]}")
     assert cost.cpu_s <= ANY_CPU_S + CPU_S * share
     assert cost.added_bytes <= ANY_BYTES + ADDED_BYTES * share
@@ -103,13 +103,13 @@ def test_many_tools_cost_in_proportion(meters: Meters, kind: str, count: int) ->
 def test_the_largest_tools(meters: Meters) -> None:
     for kind in ("described_definition", "differing_uses", "web_of_definitions"):
         assert not isinstance(
-            read(meters(XML), chat_body(tools=tools(kind, LARGE))).result, Refusal
+            read(meters(XML), chat_body(tools=tools(kind, LARGE))).result, BodyRefusal
         )
 
 
 def test_strict_tools_are_refused_before_they_cost_much(meters: Meters) -> None:
     cost = read(meters(XML), chat_body(tools=tools("differing_uses", LARGE, strict=True)))
-    assert isinstance(cost.result, Refusal)
+    assert isinstance(cost.result, BodyRefusal)
     assert cost.result.param == "tools"
     assert cost.result.message == (
         "tools: arguments_0_f0: the grammar becomes too large: at most 131072 characters are "

@@ -7,7 +7,7 @@ import pytest
 
 from pagewire.services.router.http.connection import http_io
 from pagewire.shared.http import connections
-from pagewire.shared.http.protocol import MAX_PIPELINED
+from pagewire.shared.http.bounded_protocol import MAX_PIPELINED
 from pagewire.tests.integration.router.test_router_browsers import ports_of
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker

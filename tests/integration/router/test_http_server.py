@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 import uvloop
 
+from pagewire.shared.http.bounded_protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.http.connections import Connections
-from pagewire.shared.http.protocol import BoundedHttpProtocol, protocol_factory
 from pagewire.shared.http.server import HttpServer
 from pagewire.tests.support.aio import eventually, run_async
 

@@ -17,8 +17,8 @@ from pagewire.services.router.http.connection.direct_writer import DirectWritesP
 from pagewire.services.router.http.connection.http_io import EventStream
 from pagewire.services.router.http.connection.record import RequestRecord
 from pagewire.shared.control.protocol import TokenOutput
+from pagewire.shared.http.bounded_protocol import protocol_factory
 from pagewire.shared.http.connections import Connections
-from pagewire.shared.http.protocol import protocol_factory
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.live_router import TOKENIZER

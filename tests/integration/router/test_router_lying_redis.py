@@ -21,7 +21,7 @@ from pagewire.services.router.http.api.responses.store import (
     ResponseStore,
     StoredResponse,
 )
-from pagewire.services.router.http.errors import ResponseNotFoundError, StoreUnavailableError
+from pagewire.services.router.http.api_errors import ResponseNotFoundError, StoreUnavailableError
 from pagewire.shared.base.errors import RedisUnavailableError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis

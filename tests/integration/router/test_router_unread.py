@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.services.router.http.connection.http_io import UNCOUNTED_BYTES
-from pagewire.services.router.http.server.unread import PART_BYTES
+from pagewire.services.router.http.server.unread_responses import PART_BYTES
 from pagewire.tests.support.aio import eventually
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import TOKENIZER, LiveRouter, with_worker

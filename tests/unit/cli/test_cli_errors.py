@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pagewire.services.cli.client.endpoint_errors import refusal
-from pagewire.services.cli.errors import needs_worker_extra, one_line_errors
+from pagewire.services.cli.error_exit import needs_worker_extra, one_line_errors
 from pagewire.shared.base.errors import ConfigError, NoWorkerError
 from pagewire.shared.model.demo import demo_model_path
 

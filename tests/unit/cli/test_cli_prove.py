@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pagewire.services.cli.prove.answers import MAX_TOKENS, PROMPTS, Answer
+from pagewire.services.cli.prove.answers import MAX_TOKENS, PROMPTS, ProofAnswer
 from pagewire.services.cli.prove.judgement import MAX_GAP_S, Facts, Line, Strike, judge
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.services.cli.prove.view import WIDTH, View
@@ -18,16 +18,16 @@ from pagewire.services.cli.prove.view import WIDTH, View
 TOKENS = list(range(MAX_TOKENS))
 
 
-def answer(tokens: list[int] = TOKENS, gap_s: float = 0.5, migrations: int = 0) -> Answer:
+def answer(tokens: list[int] = TOKENS, gap_s: float = 0.5, migrations: int = 0) -> ProofAnswer:
     """Return a whole answer with one gap."""
-    return Answer("text", tokens, [1.0, 1.0 + gap_s], migrations, is_whole=True)
+    return ProofAnswer("text", tokens, [1.0, 1.0 + gap_s], migrations, is_whole=True)
 
 
-def calm() -> list[Answer]:
+def calm() -> list[ProofAnswer]:
     return [answer(), answer()]
 
 
-def disturbed() -> list[Answer]:
+def disturbed() -> list[ProofAnswer]:
     return [answer(migrations=2, gap_s=5.0), answer(migrations=1)]
 
 
@@ -104,7 +104,7 @@ def test_each_missing_fact_is_a_cross_on_its_line(
         (answer(gap_s=MAX_GAP_S + 1, migrations=2), ["longest gap"]),
     ],
 )
-def test_an_answer_that_lost_something_is_a_cross(first: Answer, names: list[str]) -> None:
+def test_an_answer_that_lost_something_is_a_cross(first: ProofAnswer, names: list[str]) -> None:
     assert crosses(judge(calm(), [first, answer()], facts())) == names
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from pagewire.services.cli.main import app
 from pagewire.services.cli.simulation.trace_file import read_trace
-from pagewire.services.cli.simulation.workload import Part, Turn
+from pagewire.services.cli.simulation.workload import PromptPart, Turn
 from pagewire.shared.base.errors import ConfigError
 
 LINES = [
@@ -36,8 +36,8 @@ def test_traces_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
     file = write(tmp_path / "trace.jsonl", LINES)
     load = read_trace(file)
     assert [each.start_s for each in load] == [0.005, 0.027, 0.0905]
-    assert load[1].turns == (Turn((Part(47, 512), Part(48, 88)), 52),)
-    assert load[0].turns[0].new == (Part(47, 512),)
+    assert load[1].turns == (Turn((PromptPart(47, 512), PromptPart(48, 88)), 52),)
+    assert load[0].turns[0].new == (PromptPart(47, 512),)
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes() + b"\n"))
     assert read_trace(packed) == load

@@ -13,22 +13,22 @@ from pagewire.services.cli.simulation.capacity import highest_factor
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.machine import (
     HostPrices,
-    Machine,
+    MachinePrices,
     StepTable,
     WirePrices,
     Work,
     load_machine,
     machine_names,
 )
-from pagewire.services.cli.simulation.plan import Choice, reason
-from pagewire.services.cli.simulation.results import Answer, Promise, summarize
+from pagewire.services.cli.simulation.plan import GpuDivision, reason
+from pagewire.services.cli.simulation.results import Promise, SimulatedAnswer, summarize
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import (
     AgentShape,
     Contents,
     Conversation,
-    Part,
+    PromptPart,
     Turn,
     agents,
     bursts,
@@ -37,7 +37,7 @@ from pagewire.services.cli.simulation.workload import (
 )
 from pagewire.shared.costs.load import NO_LOAD
 
-MACHINE = Machine(
+MACHINE = MachinePrices(
     source="a test",
     kv_blocks=64,
     block_size=16,
@@ -50,8 +50,10 @@ LIMITS = WorkerLimits(max_num_batched_tokens=64)
 MIXED = Contents(lambda rng: rng.randint(1, 400), lambda rng: rng.randint(1, 60))
 
 
-def one_request(plan: ClusterPlan, machine: Machine, prompt: int, answer: int) -> Answer:
-    load = [Conversation(0.0, (Turn((Part(7, prompt),), answer),))]
+def one_request(
+    plan: ClusterPlan, machine: MachinePrices, prompt: int, answer: int
+) -> SimulatedAnswer:
+    load = [Conversation(0.0, (Turn((PromptPart(7, prompt),), answer),))]
     (found,) = SimulatedCluster(plan, machine, LIMITS).run(load)
     return found
 
@@ -96,7 +98,7 @@ def test_without_overlap_a_worker_takes_commands_between_steps_only(overlap: boo
     worker, events = cluster.workers["decode-0"], cluster.events
     taken: list[float] = []
     events.at(0.002, lambda: worker.submit(lambda _core: taken.append(events.now)))
-    cluster.run([Conversation(0.0, (Turn((Part(7, 64),), 1),))])
+    cluster.run([Conversation(0.0, (Turn((PromptPart(7, 64),), 1),))])
     assert taken == [pytest.approx(0.002 if overlap else chunk_s(0, 64))]
 
 
@@ -111,7 +113,7 @@ def test_a_decode_worker_reports_its_load_of_a_moment_ago() -> None:
         blocks.append((worker.recent().load.blocks, worker.report().load.blocks))
 
     cluster.events.every(0.001, look)
-    cluster.run([Conversation(0.0, (Turn((Part(7, 60),), 200),))])
+    cluster.run([Conversation(0.0, (Turn((PromptPart(7, 60),), 200),))])
     assert 0.015 < max(ages) <= 0.03  # an interval and a step
     assert any(then < now for then, now in blocks)
     assert worker.recent().load.blocks == 0  # with the last token comes the load after it
@@ -195,7 +197,10 @@ def test_prefixes_are_found_where_they_were_computed() -> None:
 
 
 def test_an_agents_turn_continues_the_one_before() -> None:
-    turns = (Turn((Part(5, 40),), 30), Turn((Part(6, 30),), 2, pause_s=4.0, continues=True))
+    turns = (
+        Turn((PromptPart(5, 40),), 30),
+        Turn((PromptPart(6, 30),), 2, pause_s=4.0, continues=True),
+    )
     cluster = SimulatedCluster(ClusterPlan(0, 1), MACHINE, LIMITS)
     first, second = cluster.run([Conversation(1.0, turns)])
     assert second.prompt_tokens == 40 + 30 + 30
@@ -278,21 +283,25 @@ def test_capacity_is_bounded() -> None:
 
 
 def test_a_promise_is_broken_in_parts() -> None:
-    answer = Answer(1.0, 10, outcome="ok")
+    answer = SimulatedAnswer(1.0, 10, outcome="ok")
     answer.times.extend([1.5, 1.6, 1.9])
     assert answer.breaks(Promise(0.5, 0.21, 0.31)) == set()
     assert answer.breaks(Promise(0.4, 0.19, 0.29)) == {"ttft", "tpot", "gap"}
     assert answer.breaks(Promise(gap_s=0.2)) == {"gap"}
-    assert Answer(1.0, 10, outcome="refused").breaks(Promise(math.inf)) == {"ttft", "tpot", "gap"}
+    assert SimulatedAnswer(1.0, 10, outcome="refused").breaks(Promise(math.inf)) == {
+        "ttft",
+        "tpot",
+        "gap",
+    }
 
 
 @pytest.mark.parametrize(("refused", "is_first"), [(0, False), (1, False), (3, True)])
 def test_refusals_are_the_reason_only_if_they_broke_most(refused: int, is_first: bool) -> None:
-    late = Answer(1.0, 10, outcome="ok")
+    late = SimulatedAnswer(1.0, 10, outcome="ok")
     late.times.extend([9.0, 9.1])
-    answers = [late] * 2 + [Answer(1.0, 10, outcome="refused")] * refused
+    answers = [late] * 2 + [SimulatedAnswer(1.0, 10, outcome="refused")] * refused
     found = summarize(answers, Promise(1.0), 0, {"prefill-0": 1.0, "decode-0": 0.5})
-    text = reason(Choice(ClusterPlan(1, 1), 0, found))
+    text = reason(GpuDivision(ClusterPlan(1, 1), 0, found))
     assert text.startswith("3 of 5 requests were refused" if is_first else "first tokens are too")
     assert (f"{refused} of {2 + refused} requests were refused" in text) == (refused > 0)
 

@@ -9,7 +9,7 @@ from array import array
 import msgspec
 import pytest
 
-from pagewire.services.router.dispatch.times import AnswerTimes
+from pagewire.services.router.dispatch.answer_times import AnswerTimes
 from pagewire.services.router.http.api.openai.timings import (
     timings_field,
     wants_timings,

@@ -23,7 +23,7 @@ from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.shared.tool_calls.argument_grammar import json_rule
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.grammar import AllowedCalls, tools_grammar
 from pagewire.tests.support.hostile_grammars import GRAMMARS, REGEXES, hostile_fields
 from pagewire.tests.support.json_schemas import SchemaMaker
 from pagewire.tests.support.large_vocabulary import EOS, large_vocabulary
@@ -133,7 +133,7 @@ def test_schemas_of_all_kinds_are_followed() -> None:
 @pytest.mark.parametrize("form", ["hermes", "llama3_json", "olmo3", "cohere2"])
 def test_many_tools_with_many_optional_parameters(form: str, must_call: bool) -> None:
     functions = tuple(Function(f"f{i}", parameters=optional(30, f"p{i}")) for i in range(64))
-    wanted = CallsWanted(functions=functions, must_call=must_call, only_one=False)
+    wanted = AllowedCalls(functions=functions, must_call=must_call, only_one=False)
     text = tools_grammar(TOOL_FORMATS[form], wanted, None, "outside", {})
     walks = [walk(text, seed) for seed in range(2)]
     report(f"64 tools of {form}", walks)

@@ -9,7 +9,7 @@ import pytest
 from pagewire.loadtest.bench.agents import Findings, tokens_of
 from pagewire.services.cli.client.openai_client import Reply
 from pagewire.services.cli.client.openai_messages import PromptDetails, Usage
-from pagewire.services.cli.simulation.workload import Part
+from pagewire.services.cli.simulation.workload import PromptPart
 
 
 def reply(sender: str, cached: int) -> Reply:
@@ -35,4 +35,4 @@ def test_later_turns_are_counted_by_what_their_agent_had_before() -> None:
 
 
 def test_a_part_always_has_the_same_tokens() -> None:
-    assert tokens_of(Part(7, 5)) == tokens_of(Part(7, 5)) != tokens_of(Part(8, 5))
+    assert tokens_of(PromptPart(7, 5)) == tokens_of(PromptPart(7, 5)) != tokens_of(PromptPart(8, 5))

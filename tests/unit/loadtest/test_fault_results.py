@@ -10,7 +10,7 @@ from pagewire.loadtest.faults.measures import usage
 from pagewire.loadtest.faults.results import (
     Observation,
     Result,
-    Sent,
+    SentRequest,
     Status,
     Summary,
     different,
@@ -24,9 +24,9 @@ from pagewire.loadtest.faults.system import KvUsage
 
 def sent(
     index: int, tokens: list[int], status: Status = "ok", kind: Kind = "stream", **fields: object
-) -> Sent:
+) -> SentRequest:
     request = PlannedRequest(index, 0.0, kind, 8, len(tokens))
-    return Sent(request, status, token_ids=tokens, **fields)
+    return SentRequest(request, status, token_ids=tokens, **fields)
 
 
 def summary(failed: int = 0, different: int = 0) -> Summary:

@@ -13,8 +13,8 @@ from pagewire.loadtest.faults.run import load_of, parse
 from pagewire.loadtest.faults.scenarios import (
     COMMANDS,
     SCENARIOS,
-    Load,
     PlannedFault,
+    ScenarioLoad,
     choose,
     further_requests,
     prompt_of,
@@ -24,7 +24,7 @@ from pagewire.loadtest.faults.system import SYSTEMS, parse_settings, read_system
 from pagewire.services.cli.bench.load import Lengths, TokenRatio
 from pagewire.shared.base.errors import ConfigError
 
-LOAD = Load(
+LOAD = ScenarioLoad(
     seconds=40.0,
     rate=5.0,
     prompt_tokens=Lengths(10, 20),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pagewire.loadtest.bench import phases
-from pagewire.loadtest.bench.client import Answer, Client, Request
+from pagewire.loadtest.bench.client import Client, CompletionRequest, TimedAnswer
 from pagewire.loadtest.bench.clusters import Topology, vllm_environment
 from pagewire.loadtest.bench.handover import PAIRS, WARM_UP_PAIRS, ask_in_turn, ratios
 from pagewire.loadtest.bench.one_gpu import compare, results
@@ -84,17 +84,17 @@ class Asked(Client):
         self.done = [] if done is None else done
         self.name = name
 
-    def prepare(self, length: int, out: int, **more: Any) -> Request:
+    def prepare(self, length: int, out: int, **more: Any) -> CompletionRequest:
         self.done.append("made up")
         return super().prepare(2, out, **more)
 
-    async def ask(self, request: Request) -> Answer:
+    async def ask(self, request: CompletionRequest) -> TimedAnswer:
         self.done.append(self.name)
-        return Answer([0.1, 0.2])
+        return TimedAnswer([0.1, 0.2])
 
 
 def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
-    async def scenario() -> Request:
+    async def scenario() -> CompletionRequest:
         client = Client(["http://nowhere"], vocab=50)
         try:
             return client.prepare(3, 7)
@@ -130,8 +130,8 @@ def test_two_clusters_take_turns_in_being_the_first() -> None:
 
 
 def test_ratios_are_of_medians() -> None:
-    apart = [Answer([0.1 * n, 0.3 * n, 9.0]) for n in (3, 1, 2, 5, 4)]
-    aggregated = [Answer([0.2, 0.3])] * 5
+    apart = [TimedAnswer([0.1 * n, 0.3 * n, 9.0]) for n in (3, 1, 2, 5, 4)]
+    aggregated = [TimedAnswer([0.2, 0.3])] * 5
     row = ratios(apart, aggregated)
     assert row["ttft"] == pytest.approx(300)
     assert row["ttft_quartiles"] == pytest.approx([200, 400])
@@ -148,14 +148,14 @@ def test_isolation_pools_the_gaps_of_runs_that_take_turns(monkeypatch: pytest.Mo
             super().__init__(["http://nowhere"])
             self.runs: list[str] = []
 
-        async def complete(self, length: int, out: int, **more: Any) -> Answer:
+        async def complete(self, length: int, out: int, **more: Any) -> TimedAnswer:
             self.runs.append("stream")
             run = len(self.runs) // phases.STREAMS
             await asyncio.sleep(0.6)
-            return Answer([0.001 * run * n for n in range(phases.FIRST_GAPS + 100)])
+            return TimedAnswer([0.001 * run * n for n in range(phases.FIRST_GAPS + 100)])
 
-        async def ask(self, request: Request) -> Answer:
-            return Answer([0.2, 0.3])
+        async def ask(self, request: CompletionRequest) -> TimedAnswer:
+            return TimedAnswer([0.2, 0.3])
 
     monkeypatch.setattr(phases, "STREAMS", 1)
     monkeypatch.setattr(phases, "LONG_PROMPT", 2)

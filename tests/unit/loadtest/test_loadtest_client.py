@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pagewire.loadtest.client import ChatClient
-from pagewire.loadtest.records import RequestRecord
+from pagewire.loadtest.records import MeasuredRequest
 from pagewire.loadtest.workloads import Ask
 
 PAUSE_S = 0.1
@@ -96,8 +96,8 @@ def scripted(
         thread.join(10)
 
 
-def asked(client: ChatClient, cancel_after: int | None = None) -> tuple[RequestRecord, str]:
-    record = RequestRecord("chat", 1.0, 0.0)
+def asked(client: ChatClient, cancel_after: int | None = None) -> tuple[MeasuredRequest, str]:
+    record = MeasuredRequest("chat", 1.0, 0.0)
     text = client.ask(Ask([{"role": "user", "content": "Hi"}], 4, cancel_after), record)
     return record, text
 

@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from pagewire.loadtest.axes import log_ticks
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
 from pagewire.loadtest.plots import figures
-from pagewire.loadtest.records import CpuSample, RequestRecord, Sample
+from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest
 from pagewire.loadtest.results import RunPlan, RunResult
 from pagewire.loadtest.shapes import durations, schedule
 from pagewire.loadtest.slo import summarize
@@ -29,12 +29,12 @@ def run(label: str, latency_s: float = 0.02, a_rate: int = 5, rates: Sequence[fl
     """A run with `a_rate` requests at each rate."""
     stages = schedule("steps", list(rates), 5.0)
     records = [
-        RequestRecord("chat", rate, 0.0, [latency_s, 2 * latency_s, 3 * latency_s], outcome="ok")
+        MeasuredRequest("chat", rate, 0.0, [latency_s, 2 * latency_s, 3 * latency_s], outcome="ok")
         for rate in rates
         for _ in range(a_rate)
     ]
     samples = [
-        Sample(
+        ClusterSample(
             float(t),
             10.0 * t,
             5.0 * t,

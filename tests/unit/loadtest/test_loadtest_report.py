@@ -14,7 +14,7 @@ import pytest
 from pagewire.loadtest import compare
 from pagewire.loadtest.cpu import GENERATOR, MACHINE
 from pagewire.loadtest.plots import hit_rates
-from pagewire.loadtest.records import CpuSample, RequestRecord, Sample, to_line
+from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest, to_line
 from pagewire.loadtest.report import ratios, write_report
 from pagewire.loadtest.results import Manifest, RunPlan, load_results
 from pagewire.loadtest.sampler import parse_sample
@@ -48,7 +48,7 @@ def test_sample_of_a_metrics_page() -> None:
 
 def test_hit_rate_looks_at_a_window_and_not_at_all_time() -> None:
     samples = [
-        Sample(t=float(t), queries=q, hits=h, running=0, waiting=0, used={}, cached={})
+        ClusterSample(t=float(t), queries=q, hits=h, running=0, waiting=0, used={}, cached={})
         for t, q, h in ((0, 0, 0), (1, 100, 0), (10, 100, 0), (15, 200, 90), (30, 200, 90))
     ]
     rates = hit_rates(samples)
@@ -89,7 +89,7 @@ def write_run(directory: Path, speed: float) -> None:
     directory.mkdir()
     rng = random.Random(speed)
     records = [
-        RequestRecord(
+        MeasuredRequest(
             kind="chat",
             rate=1.0 if start < 5 else 2.0,
             start=float(start),
@@ -102,9 +102,9 @@ def write_run(directory: Path, speed: float) -> None:
         )
         for start in range(10)
     ]
-    records.append(RequestRecord("chat", 2.0, 9.0, outcome="error", error="<b>refused</b>"))
+    records.append(MeasuredRequest("chat", 2.0, 9.0, outcome="error", error="<b>refused</b>"))
     samples = [
-        Sample(float(t), 100.0 * t, 16.0 * t, 1, 0, {"decode-0": t / 20}, {"decode-0": 0.1})
+        ClusterSample(float(t), 100.0 * t, 16.0 * t, 1, 0, {"decode-0": t / 20}, {"decode-0": 0.1})
         for t in range(10)
     ]
     lines = "".join(to_line(each) for each in records)
@@ -231,7 +231,7 @@ def test_what_is_compared_differs_in_the_cluster_alone() -> None:
 
 
 def test_locust_gets_the_load(tmp_path: Path) -> None:
-    load = compare.Load("burst", "2,8", 5.0, 400.0, 30.0)
+    load = compare.LoadOptions("burst", "2,8", 5.0, 400.0, 30.0)
     words = load.locust_command(compare.Urls("http://h:1", "http://h:2"), tmp_path, ("ChatUser",))
     for option, value in (
         ("--load-shape", "burst"),

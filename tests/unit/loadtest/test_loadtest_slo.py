@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.loadtest.records import Outcome, RequestRecord, read_lines, to_line
+from pagewire.loadtest.records import MeasuredRequest, Outcome, read_lines, to_line
 from pagewire.loadtest.slo import is_good, summarize
 from pagewire.services.cli.bench.stats import Slo
 
@@ -16,8 +16,8 @@ SLO = Slo(ttft_s=0.5, itl_s=0.1)
 
 def record(
     times: list[float], outcome: Outcome = "ok", rate: float = 2.0, cached: int | None = None
-) -> RequestRecord:
-    return RequestRecord(
+) -> MeasuredRequest:
+    return MeasuredRequest(
         kind="chat",
         rate=rate,
         start=1.0,
@@ -56,7 +56,7 @@ def test_one_token_or_none_has_no_gap() -> None:
         pytest.param(record([]), False, id="no-token"),
     ],
 )
-def test_objectives(measured: RequestRecord, is_met: bool) -> None:
+def test_objectives(measured: MeasuredRequest, is_met: bool) -> None:
     assert is_good(measured, SLO) is is_met
 
 
@@ -92,4 +92,4 @@ def test_records_survive_their_file(tmp_path: Path) -> None:
     written = [record([0.1, 0.25], cached=16), record([], "error")]
     file = tmp_path / "records.jsonl"
     file.write_text("".join(to_line(each) for each in written), encoding="utf-8")
-    assert read_lines(file, RequestRecord) == written
+    assert read_lines(file, MeasuredRequest) == written

@@ -11,7 +11,7 @@ from pagewire.loadtest.bench.placement_grid import (
     PROMISES,
     WRONG,
     Cell,
-    Load,
+    MixLoad,
     compare,
     trials,
 )
@@ -22,16 +22,16 @@ from pagewire.services.cli.simulation.worker import WorkerLimits
 MACHINE = "h200-llama-3.1-8b"
 # Of each mix: two loads of two GPUs, the second one nearly as much as they carry.
 LOADS = [
-    Load("long", 2.0, 2, 30),
-    Load("long", 3.5, 2, 60),
-    Load("mixed", 10.0, 2, 60),
-    Load("mixed", 20.0, 2, 200),
-    Load("agents", 16, 2, 40),
-    Load("agents", 32, 2, 72),
+    MixLoad("long", 2.0, 2, 30),
+    MixLoad("long", 3.5, 2, 60),
+    MixLoad("mixed", 10.0, 2, 60),
+    MixLoad("mixed", 20.0, 2, 200),
+    MixLoad("agents", 16, 2, 40),
+    MixLoad("agents", 32, 2, 72),
 ]
 
 
-def cells(loads: list[Load], prices: tuple[float, ...] = (1.0,)) -> list[Cell]:
+def cells(loads: list[MixLoad], prices: tuple[float, ...] = (1.0,)) -> list[Cell]:
     found = [each for load in loads for each in trials(load, MACHINE, 1, prices, ("even", "soon"))]
     return compare(found)
 
@@ -51,13 +51,13 @@ def test_prediction_is_at_least_as_good_as_the_best_static_cluster() -> None:
 
 
 @pytest.mark.parametrize("load", [LOADS[1], LOADS[3]], ids=lambda load: load.mix)
-def test_prices_that_are_wrong_by_a_third_do_not_make_it_lose(load: Load) -> None:
+def test_prices_that_are_wrong_by_a_third_do_not_make_it_lose(load: MixLoad) -> None:
     found = cells([load], WRONG)
     assert min(*(each.completed for each in found), *kept(found)) >= LEAST_SHARE
 
 
 def test_wrong_prices_keep_nine_tenths_of_what_right_ones_keep() -> None:
-    load, promise = Load("long", 3.25, 2, 120).conversations(0), PROMISES["even"]
+    load, promise = MixLoad("long", 3.25, 2, 120).conversations(0), PROMISES["even"]
 
     def kept_per_s(*factors: float) -> float:
         limits = WorkerLimits(2048, slo_gap_s=promise.objective_s)

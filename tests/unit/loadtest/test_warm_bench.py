@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from pagewire.loadtest.bench.client import Answer
+from pagewire.loadtest.bench.client import TimedAnswer
 from pagewire.loadtest.bench.warm import (
     ANSWER_TOKENS,
     CONTEXT,
@@ -20,8 +20,8 @@ from pagewire.loadtest.bench.warm import (
 from pagewire.loadtest.sampler import parse_metrics
 
 
-def answers(*ttft: float, gap: float = 0.01) -> list[Answer]:
-    return [Answer([first, first + gap], [1, 2]) for first in ttft]
+def answers(*ttft: float, gap: float = 0.01) -> list[TimedAnswer]:
+    return [TimedAnswer([first, first + gap], [1, 2]) for first in ttft]
 
 
 def test_lengths_are_log_normal_around_their_medians_and_fit_into_the_context() -> None:

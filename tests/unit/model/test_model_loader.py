@@ -16,7 +16,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.layers.decoder import DecoderModel
-from pagewire.shared.model.layers.parameters import Target, named_targets
+from pagewire.shared.model.layers.parameters import TensorTarget, named_targets
 from pagewire.shared.model.loader import LoadFormat, load_model
 from pagewire.shared.model.safetensors_header import find_weights, weights_dtype
 from pagewire.shared.model.shard import Shard
@@ -202,7 +202,7 @@ def test_dummy_weights_that_all_ranks_hold_are_the_same_on_each(tmp_path: Path) 
     write_tiny_model(tmp_path, "qwen3moe", "renormalised-biases", vocab_size=41)
     config = load_config(tmp_path)
 
-    def load(shard: Shard) -> dict[str, Target]:
+    def load(shard: Shard) -> dict[str, TensorTarget]:
         model = load_model(tmp_path, config, CPU, torch.float32, OPS, "dummy", 32, shard=shard)
         return {each.name: each for each in named_targets(model.parameters())}
 

@@ -15,7 +15,7 @@ from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model import weights_copy
 from pagewire.shared.model.safetensors_header import WeightsFile, read_header
 from pagewire.shared.model.shard import Cut, Cuts
-from pagewire.shared.model.weights_copy import Fill, copy_weights, num_threads
+from pagewire.shared.model.weights_copy import TensorCopy, copy_weights, num_threads
 
 CPU = torch.device("cpu")
 SHAPES = {"scalar": (), "vector": (300,), "matrix": (70, 33), "experts": (3, 40, 17), "none": (0,)}
@@ -45,7 +45,7 @@ def test_targets_have_the_files_values(tmp_path: Path, source: torch.dtype, layo
     targets = {name: _target(tensor, layout) for name, tensor in tensors.items()}
     counted: list[int] = []
     copy_weights(
-        [Fill(file, entry, targets[name]) for name, entry in file.tensors.items()],
+        [TensorCopy(file, entry, targets[name]) for name, entry in file.tensors.items()],
         CPU,
         counted.append,
     )
@@ -106,7 +106,7 @@ def test_a_part_of_a_tensor(
     expected = _part(tensors[of].float(), cuts)
     target = _target(expected, layout)
     counted: list[int] = []
-    copy_weights([Fill(file, file.tensors[of], target, cuts)], CPU, counted.append)
+    copy_weights([TensorCopy(file, file.tensors[of], target, cuts)], CPU, counted.append)
     assert torch.equal(target, expected)
     assert sum(counted) == expected.numel() * source.itemsize
 
@@ -119,7 +119,7 @@ def test_a_part_of_a_tensor_on_a_gpu(tmp_path: Path, name: str, target_dtype: to
     file, tensors = _written(tmp_path / "a.safetensors")
     expected = _part(tensors[of], cuts).to(target_dtype)
     target = torch.full(expected.shape, torch.nan, dtype=target_dtype, device="cuda")
-    fill = Fill(file, file.tensors[of], target, cuts)
+    fill = TensorCopy(file, file.tensors[of], target, cuts)
     copy_weights([fill], torch.device("cuda"), lambda _count: None)
     assert torch.equal(target.cpu(), expected)
 
@@ -143,7 +143,7 @@ def test_no_more_is_read_than_a_part(
 
     monkeypatch.setattr(os, "preadv", counting)
     target = torch.empty_like(values.narrow(dim, half, half), memory_format=torch.contiguous_format)
-    copy_weights([Fill(file, file.tensors["x"], target, cuts)], CPU, lambda _count: None)
+    copy_weights([TensorCopy(file, file.tensors["x"], target, cuts)], CPU, lambda _count: None)
     assert torch.equal(target, values.narrow(dim, half, half))
     assert sum(read) == target.nbytes
 
@@ -154,7 +154,7 @@ def test_several_files(tmp_path: Path) -> None:
         values = torch.arange(1000.0) + 1000 * index
         save_file({"x": values}, tmp_path / f"{index}.safetensors")
         file = read_header(tmp_path / f"{index}.safetensors")
-        fills.append(Fill(file, file.tensors["x"], torch.empty(1000)))
+        fills.append(TensorCopy(file, file.tensors["x"], torch.empty(1000)))
         wanted.append(values)
     copy_weights(fills, CPU, lambda _count: None)
     assert all(torch.equal(fill.target, each) for fill, each in zip(fills, wanted, strict=True))
@@ -165,7 +165,8 @@ def test_a_file_that_is_cut_off_after_its_header_was_read(tmp_path: Path) -> Non
     file, tensors = _written(tmp_path / "a.safetensors")
     os.truncate(file.path, file.size - 4)
     fills = [
-        Fill(file, entry, torch.empty_like(tensors[name])) for name, entry in file.tensors.items()
+        TensorCopy(file, entry, torch.empty_like(tensors[name]))
+        for name, entry in file.tensors.items()
     ]
     with pytest.raises(ModelLoadError) as caught:
         copy_weights(fills, CPU, lambda _count: None)
@@ -178,7 +179,7 @@ def test_a_file_that_is_cut_off_after_its_header_was_read(tmp_path: Path) -> Non
 def test_a_file_that_is_gone_after_its_header_was_read(tmp_path: Path) -> None:
     file, tensors = _written(tmp_path / "a.safetensors")
     file.path.unlink()
-    fill = Fill(file, file.tensors["matrix"], tensors["matrix"])
+    fill = TensorCopy(file, file.tensors["matrix"], tensors["matrix"])
     with pytest.raises(ModelLoadError, match=r"a.safetensors cannot be read \(No such file"):
         copy_weights([fill], CPU, lambda _count: None)
 
@@ -195,7 +196,7 @@ def test_an_error_of_one_thread_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyError("out of order")
 
     with pytest.raises(KeyError):
-        copy_weights([Fill(file, file.tensors["x"], torch.empty(10_000))], CPU, failing)
+        copy_weights([TensorCopy(file, file.tensors["x"], torch.empty(10_000))], CPU, failing)
     assert len(counted) < 5000
 
 

@@ -19,7 +19,7 @@ from pagewire.services.cli.client.snapshot import (
 )
 from pagewire.services.cli.client.top_view import render
 from pagewire.services.router.dashboard.cluster_data import ClusterData
-from pagewire.services.router.dashboard.recent import RecentRequests, is_shown, parts_of
+from pagewire.services.router.dashboard.recent_requests import RecentRequests, is_shown, parts_of
 from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.control.protocol import Timings
 from pagewire.shared.metrics.live import (

@@ -20,9 +20,9 @@ from pagewire.services.router.http.api.openai.schemas import (
     parse_body,
 )
 from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.api_errors import describe
+from pagewire.services.router.http.body_processes.body_messages import BodyKind
 from pagewire.services.router.http.body_processes.body_process import read_body
-from pagewire.services.router.http.body_processes.protocol import BodyKind
-from pagewire.services.router.http.errors import describe
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling_types import MAX_STOP_TOKEN_IDS

@@ -10,7 +10,7 @@ import pytest
 from pagewire.services.router.http.api.openai import embeddings as embedding_inputs
 from pagewire.services.router.http.api.openai.embeddings import MAX_INPUTS, read_embedding
 from pagewire.services.router.http.api.openai.generation import EmbeddingForm
-from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import ModelNotFoundError
 from pagewire.shared.model.pooling import PoolingRules

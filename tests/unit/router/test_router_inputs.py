@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
 from pagewire.services.router.http.api.openai.tokens import read_detokenize
-from pagewire.services.router.http.body_processes.protocol import Refusal
-from pagewire.services.router.http.errors import ContextLengthError, describe
+from pagewire.services.router.http.api_errors import ContextLengthError, describe
+from pagewire.services.router.http.body_processes.body_messages import BodyRefusal
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
 from pagewire.shared.request.sampling import RequestSpec, SamplingDefaults, SamplingFields
@@ -284,7 +284,10 @@ def test_fields_that_change_no_answer_are_known_and_change_none(call):
 )  # fmt: skip
 def test_a_refusal_has_openais_code(call, fields, code):
     error = refusal(call, **fields)
-    assert (describe(error).code, describe(Refusal.of(error).error())) == (code, describe(error))
+    assert (describe(error).code, describe(BodyRefusal.of(error).error())) == (
+        code,
+        describe(error),
+    )
     assert error.param is not None and error.param.partition(".")[0].partition("[")[0] in fields
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pagewire.services.router.http.api.responses.inputs import with_history
+from pagewire.services.router.http.body_processes.body_messages import BodyKind
 from pagewire.services.router.http.body_processes.body_process import read_body
-from pagewire.services.router.http.body_processes.protocol import BodyKind
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.tests.support.request_bodies import CONTEXT, MODEL, encoded

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from pagewire import __version__
-from pagewire.services.router.http.errors import outcome_of
+from pagewire.services.router.http.api_errors import outcome_of
 from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
 from pagewire.services.router.metrics.state import used_share
 from pagewire.services.router.metrics.targets import describe_targets

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pagewire.services.router.http.api_errors import describe
 from pagewire.services.router.http.body_processes.body_process import read_body
-from pagewire.services.router.http.errors import describe
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling import SamplingFields
 from pagewire.tests.support.request_bodies import (

@@ -17,7 +17,7 @@ from pagewire.services.router.http.api.openai.formats import (
     model_record,
 )
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.errors import BodyTooLargeError, ContextLengthError, describe
+from pagewire.services.router.http.api_errors import BodyTooLargeError, ContextLengthError, describe
 from pagewire.shared.base.errors import (
     ChannelError,
     InvalidRequestError,

@@ -103,25 +103,25 @@ def test_what_is_wrong_is_refused_by_name(chat: Chat, body: dict[str, Any], para
 def test_the_choice_decides_what_is_read_and_allowed(chat: Chat, choice: Any) -> None:
     asked = chat(tools=TOOLS, tool_choice=choice)
     (prompt,) = asked.prompts
-    reading = asked.reading
-    assert reading is not None and reading.reasoning == "outside"
+    parsing = asked.parsing
+    assert parsing is not None and parsing.reasoning == "outside"
     if choice == "none":
-        assert (reading.names, asked.form_field, prompt.spec.grammar) == ((), None, None)
+        assert (parsing.names, asked.form_field, prompt.spec.grammar) == ((), None, None)
         return
-    assert reading.names == (("clock",) if choice == NAMED else NAMES)
+    assert parsing.names == (("clock",) if choice == NAMED else NAMES)
     assert asked.form_field == "tools"
     assert prompt.spec.grammar is not None
     must_call = choice in ("required", NAMED)
     assert (asked.other_grammars[-1] is None) == (not must_call)
-    assert reading.only_one == (choice == NAMED)
+    assert parsing.only_one == (choice == NAMED)
     assert ("get_weather" in prompt.spec.grammar) == (choice != NAMED)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_a_choice_may_leave_some_of_the_tools(chat: Chat, mode: str) -> None:
     some = chat(tools=TOOLS, tool_choice=allowed(mode, "clock"))
-    assert some.reading is not None and some.reading.names == ("clock",)
-    assert not some.reading.is_named
+    assert some.parsing is not None and some.parsing.names == ("clock",)
+    assert not some.parsing.is_named
     alone = chat(tools=[CLOCK], tool_choice=mode)
     assert some.prompts[0].spec.grammar == alone.prompts[0].spec.grammar
     every = chat(tools=TOOLS, tool_choice=mode)
@@ -135,7 +135,7 @@ def test_a_form_is_for_answers_that_are_not_calls(chat: Chat) -> None:
         assert asked == chat(tools=TOOLS, tool_choice=choice)
     both = chat(tools=TOOLS, **form)
     assert both.form_field == "response_format"
-    assert both.reading is not None and both.reading.names == NAMES
+    assert both.parsing is not None and both.parsing.names == NAMES
     only_form = chat(tools=TOOLS, tool_choice="none", **form)
     assert both.other_grammars[-1] == only_form.prompts[0].spec.grammar
 
@@ -160,7 +160,7 @@ def test_a_part_that_nobody_knows_must_be_json_too(model: ServedModel, value: by
 def test_without_tools_and_reasoning_nothing_is_read(model: ServedModel, chat: Chat) -> None:
     plain = replace(model, syntax=replace(model.syntax, reasoning=None))
     asked = chat(on=plain)
-    assert (asked.reading, asked.form_field) == (None, None)
+    assert (asked.parsing, asked.form_field) == (None, None)
     assert chat(on=plain, tool_choice="none").prompts == asked.prompts
 
 
@@ -169,7 +169,7 @@ def test_a_model_whose_format_is_not_known_cannot_have_tools(chat: Chat) -> None
     with pytest.raises(InvalidRequestError, match=r"parser can be one of .*hermes,") as caught:
         chat(on=model, tools=TOOLS)
     assert caught.value.param == "tools"
-    assert chat(on=model, tools=TOOLS, tool_choice="none").reading is None
+    assert chat(on=model, tools=TOOLS, tool_choice="none").parsing is None
     chosen = ServedModel.load(RouterSettings(served_model_name="m", tool_parser="pythonic"))
     grammar = chat(on=chosen, tools=TOOLS, tool_choice="required").prompts[0].spec.grammar
     assert grammar is not None and '"get_weather("' in grammar
@@ -181,7 +181,7 @@ def test_settings_turn_it_off(tmp_path: Path, chat: Chat) -> None:
         model=path, served_model_name="m", tool_parser="none", reasoning_parser="none"
     )
     model = ServedModel.load(settings)
-    assert chat(on=model).reading is None
+    assert chat(on=model).parsing is None
     with pytest.raises(InvalidRequestError):
         chat(on=model, tools=TOOLS)
 
@@ -214,7 +214,7 @@ def test_a_schema_too_large_for_a_grammar(chat: Chat) -> None:
 def test_one_call_at_once(chat: Chat) -> None:
     several = chat(tools=TOOLS, tool_choice="required")
     one = chat(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    assert one.reading is not None and one.reading.only_one
+    assert one.parsing is not None and one.parsing.only_one
     assert "{0,31}" in str(several.prompts[0].spec.grammar)
     assert "{0,31}" not in str(one.prompts[0].spec.grammar)
 
@@ -236,9 +236,9 @@ def test_a_required_call_has_no_reasoning_before_it_where_the_prompt_has_ended_i
 def test_variables_reach_the_template(chat: Chat, model: ServedModel) -> None:
     def end(**body: Any) -> tuple[str, str | None]:
         asked = chat(**body)
-        assert asked.reading is not None
+        assert asked.parsing is not None
         text = model.tokenizer.decode(asked.prompts[0].token_ids, False)
-        return text.rpartition("assistant\n")[2], asked.reading.reasoning
+        return text.rpartition("assistant\n")[2], asked.parsing.reasoning
 
     assert end() == ("", "outside")
     assert end(chat_template_kwargs={"open_reasoning": True}) == ("<think>\n", "inside")

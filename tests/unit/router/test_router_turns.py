@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagewire.services.router.http.body_processes.turns import Turns
+from pagewire.services.router.http.body_processes.owner_turns import Turns
 from pagewire.tests.support.aio import run_async
 
 

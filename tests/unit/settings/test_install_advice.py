@@ -24,7 +24,7 @@ from pagewire.services.cli.doctor.checks import (
     judge_torch,
     judge_ucx,
 )
-from pagewire.services.cli.errors import needs_worker_extra
+from pagewire.services.cli.error_exit import needs_worker_extra
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.base.installing import install_command
 from pagewire.shared.transfer.staging import make_staging

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.text.tool_arguments import decode_arguments, said_arguments
+from pagewire.shared.text.tool_arguments import decode_arguments, parsed_arguments
 
 MOST = sys.float_info.max
 
@@ -37,18 +37,18 @@ def test_other_text_is_refused(text: str) -> None:
 def test_arguments_of_a_history_are_read_as_far_as_they_can_be(
     text: str | None, read: dict[str, object]
 ) -> None:
-    assert said_arguments(text, "arguments") == read
+    assert parsed_arguments(text, "arguments") == read
 
 
 def test_those_that_are_nested_too_deeply_are_refused() -> None:
     text = '{"a": ' + "[" * 2000 + "]" * 2000 + "}"
     with pytest.raises(InvalidRequestError, match=r"^x\.arguments is nested too deeply$"):
-        said_arguments(text, "x.arguments")
+        parsed_arguments(text, "x.arguments")
 
 
 def test_no_beginning_of_arguments_is_refused() -> None:
     text = '{"a": "\\u00e9\\n", "b": [-1.5e3, {"c": null}], "d": {"e": [true, false]}, "f": 123}'
     for at in range(len(text)):
-        found = said_arguments(text[:at], "arguments")
+        found = parsed_arguments(text[:at], "arguments")
         assert list(found) == [key for key in "abdf" if key in found]
         msgspec.json.encode(found)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.answer_text import TextAssembler, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, read_answer
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, read_answer
 from pagewire.shared.tool_calls.answer_parts import answer_parts
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
@@ -31,7 +31,7 @@ def assembled(
     name: str, begins: Begins, text: str, rules: TextRules, step: int = 1
 ) -> tuple[AnswerMessage, str | None]:
     """Return an answer as clients get it, and the stop string that ended it."""
-    syntax, reading = SYNTAXES[name], AnswerReading(reasoning=begins)
+    syntax, reading = SYNTAXES[name], AnswerParsing(reasoning=begins)
     assembler = TextAssembler(TOKENIZER, [], rules, answer_parts(syntax, reading))
     ids = TOKENIZER.encode_word(text)
     found = ""
@@ -86,7 +86,7 @@ def test_the_stop_string_may_be_a_part_of_the_answer() -> None:
 
 def test_stop_tokens_end_an_answer_in_its_reasoning_as_before() -> None:
     ids = TOKENIZER.encode_word("<think>So")
-    syntax, reading = SYNTAXES["think"], AnswerReading(reasoning="outside")
+    syntax, reading = SYNTAXES["think"], AnswerParsing(reasoning="outside")
     rules = TextRules(("x",), stop_token_ids=(ids[-1],))
     assembler = TextAssembler(TOKENIZER, [], rules, answer_parts(syntax, reading))
     delta = assembler.push(ids, "stop")
@@ -94,7 +94,7 @@ def test_stop_tokens_end_an_answer_in_its_reasoning_as_before() -> None:
 
 
 def test_reasoning_is_not_held_back_where_it_looks_like_a_stop_string() -> None:
-    parts = answer_parts(SYNTAXES["think"], AnswerReading(reasoning="inside"))
+    parts = answer_parts(SYNTAXES["think"], AnswerParsing(reasoning="inside"))
     assembler = TextAssembler(TOKENIZER, [], TextRules(("No way",)), parts)
     assert assembler.push(TOKENIZER.encode_word("No"), None).text == "No"
     text = "".join(
@@ -121,7 +121,7 @@ def text_of(name: str, words: list[int]) -> str:
 )
 def test_parts_are_the_whole_text(name: str, begins: Begins, words: list[int], step: int) -> None:
     text = text_of(name, words)
-    parts = answer_parts(SYNTAXES[name], AnswerReading(reasoning=begins))
+    parts = answer_parts(SYNTAXES[name], AnswerParsing(reasoning=begins))
     assert parts is not None
     chunks = [text[at : at + step] for at in range(0, len(text), step)]
     divided = [each for chunk in chunks for each in parts.push(chunk)] + parts.flush()

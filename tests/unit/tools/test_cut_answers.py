@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagewire.shared.tool_calls.answer import AnswerReading, answer_parser
+from pagewire.shared.tool_calls.answer import AnswerParsing, answer_parser
 from pagewire.shared.tool_calls.events import AnswerEvent, CallBegin, ReasoningText
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
@@ -19,7 +19,7 @@ def cut_answers(
     syntax: ChatSyntax, text: str, begins: Begins | None, is_cut: bool
 ) -> list[list[AnswerEvent]]:
     """Return what is found in each beginning of a text; it does not depend on the parts."""
-    reading = AnswerReading(NAMES, must_call=True, reasoning=begins, forms=dict(FORMS))
+    reading = AnswerParsing(NAMES, must_call=True, reasoning=begins, forms=dict(FORMS))
     found = []
     for at in range(len(text) + 1):
         whole, parts = (

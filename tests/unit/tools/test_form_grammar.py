@@ -10,11 +10,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, answer_parser
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, answer_parser
 from pagewire.shared.tool_calls.definitions import Function
-from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls, reading_of_form
+from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls, parsing_of_form
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.grammar import AllowedCalls
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.tool_answers import FORMS as FORMS_OF_TOOLS
@@ -110,7 +110,7 @@ def test_an_answer_has_the_form_or_is_calls(name: str, reasoning: str | None, to
     tokenizer, ids = VOCABULARIES[tokens]
     syntax = ChatSyntax(form, REASONING_FORMATS.get(reasoning or ""), ids)
     begins: Begins | None = None if reasoning is None else "outside"
-    wanted = CallsWanted(functions=functions(), must_call=False, only_one=False)
+    wanted = AllowedCalls(functions=functions(), must_call=False, only_one=False)
     text = grammar_text(StructuredOutputs(json=SCHEMA)) or ""
     both, _lenient, alone = form_or_calls(text, syntax, wanted, begins)
     assert alone == after_reasoning(text, syntax, begins)
@@ -137,11 +137,11 @@ def follows(grammar: str, tokenizer: LLTokenizer, text: str) -> bool:
 def test_strict_functions_are_not_left_out_and_others_may_be() -> None:
     syntax = ChatSyntax(TOOL_FORMATS["hermes"])
     text = grammar_text(StructuredOutputs(json=SCHEMA)) or ""
-    strict = CallsWanted(functions=functions(strict=True), must_call=False, only_one=False)
+    strict = AllowedCalls(functions=functions(strict=True), must_call=False, only_one=False)
     assert len(form_or_calls(text, syntax, strict, None)) == 1
     names = {"enum": [f"city {n}" for n in range(15_000)]}
     large = Function("f", parameters={"type": "object", "properties": {"city": names}})
-    wanted = CallsWanted(functions=(large,), must_call=False, only_one=False)
+    wanted = AllowedCalls(functions=(large,), must_call=False, only_one=False)
     assert form_or_calls(text, syntax, wanted, None) == (text,)
     assert form_or_calls(text, ChatSyntax(), wanted, None) == (text,)
     bare = ChatSyntax(TOOL_FORMATS["llama3_json"])
@@ -150,10 +150,10 @@ def test_strict_functions_are_not_left_out_and_others_may_be() -> None:
     assert len(form_or_calls(text, channels, strict, "outside")) == 1
 
 
-def reading(grammar: str, name: str) -> tuple[ChatSyntax, AnswerReading]:
+def reading(grammar: str, name: str) -> tuple[ChatSyntax, AnswerParsing]:
     syntax = ChatSyntax(TOOL_FORMATS[name], None, {})
-    plain = AnswerReading(names=tuple(each.name for each in functions()), forms=FORMS_OF_TOOLS)
-    return syntax, reading_of_form(plain, grammar, syntax)
+    plain = AnswerParsing(names=tuple(each.name for each in functions()), forms=FORMS_OF_TOOLS)
+    return syntax, parsing_of_form(plain, grammar, syntax)
 
 
 @pytest.mark.parametrize("name", sorted(TOOL_FORMATS.keys() - {"harmony"}))
@@ -192,6 +192,6 @@ def test_a_form_of_another_kind_may_be_made_to_have_calls(name: str) -> None:
     assert found.content == "Now." and len(found.tool_calls) == 1
 
 
-def events_of(syntax: ChatSyntax, reads: AnswerReading, parts: list[str]) -> AnswerMessage:
+def events_of(syntax: ChatSyntax, reads: AnswerParsing, parts: list[str]) -> AnswerMessage:
     reader = answer_parser(syntax, reads)
     return AnswerMessage.of([*(e for part in parts for e in reader.push(part)), *reader.flush()])

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerReading, answer_parser
+from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, answer_parser
 from pagewire.shared.tool_calls.definitions import Tool
 from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tool_calls.events import ReasoningText as Reasoning
@@ -54,7 +54,7 @@ def call(name: str, arguments: str, end: str = "<|call|>") -> str:
 def read(
     text: str, begins: Begins = "outside", parts: list[str] | None = None, **more: Any
 ) -> AnswerMessage:
-    reading = AnswerReading(NAMES, reasoning=begins, **more)
+    reading = AnswerParsing(NAMES, reasoning=begins, **more)
     return AnswerMessage.of(parsed(answer_parser(SYNTAX, reading), parts or [text]))
 
 
@@ -129,7 +129,7 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
 
     def run(parts: list[str]) -> tuple[Any, ...]:
         ids = iter(range(99))
-        parser: Any = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning=begins))
+        parser: Any = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning=begins))
         parser._new_id = lambda: f"id-{next(ids)}"
         return parsed(parser, parts), parser.reasoning_end, parser.has_reasoning, parser.has_calls
 
@@ -145,7 +145,7 @@ def test_spaces_alone_are_a_part_of_the_text() -> None:
 
 
 def test_parts_come_as_they_are_written() -> None:
-    parser = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning="outside"))
+    parser = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning="outside"))
     assert parser.push("<|channel|>analysis<|message|>I") == [Reasoning("I")]
     assert parser.push(" see.<|end|><|start|>assistant<|chan") == [Reasoning(" see.")]
     assert parser.push("nel|>commentary to=functions.clock <|constrain|>json<|mess") == []
@@ -158,7 +158,7 @@ def test_parts_come_as_they_are_written() -> None:
 
 def test_an_answer_that_is_cut_shows_no_header_and_keeps_its_text() -> None:
     def cut(text: str, begins: Begins = "outside") -> AnswerMessage:
-        parser = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning=begins))
+        parser = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning=begins))
         return AnswerMessage.of(parsed(parser, [text], is_cut=True))
 
     for header in ("<|chan", " to=func", "<|channel|>comm", call("clock", "", end="")):
@@ -181,17 +181,17 @@ def test_only_what_is_wanted_is_given() -> None:
     found = read(text, only_one=True, include_reasoning=False)
     assert found.reasoning is None
     assert [each.arguments for each in found.tool_calls] == ["{}"]
-    events = parsed(answer_parser(SYNTAX, AnswerReading((), reasoning="outside")), [text])
+    events = parsed(answer_parser(SYNTAX, AnswerParsing((), reasoning="outside")), [text])
     assert events == [Reasoning("So."), ContentText('{}\n{"a": 1}')]
 
 
 def test_where_reasoning_ends() -> None:
-    parser = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning="outside"))
+    parser = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning="outside"))
     parser.push(THINKS)
     assert (parser.may_reason, parser.has_reasoning, parser.reasoning_end) == (True, True, None)
     parser.push(f"{FINAL}Yes.")
     assert (parser.may_reason, parser.reasoning_end) == (False, THINKS.index("<|start|>"))
-    parser = answer_parser(SYNTAX, AnswerReading(NAMES, reasoning="outside"))
+    parser = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning="outside"))
     parser.push(f"{FINAL}Yes.")
     assert (parser.has_reasoning, parser.reasoning_end) == (False, None)
 
@@ -201,7 +201,7 @@ def test_where_reasoning_ends() -> None:
 )
 def test_long_answers_take_time_in_proportion(unit: str) -> None:
     def run(size: int) -> None:
-        parser, text = answer_parser(SYNTAX, AnswerReading(NAMES)), unit * (size // len(unit))
+        parser, text = answer_parser(SYNTAX, AnswerParsing(NAMES)), unit * (size // len(unit))
         parsed(parser, [text[at : at + 4] for at in range(0, len(text), 4)])
 
     assert grows_in_proportion(run, 200_000)

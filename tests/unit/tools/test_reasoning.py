@@ -13,7 +13,7 @@ from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import (
     AnswerMessage,
-    AnswerReading,
+    AnswerParsing,
     answer_parser,
     count_reasoning,
     read_answer,
@@ -33,7 +33,7 @@ FRAGMENTS = st.sampled_from(
 
 
 def message(text: str, begins: Begins = "outside", **reading: object) -> AnswerMessage:
-    return read_answer(SYNTAX, AnswerReading(("clock",), reasoning=begins, **reading), text)
+    return read_answer(SYNTAX, AnswerParsing(("clock",), reasoning=begins, **reading), text)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_parts_of_an_answer(
 def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: list[str]) -> None:
     text = "".join(fragments)
     begins: Begins = data.draw(st.sampled_from(["outside", "inside"]))
-    reading = AnswerReading(("clock",), reasoning=begins)
+    reading = AnswerParsing(("clock",), reasoning=begins)
 
     def read(parts: list[str]) -> tuple[Any, int | None]:
         parser = answer_parser(SYNTAX, reading)
@@ -83,7 +83,7 @@ def test_any_cut_gives_the_same_as_the_whole(data: st.DataObject, fragments: lis
 )
 def test_text_held_back_is_not_read_again(begins: Begins, more: str) -> None:
     def read(pushes: int) -> None:
-        parser = answer_parser(SYNTAX, AnswerReading(reasoning=begins))
+        parser = answer_parser(SYNTAX, AnswerParsing(reasoning=begins))
         text = "Hm." + more * pushes + "So." if begins == "inside" else more * pushes + "So."
         events = parsed(parser, [text[at : at + 4] for at in range(0, len(text), 4)])
         assert events == [ReasoningText(text) if begins == "inside" else ContentText(text)]
@@ -105,7 +105,7 @@ def test_reasoning_may_be_left_out() -> None:
 
 
 def test_without_a_close_tag_yet_nothing_of_it_is_given_out() -> None:
-    parser = answer_parser(SYNTAX, AnswerReading(reasoning="inside"))
+    parser = answer_parser(SYNTAX, AnswerParsing(reasoning="inside"))
     found = [parser.push(part) for part in ("Hm.\n", "</th", "ink", ">\n", "\nYes")]
     assert found == [[ReasoningText("Hm.")], [], [], [], [ContentText("Yes")]]
 
@@ -114,7 +114,7 @@ def test_without_a_close_tag_yet_nothing_of_it_is_given_out() -> None:
 def test_tokens_of_the_reasoning_are_counted(size: int) -> None:
     text, rest = "<think>\nThe café is 東京.\n</think>", "\n\nYes."
     ids = TOKENIZER.encode(text, False) + TOKENIZER.encode(rest, False)
-    parser = answer_parser(SYNTAX, AnswerReading(reasoning="outside"))
+    parser = answer_parser(SYNTAX, AnswerParsing(reasoning="outside"))
     events = [event for at in range(0, len(text + rest), size)
               for event in parser.push((text + rest)[at : at + size])]  # fmt: skip
     assert joined(events)[0] == ReasoningText("The café is 東京.")
@@ -165,7 +165,7 @@ def test_answers_between_tags_without_reasoning(
     begins: Begins, text: str, reasoning: str | None, content: str | None
 ) -> None:
     for size in (1, 3, 100):
-        parser = answer_parser(COHERE, AnswerReading(("clock",), reasoning=begins))
+        parser = answer_parser(COHERE, AnswerParsing(("clock",), reasoning=begins))
         parts = [text[at : at + size] for at in range(0, len(text), size)]
         found = AnswerMessage.of(parsed(parser, parts))
         assert (found.reasoning, found.content) == (reasoning, content)
@@ -174,7 +174,7 @@ def test_answers_between_tags_without_reasoning(
 def test_calls_after_a_plan() -> None:
     call = written(TOOL_FORMATS["cohere2"], [("clock", {"a": 1})])
     text = f"<|START_THINKING|>I look.<|END_THINKING|>{call}"
-    found = read_answer(COHERE, AnswerReading(("clock",), reasoning="outside"), text)
+    found = read_answer(COHERE, AnswerParsing(("clock",), reasoning="outside"), text)
     assert (found.reasoning, found.content) == ("I look.", None)
     assert [(each.name, each.arguments) for each in found.tool_calls] == [("clock", '{"a": 1}')]
 
@@ -205,7 +205,7 @@ def test_an_answer_may_be_between_tags(
     data: st.DataObject, text: str, reasoning: str | None, content: str
 ) -> None:
     for parts in ([text], data.draw(splits(text))):
-        reader = answer_parser(RESPONSES, AnswerReading(reasoning="outside"))
+        reader = answer_parser(RESPONSES, AnswerParsing(reasoning="outside"))
         found = AnswerMessage.of(parsed(reader, parts))
         assert (found.reasoning, found.content) == (reasoning, content)
 
@@ -228,5 +228,5 @@ def test_formats_are_recognised_by_the_template(template: str, name: str | None)
 def test_reasoning_between_phrases() -> None:
     syntax = ChatSyntax(TOOL_FORMATS["granite"], REASONING_FORMATS["granite"])
     text = "Here is my thought process: Hm.\n\nHere is my response:\n\nYes."
-    found = read_answer(syntax, AnswerReading(reasoning="outside"), text)
+    found = read_answer(syntax, AnswerParsing(reasoning="outside"), text)
     assert (found.reasoning, found.content) == (" Hm.", "Yes.")

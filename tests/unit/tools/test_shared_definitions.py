@@ -11,7 +11,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.tool_calls.definitions import Function, Tool, check_tools
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.grammar import CallsWanted
+from pagewire.shared.tool_calls.grammar import AllowedCalls
 from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
 from pagewire.shared.tool_calls.written_values import ANY_VALUE, ValueForm, parameter_forms
 from pagewire.tests.support.costly_schemas import SCHEMAS
@@ -191,7 +191,7 @@ def grammar_of(form: str, functions: tuple[Function, ...]) -> str:
     if form != "harmony":
         return Allowed(form, functions=functions).text
     return channels_grammar(
-        CallsWanted(functions=functions, must_call=True, only_one=True), "outside", {}
+        AllowedCalls(functions=functions, must_call=True, only_one=True), "outside", {}
     )
 
 

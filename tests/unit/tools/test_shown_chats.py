@@ -16,7 +16,7 @@ from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fitted
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS, recognise_tools
-from pagewire.shared.tool_calls.shown import fit_for, write_calls
+from pagewire.shared.tool_calls.template_fixes import fit_for, write_calls
 from pagewire.tests.support.tool_answers import CLOCK, TOOLS, WEATHER, calls_of, parsed, parser
 from pagewire.tests.support.tool_models import SPECIAL, make_model, template_source
 

@@ -17,7 +17,7 @@ from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.grammar import CallsWanted, any_arguments, tools_grammar
+from pagewire.shared.tool_calls.grammar import AllowedCalls, any_arguments, tools_grammar
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.tests.support.tool_answers import (
     NAMES,
@@ -83,7 +83,7 @@ class Allowed:
         lenient: bool = False,
     ) -> None:
         self.tokenizer, ids = VOCABULARIES[tokens]
-        wanted = CallsWanted(
+        wanted = AllowedCalls(
             functions=functions, must_call=must_call, only_one=only_one, lenient=lenient
         )
         thinks = REASONING_FORMATS[reasoning[0]] if reasoning[0] else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.shown import write_calls
+from pagewire.shared.tool_calls.template_fixes import write_calls
 from pagewire.shared.tool_calls.written_values import NULLS, parameter_forms
 from pagewire.tests.support.tool_answers import VALUES, calls_of, content_of, parsed, parser, splits
 

@@ -14,7 +14,7 @@ from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.grammar import CallsWanted, tools_grammar
+from pagewire.shared.tool_calls.grammar import AllowedCalls, tools_grammar
 from pagewire.shared.tool_calls.written_values import ValueForm, parameter_forms
 from pagewire.shared.tool_calls.xml_calls import MAX_TAG, XmlCall
 from pagewire.tests.support.growth import grows_in_proportion
@@ -159,7 +159,7 @@ def test_long_values_take_time_in_proportion(name: str) -> None:
 def allows(parameters: dict[str, Any], inner: str) -> bool:
     tokenizer, ids = VOCABULARIES["added"]
     functions = (Function("f", parameters={"type": "object", **parameters}),)
-    wanted = CallsWanted(functions=functions, must_call=True, only_one=True)
+    wanted = AllowedCalls(functions=functions, must_call=True, only_one=True)
     text = tools_grammar(TOOL_FORMATS[FORM], wanted, None, "outside", ids)
     limits = parser_limits(tokenizer.vocab_size)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)

@@ -27,6 +27,15 @@ from pagewire.services.router.http.api.openai.generation import (
 )
 from pagewire.services.router.http.api.openai.tokens import read_detokenize, read_tokenize
 from pagewire.services.router.http.api.responses.inputs import read_response, read_response_count
+from pagewire.services.router.http.body_processes.body_messages import (
+    TEMPLATE_CPU_S,
+    BodyJob,
+    BodyKind,
+    BodyRefusal,
+    BodyReply,
+    most_memory,
+    too_costly,
+)
 from pagewire.services.router.http.body_processes.child_serving import (
     added_memory,
     limit_cpu,
@@ -37,15 +46,6 @@ from pagewire.services.router.http.body_processes.framing import (
     receive_bytes,
     receive_message,
     send_message,
-)
-from pagewire.services.router.http.body_processes.protocol import (
-    TEMPLATE_CPU_S,
-    BodyKind,
-    Job,
-    Refusal,
-    Reply,
-    most_memory,
-    too_costly,
 )
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
@@ -92,21 +92,23 @@ def serve(connection: socket.socket) -> None:
         model = replace(model, before_template=partial(limit_cpu, TEMPLATE_CPU_S))
     model.tokenizer.encode("a")  # starts threads, whose memory is not a body's
     while True:
-        job = receive_message(connection, Job)
+        job = receive_message(connection, BodyJob)
         raw = receive_bytes(connection, job.num_bytes)
         try:
             with added_memory(most_memory(job.num_bytes)):
                 generation = read_body(job.kind, raw, model, job.max_model_len)
         except InvalidRequestError as exc:
-            send_message(connection, Reply(Refusal.of(exc), memory_bytes()))
+            send_message(connection, BodyReply(BodyRefusal.of(exc), memory_bytes()))
             continue
         except MemoryError:
-            send_message(connection, Reply(Refusal.of(too_costly(job.num_bytes)), memory_bytes()))
+            send_message(
+                connection, BodyReply(BodyRefusal.of(too_costly(job.num_bytes)), memory_bytes())
+            )
             return  # what it holds now is scattered: the next body would have less
         finally:
             limit_cpu(0)
         head = msgspec.structs.replace(generation, prompts=())
-        send_message(connection, Reply(head, memory_bytes(), len(generation.prompts)))
+        send_message(connection, BodyReply(head, memory_bytes(), len(generation.prompts)))
         for prompt in generation.prompts:
             send_message(connection, prompt)
 

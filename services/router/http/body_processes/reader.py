@@ -19,18 +19,18 @@ from functools import partial
 import msgspec
 
 from pagewire.services.router.http.api.openai.generation import GenerationInput, PromptInput
-from pagewire.services.router.http.body_processes.body_process import read_body
-from pagewire.services.router.http.body_processes.child_process import ChildPool, ChildProcess
-from pagewire.services.router.http.body_processes.framing import receive_message
-from pagewire.services.router.http.body_processes.protocol import (
+from pagewire.services.router.http.body_processes.body_messages import (
+    BodyJob,
     BodyKind,
-    Job,
-    Refusal,
-    Reply,
+    BodyRefusal,
+    BodyReply,
     too_costly,
     too_slow,
 )
-from pagewire.services.router.http.body_processes.turns import Turns
+from pagewire.services.router.http.body_processes.body_process import read_body
+from pagewire.services.router.http.body_processes.child_process import ChildPool, ChildProcess
+from pagewire.services.router.http.body_processes.framing import receive_message
+from pagewire.services.router.http.body_processes.owner_turns import Turns
 from pagewire.services.router.text.served_model import ServedModel, UnboundedHereError
 from pagewire.shared.base.errors import ChannelError, OverloadedError, RequestFailedError
 from pagewire.shared.settings.config import RouterSettings
@@ -144,7 +144,7 @@ class BodyReader:
                 raise RequestFailedError(problem) from exc
             was_idle = not process.is_new
             try:
-                reply, prompts = _read_there(process, Job(kind, max_model_len, len(raw)), raw)
+                reply, prompts = _read_there(process, BodyJob(kind, max_model_len, len(raw)), raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
                 ended_by = _ended_by(process, exc)
@@ -158,7 +158,7 @@ class BodyReader:
                 problem = f"the process that reads large bodies failed: {exc}"
                 raise RequestFailedError(problem) from exc
         self._pool.keep(process, reply.memory_bytes)
-        if isinstance(reply.result, Refusal):
+        if isinstance(reply.result, BodyRefusal):
             raise reply.result.error()
         return msgspec.structs.replace(reply.result, prompts=prompts)
 
@@ -169,8 +169,8 @@ class BodyReader:
 
 
 def _read_there(
-    process: ChildProcess, job: Job, raw: bytes | bytearray
-) -> tuple[Reply, tuple[PromptInput, ...]]:
+    process: ChildProcess, job: BodyJob, raw: bytes | bytearray
+) -> tuple[BodyReply, tuple[PromptInput, ...]]:
     """Return what a process answers, and the request's prompts.
 
     Raises:
@@ -180,7 +180,7 @@ def _read_there(
     """
     process.send(job)
     process.connection.sendall(raw)
-    reply = receive_message(process.connection, Reply)
+    reply = receive_message(process.connection, BodyReply)
     prompts = [receive_message(process.connection, PromptInput) for _ in range(reply.num_prompts)]
     return reply, tuple(prompts)
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from pagewire.services.router.http.api.openai.formats import Format
-from pagewire.shared.http.protocol import BoundedHttpProtocol
+from pagewire.shared.http.bounded_protocol import BoundedHttpProtocol
 from pagewire.shared.text.answer_text import TextDelta
 
 _EXTENSION = "pagewire.direct_writer"

@@ -6,10 +6,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Scope
 
-from pagewire.services.router.http.api.anthropic.errors import message_error
+from pagewire.services.router.http.api.anthropic.error_objects import message_error
 from pagewire.services.router.http.api.openai.formats import DONE, sse
+from pagewire.services.router.http.api_errors import ApiError
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import ApiError
 
 MESSAGES_PATH = "/v1/messages"
 MODELS_PATH = "/v1/models"

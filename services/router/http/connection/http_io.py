@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from pagewire.services.router.http import errors
+from pagewire.services.router.http import api_errors
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet
 from pagewire.services.router.http.api.openai.formats import Format
 from pagewire.services.router.http.connection.direct_writer import direct_writer
@@ -130,7 +130,7 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         problem = f"Content-Encoding {encoding[:50]} is not supported: send the body uncompressed"
-        raise errors.BodyEncodingError(problem)
+        raise api_errors.BodyEncodingError(problem)
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
         raise _too_large()
@@ -145,12 +145,12 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
                 memory.grow(owner, len(body), len(body) + len(chunk))
                 body += chunk
     except TimeoutError as exc:
-        raise errors.BodyTimeoutError(
+        raise api_errors.BodyTimeoutError(
             f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds, or nothing of it for "
             f"{BODY_SILENCE_S:g}"
         ) from exc
     except ClientDisconnect as exc:
-        raise errors.ClientGoneError("the client left while it sent its request") from exc
+        raise api_errors.ClientGoneError("the client left while it sent its request") from exc
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -164,7 +164,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise errors.ClientGoneError("the client left before it was answered")
+            raise api_errors.ClientGoneError("the client left before it was answered")
         return task.result()
     finally:
         task.cancel()
@@ -206,7 +206,7 @@ class EventStream(Response):
         """Send the stream, as ASGI has it."""
         try:
             await cancel_on_disconnect(receive, self._send_all(scope, send))
-        except errors.ClientGoneError:
+        except api_errors.ClientGoneError:
             record = record_of(scope)
             if record.error is None:  # else it left before it had that error
                 record.outcome = "cancelled"
@@ -230,12 +230,12 @@ class EventStream(Response):
                 async for index, delta in rest:
                     await self._send_chunk(send, self._form.stream_chunk(index, delta))
             await self._send_chunk(send, self._form.last(self._answers.usage), last=True)
-        except errors.ClientGoneError as exc:
+        except api_errors.ClientGoneError as exc:
             record_of(scope).fail(exc, "cancelled")
             return  # without the end of the body: the server closes the connection
         except PagewireError as exc:
-            error, record = errors.describe(exc), record_of(scope)
-            record.fail(exc, "failed" if error.status >= errors.SERVER_ERROR else "refused")
+            error, record = api_errors.describe(exc), record_of(scope)
+            record.fail(exc, "failed" if error.status >= api_errors.SERVER_ERROR else "refused")
             await self._send_chunk(send, end_with_error(error, scope), last=True)
 
     async def _send_chunk(self, send: Send, chunk: bytes, last: bool = False) -> None:
@@ -254,7 +254,7 @@ async def send_part(send: Send, part: bytes, timeout_s: float, *, last: bool = F
         async with asyncio.timeout(timeout_s):
             await send(message)
     except TimeoutError as exc:
-        raise errors.ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
+        raise api_errors.ClientGoneError(f"the client took nothing for {timeout_s:g} s") from exc
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -263,5 +263,5 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def _too_large() -> errors.BodyTooLargeError:
-    return errors.BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")
+def _too_large() -> api_errors.BodyTooLargeError:
+    return api_errors.BodyTooLargeError(f"the body has more than {MAX_BODY_BYTES} bytes")

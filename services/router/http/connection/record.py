@@ -10,7 +10,7 @@ from typing import Any, Literal
 from starlette.types import Scope
 
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet, EmbeddingAnswers
-from pagewire.services.router.http.errors import CLIENT_CLOSED_REQUEST, SERVER_ERROR
+from pagewire.services.router.http.api_errors import CLIENT_CLOSED_REQUEST, SERVER_ERROR
 from pagewire.shared.base.tracing import Attributes, TracedSpan, Tracing
 from pagewire.shared.http.request_id import request_id_of
 

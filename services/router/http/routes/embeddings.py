@@ -18,9 +18,9 @@ from pagewire.services.router.http.api.openai.answer_set import EmbeddingAnswers
 from pagewire.services.router.http.api.openai.embeddings import EmbeddingBody
 from pagewire.services.router.http.api.openai.generation import EmbeddingForm
 from pagewire.services.router.http.api.openai.objects import Embedding, Embeddings, InputUsage
+from pagewire.services.router.http.api_errors import ClientGoneError
 from pagewire.services.router.http.connection.http_io import cancel_on_disconnect, send_part
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import ClientGoneError
 from pagewire.services.router.http.operation import OPENAI, described
 from pagewire.services.router.http.routes.generation import counted, read_request, service_of
 from pagewire.shared.base.errors import RequestFailedError

@@ -28,7 +28,8 @@ from pagewire.services.router.http.api.openai.schemas import (
     CompletionBody,
 )
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
-from pagewire.services.router.http.body_processes.protocol import BodyKind
+from pagewire.services.router.http.api_errors import ContextLengthError, describe, outcome_of
+from pagewire.services.router.http.body_processes.body_messages import BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.connection.error_forms import MODELS_PATH, is_anthropics
 from pagewire.services.router.http.connection.http_io import (
@@ -37,7 +38,6 @@ from pagewire.services.router.http.connection.http_io import (
     received_body,
 )
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import ContextLengthError, describe, outcome_of
 from pagewire.services.router.http.operation import HELLO, OPENAI, SERVER, described
 from pagewire.services.router.http.unsupported import REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from pagewire.services.router.metrics.requests import Outcome
@@ -145,7 +145,7 @@ async def generate(
     return await counted(request, generated())
 
 
-class Keeper(Protocol):
+class ResponseKeeper(Protocol):
     """Stores an answer before its client learns that it is complete."""
 
     async def keep(self, usage: Usage) -> bytes:
@@ -187,7 +187,10 @@ def session_in_head(request: Request) -> str | None:
 
 
 async def answer(
-    request: Request, generation: GenerationInput, form: Format, keeper: Keeper | None = None
+    request: Request,
+    generation: GenerationInput,
+    form: Format,
+    keeper: ResponseKeeper | None = None,
 ) -> Response:
     """Return the response to a request with what the model generates.
 

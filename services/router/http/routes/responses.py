@@ -18,9 +18,9 @@ from pagewire.services.router.http.api.responses.format import ResponseFormat
 from pagewire.services.router.http.api.responses.input_items import ItemsQuery, page_of_input
 from pagewire.services.router.http.api.responses.inputs import with_history
 from pagewire.services.router.http.api.responses.store import StoredResponse
-from pagewire.services.router.http.body_processes.protocol import BodyKind
+from pagewire.services.router.http.api_errors import SERVER_ERROR, describe
+from pagewire.services.router.http.body_processes.body_messages import BodyKind
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import SERVER_ERROR, describe
 from pagewire.services.router.http.operation import RESPONSES, described
 from pagewire.services.router.http.query_fields import read_query
 from pagewire.services.router.http.routes.generation import (
@@ -141,7 +141,7 @@ async def _stored(request: Request, response_id: str) -> StoredResponse:
 
 
 class _Keeper:
-    """Stores a response in the cluster's store, see `Keeper`."""
+    """Stores a response in the cluster's store, see `ResponseKeeper`."""
 
     def __init__(self, request: Request, form: ResponseFormat) -> None:
         self._store, self._form = service_of(request).responses, form

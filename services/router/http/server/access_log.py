@@ -8,7 +8,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagewire.services.router.dashboard.recent import is_shown
+from pagewire.services.router.dashboard.recent_requests import is_shown
 from pagewire.services.router.http.connection.record import RECORD, RequestRecord
 from pagewire.services.router.service import RouterService
 from pagewire.shared.base.logs import current_request

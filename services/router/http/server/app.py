@@ -21,10 +21,10 @@ from starlette.types import ASGIApp
 from pagewire.services.router.http.openapi.document import ROUTERS as PUBLIC_ROUTERS
 from pagewire.services.router.http.openapi.pages import docs_router
 from pagewire.services.router.http.server.access_log import AccessLog
-from pagewire.services.router.http.server.cut import CutRequests
+from pagewire.services.router.http.server.drain_cutoff import CutRequests
 from pagewire.services.router.http.server.error_answer import error_answer
 from pagewire.services.router.http.server.key_check import KeyCheck
-from pagewire.services.router.http.server.unread import UnreadResponses
+from pagewire.services.router.http.server.unread_responses import UnreadResponses
 from pagewire.services.router.service import RouterService
 from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules

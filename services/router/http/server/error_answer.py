@@ -5,9 +5,9 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import Scope
 
+from pagewire.services.router.http.api_errors import describe
 from pagewire.services.router.http.connection.error_forms import error_response
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import describe
 from pagewire.services.router.service import RouterService
 from pagewire.shared.base.errors import OverloadedError
 

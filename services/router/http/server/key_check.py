@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagewire.services.router.http.api_errors import InvalidKeyError
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import InvalidKeyError
 from pagewire.services.router.http.openapi.pages import DOCS_PATHS
 from pagewire.services.router.http.server.error_answer import error_answer
 from pagewire.services.router.service import RouterService

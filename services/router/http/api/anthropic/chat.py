@@ -81,17 +81,17 @@ def _system(body: schemas.CountBody) -> str:
 
 def _placed(index: int, message: schemas.Message) -> _Placed:
     """Return the place of a message's content, and its blocks with theirs."""
-    place = f"messages[{index}].content"
+    path = f"messages[{index}].content"
     if isinstance(message.content, str):
-        return place, [(place, schemas.TextBlock(message.content))]
-    return place, [(f"{place}[{at}]", block) for at, block in enumerate(message.content)]
+        return path, [(path, schemas.TextBlock(message.content))]
+    return path, [(f"{path}[{at}]", block) for at, block in enumerate(message.content)]
 
 
 def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list[ChatMessage]:
     """Return the results of tools, and then what the user or the system says."""
     found: list[ChatMessage] = []
     texts = []
-    for place, blocks in turn:
+    for path, blocks in turn:
         text, num_results = "", 0
         for where, block in blocks:
             match block:
@@ -106,7 +106,7 @@ def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list
                 case _:
                     raise _refused(where, block, role)
         if not text and not num_results:
-            raise InvalidRequestError(f"{place} must have text that is not empty", place)
+            raise InvalidRequestError(f"{path} must have text that is not empty", path)
         texts.append(text)
     if text := _joined(texts):
         found.append(ChatMessage(role=role, content=text))
@@ -117,20 +117,20 @@ def _joined(texts: Iterable[str]) -> str:
     return _SEPARATOR.join(text for text in texts if text)
 
 
-def _result(place: str, result: schemas.ToolResultBlock) -> str:
+def _result(path: str, result: schemas.ToolResultBlock) -> str:
     if isinstance(result.content, str):
         return result.content
     texts = []
     for index, block in enumerate(result.content or ()):
         if not isinstance(block, schemas.TextBlock):
-            raise _refused(f"{place}[{index}]", block, "user")
+            raise _refused(f"{path}[{index}]", block, "user")
         texts.append(block.text)
     return "".join(texts)
 
 
 def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
     texts, thoughts, calls = [], [], []
-    for place, blocks in turn:
+    for path, blocks in turn:
         text = ""
         for where, block in blocks:
             match block:
@@ -146,8 +146,8 @@ def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
                     raise _refused(where, block, "assistant")
         texts.append(text)
         if len(calls) > MAX_CALLS:
-            problem = f"{place} must have at most {MAX_CALLS} tool_use blocks"
-            raise InvalidRequestError(problem, place)
+            problem = f"{path} must have at most {MAX_CALLS} tool_use blocks"
+            raise InvalidRequestError(problem, path)
     return ChatMessage(
         role="assistant",
         content=_joined(texts),
@@ -157,10 +157,10 @@ def _of_assistant(turn: Sequence[_Placed]) -> ChatMessage:
 
 
 def _refused(
-    place: str, block: schemas.Block | schemas.ResultBlock, role: str
+    path: str, block: schemas.Block | schemas.ResultBlock, role: str
 ) -> InvalidRequestError:
     kind = str(type(block).__struct_config__.tag)
     if kind in MEDIA:
-        return InvalidRequestError(media_problem(place, kind), place)
+        return InvalidRequestError(media_problem(path, kind), path)
     problem = f"is not allowed in messages with the role {role}"
-    return InvalidRequestError(f"{place}: a block of type {kind} {problem}", place)
+    return InvalidRequestError(f"{path}: a block of type {kind} {problem}", path)

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagewire.services.router.http.api.anthropic import schemas
 from pagewire.services.router.http.api.anthropic.chat import longest_ttl, messages_of
-from pagewire.services.router.http.api.anthropic.errors import THREAD_UNSUPPORTED
+from pagewire.services.router.http.api.anthropic.error_objects import THREAD_UNSUPPORTED
 from pagewire.services.router.http.api.openai.answer_form import JsonSchemaFormat, NamedSchema
 from pagewire.services.router.http.api.openai.chats import Chat, chat_body, template_options
 from pagewire.services.router.http.api.openai.generation import (

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
+from pagewire.services.router.dispatch.answer_times import MeasureOptions
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
 from pagewire.services.router.dispatch.embeddings import EmbeddingSet
 from pagewire.services.router.dispatch.sender import Sender
-from pagewire.services.router.dispatch.times import Watch
 from pagewire.services.router.http.api.openai.backlog import Backlog
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api.openai.timings import RequestTimings, timings_field
@@ -111,8 +111,8 @@ class AnswerSet:
         requests = (
             (prompt.token_ids, sender.sign(prompt.spec), request.n) for prompt in request.prompts
         )
-        watch = Watch(request.timings, bool(request.rules.stops), trace)
-        self._sources = dispatcher.open(requests, sender.session_number, watch)
+        measures = MeasureOptions(request.timings, bool(request.rules.stops), trace)
+        self._sources = dispatcher.open(requests, sender.session_number, measures)
         self._answers = [
             AnswerStream(_assembler(model, request, prompt.token_ids), request.generates)
             for prompt in request.prompts
@@ -256,7 +256,7 @@ def _assembler(
 ) -> TextAssembler:
     parts: AnswerParts | None = None
     if request.rules.stops:
-        parts = answer_parts(model.syntax, request.reading)
+        parts = answer_parts(model.syntax, request.parsing)
     return TextAssembler(model.tokenizer, prompt_ids, request.rules, parts)
 
 

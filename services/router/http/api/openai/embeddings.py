@@ -14,7 +14,7 @@ from pagewire.services.router.http.api.openai.generation import (
 from pagewire.services.router.http.api.openai.prompts import prompt_ids, split_prompts
 from pagewire.services.router.http.api.openai.schemas import AtLeastOne, Label, Prompt
 from pagewire.services.router.http.api.openai.tokens import PlainBody
-from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError

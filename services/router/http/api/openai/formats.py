@@ -198,7 +198,7 @@ class ChatFormat(_OpenAIFormat):
     def __init__(self, model: ServedModel, request: GenerationInput) -> None:
         super().__init__(model, request, objects.ChatChunk, "chatcmpl-", b'"content":""')
         self._answers = [ParsedAnswer(model, request) for _ in range(request.n)]
-        self._has_parts = request.reading is not None
+        self._has_parts = request.parsing is not None
         self._first_ids = self._token_ids(request.prompts[0].token_ids)
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
@@ -286,8 +286,8 @@ class ChatFormat(_OpenAIFormat):
 
         As OpenAI has it, the call of a function that the request names ends as a text does.
         """
-        reading = self._request.reading
-        if delta.finish_reason != "stop" or reading is None or reading.is_named:
+        parsing = self._request.parsing
+        if delta.finish_reason != "stop" or parsing is None or parsing.is_named:
             return delta.finish_reason
         return "tool_calls" if self._answers[index].has_calls else "stop"
 

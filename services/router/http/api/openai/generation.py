@@ -22,7 +22,7 @@ from pagewire.services.router.http.api.openai.schemas import (
     parse_body,
     sampling_of,
 )
-from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.control.protocol import PoolingMode
@@ -32,14 +32,14 @@ from pagewire.shared.request.sampling_types import RetainSeconds
 from pagewire.shared.text.answer_text import TextRules
 from pagewire.shared.text.chat_template import ChatOptions
 from pagewire.shared.text.detokenizer import make_detokenizer
-from pagewire.shared.tool_calls.answer import AnswerReading
-from pagewire.shared.tool_calls.asking import answer_reading, tool_grammars
+from pagewire.shared.tool_calls.answer import AnswerParsing
 from pagewire.shared.tool_calls.definitions import check_tools
 from pagewire.shared.tool_calls.form_grammar import (
     form_or_calls,
-    reading_of_form,
+    parsing_of_form,
     reasoning_before,
 )
+from pagewire.shared.tool_calls.tool_request import answer_parsing, tool_grammars
 
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
@@ -118,7 +118,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         generates: whether answers have tokens; otherwise nothing but the prompt is echoed.
         prompt_logprobs: the response has a field of this name.
         unknown_fields: how many the body had.
-        reading: how calls and reasoning are found in the answers; None: they are only content.
+        parsing: how calls and reasoning are found in the answers; None: they are only content.
         form_field: the body's field that asks for a form; the prompts' specs have its grammar.
         timings: the response says where the time went.
         other_grammars: to be used in this order if that grammar is refused; None: any answer.
@@ -142,7 +142,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
     running_usage: bool = False
     names_by_id: bool = False
     service_tier: bool = False
-    reading: AnswerReading | None = None
+    parsing: AnswerParsing | None = None
     form_field: str | None = None
     other_grammars: tuple[str | None, ...] = ()
     timings: bool = False
@@ -271,22 +271,22 @@ def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
     max_tokens = limit or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
     continued = (body.messages[-1].text or "") if body.continue_final_message else None
-    reading = answer_reading(
+    parsing = answer_parsing(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
     found = _input(body, [prompt], chat.unknown_fields, model)
-    begins = reasoning_before(model.syntax, model.tokenizer, ids, reading, continued)
+    begins = reasoning_before(model.syntax, model.tokenizer, ids, parsing, continued)
     if found.form_field is not None and not (wanted is not None and wanted.must_call):
         text = found.prompts[0].spec.grammar or ""
         forms = form_or_calls(text, model.syntax, wanted, begins)
-        reading = reading and reading_of_form(reading, text, model.syntax)
+        parsing = parsing and parsing_of_form(parsing, text, model.syntax)
         found = found.with_grammars(forms, found.form_field)
-    elif wanted is not None and reading is not None:
-        grammars = tool_grammars(model.syntax, wanted, reading, may_reason=begins is not None)
+    elif wanted is not None and parsing is not None:
+        grammars = tool_grammars(model.syntax, wanted, parsing, may_reason=begins is not None)
         found = found.with_grammars(grammars, "tools")
-    if reading is not None:
-        rules = msgspec.structs.replace(found.rules, visible_tokens=reading.visible_tokens)
-        found = msgspec.structs.replace(found, reading=reading, rules=rules)
+    if parsing is not None:
+        rules = msgspec.structs.replace(found.rules, visible_tokens=parsing.visible_tokens)
+        found = msgspec.structs.replace(found, parsing=parsing, rules=rules)
     return found
 
 

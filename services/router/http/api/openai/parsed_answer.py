@@ -17,17 +17,17 @@ class ParsedAnswer:
 
     Args:
         model: the model.
-        request: the request; without a `reading`, the whole text is content.
+        request: the request; without a `parsing`, the whole text is content.
     """
 
     def __init__(self, model: ServedModel, request: GenerationInput) -> None:
-        reading = request.reading
-        self._parser = None if reading is None else answer_parser(model.syntax, reading)
+        parsing = request.parsing
+        self._parser = None if parsing is None else answer_parser(model.syntax, parsing)
         self._detokenizer = None
-        if reading is not None and reading.reasoning is not None:
+        if parsing is not None and parsing.reasoning is not None:
             ids, skip_special = request.prompts[0].token_ids, request.rules.skip_special
             self._detokenizer = make_detokenizer(
-                model.tokenizer, ids, skip_special, reading.visible_tokens
+                model.tokenizer, ids, skip_special, parsing.visible_tokens
             )
         self._token_ids: list[int] = []  # up to the end of the reasoning
         self._counted: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 from pagewire.services.router.http.api.openai.schemas import PROMPT_RULE
-from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 

@@ -20,7 +20,7 @@ from pagewire.shared.base.field_rules import of_chars, of_items, of_numbers
 from pagewire.shared.control.protocol import MAX_FORKS
 from pagewire.shared.request.sampling import SamplingFields, SamplingParams
 from pagewire.shared.request.sampling_types import NumTop
-from pagewire.shared.text.chat_messages import ROLES, Part, SaidMessage
+from pagewire.shared.text.chat_messages import ROLES, MessageFields, Part
 from pagewire.shared.text.chat_template import TemplateText, TemplateVariables
 from pagewire.shared.tool_calls.definitions import ToolChoice, Tools
 
@@ -154,7 +154,7 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     logprobs: NumTop | None = None
 
 
-class ChatMessage(SaidMessage, frozen=True, kw_only=True):
+class ChatMessage(MessageFields, frozen=True, kw_only=True):
     """A message of a chat: who wrote it, and its text."""
 
     role: ROLES

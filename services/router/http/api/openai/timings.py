@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from pagewire.services.router.dispatch.times import AnswerTimes
+from pagewire.services.router.dispatch.answer_times import AnswerTimes
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.control.protocol import Timings
 

@@ -17,7 +17,7 @@ from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.http.api.responses import objects
 from pagewire.services.router.http.api.responses.items import OutputItems
 from pagewire.services.router.http.api.responses.logprobs import PendingLogprobs
-from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
+from pagewire.services.router.http.api_errors import SERVER_ERROR, ApiError
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import RequestFailedError
 from pagewire.shared.text.answer_text import TextDelta

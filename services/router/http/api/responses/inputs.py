@@ -21,7 +21,7 @@ from pagewire.services.router.http.api.openai.generation import (
 )
 from pagewire.services.router.http.api.openai.schemas import MAX_MESSAGES, ChatMessage
 from pagewire.services.router.http.api.responses import bodies
-from pagewire.services.router.http.api.responses.messages import Messages
+from pagewire.services.router.http.api.responses.messages import ChatBuilder
 from pagewire.services.router.http.api.responses.objects import EchoedFields, EchoedReasoning
 from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.services.router.text.served_model import ServedModel
@@ -91,8 +91,8 @@ def _parts(framed: bytes | bytearray) -> tuple[bytes, bytes | bytearray]:
     return bytes(framed[LENGTH_BYTES:end]), framed[end:]
 
 
-def _messages(body: bodies.ResponseBody, history: bytes) -> Messages:
-    messages = Messages()
+def _messages(body: bodies.ResponseBody, history: bytes) -> ChatBuilder:
+    messages = ChatBuilder()
     if body.instructions:
         messages.say("developer", body.instructions, "instructions")
     if history:
@@ -137,7 +137,7 @@ def _chat(
         response_format=form,
     )
     options = chats.template_options(chat, written and [_written_tool(tool) for tool in written])
-    return chats.Chat(chat, options, unknown_fields, partial(_client_field, places=messages.places))
+    return chats.Chat(chat, options, unknown_fields, partial(_client_field, paths=messages.paths))
 
 
 def _chat_choice(choice: bodies.ToolChoice) -> Any:
@@ -217,18 +217,18 @@ def _echo(
     return msgspec.json.encode(echoed)
 
 
-def _client_field(field: str, places: list[str]) -> str:
+def _client_field(field: str, paths: list[str]) -> str:
     """Return the name that a field of a chat has in the client's body.
 
     Args:
         field: its path in the chat.
-        places: of each message the client's field.
+        paths: of each message the client's field.
     """
     if field.startswith("messages["):
         index, _, rest = field.removeprefix("messages[").partition("]")
-        place = places[int(index)]
-        own = place.rpartition(".")[0] or place
-        return place if rest == ".content" else f"{own}{rest}"
+        path = paths[int(index)]
+        own = path.rpartition(".")[0] or path
+        return path if rest == ".content" else f"{own}{rest}"
     if field.startswith("tools["):
         return field.replace("].function.", "].", 1).removesuffix(".function")
     for name, ours in _RENAMED.items():

@@ -8,27 +8,27 @@ from typing import Any
 from pagewire.services.router.http.api.responses.bodies import Item, Part
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import MAX_CALLS, CalledFunction, CalledTool
-from pagewire.shared.text.tool_arguments import said_arguments
+from pagewire.shared.text.tool_arguments import parsed_arguments
 
 
-class Messages:
+class ChatBuilder:
     """The messages of a chat, made item by item.
 
     Reasoning, text and calls that follow each other are one message of the assistant's.
 
     Attributes:
         chat: the fields of each.
-        places: of each message the field of the body that its content is from.
+        paths: of each message the field of the body that its content is from.
     """
 
     def __init__(self) -> None:
         self.chat: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.paths: list[str] = []
         self._open: dict[str, Any] | None = None  # the assistant's last message
 
-    def say(self, role: str, content: str, place: str) -> None:
+    def say(self, role: str, content: str, path: str) -> None:
         """Add a message with a role's text to the chat."""
-        self._append({"role": role, "content": content}, place)
+        self._append({"role": role, "content": content}, path)
         self._open = None
 
     def add(self, items: Sequence[Item], prefix: str) -> None:
@@ -42,77 +42,77 @@ class Messages:
             InvalidRequestError: an item lacks what its type needs; names the field.
         """
         for index, item in enumerate(items):
-            place = f"{prefix}[{index}]"
+            path = f"{prefix}[{index}]"
             match item.type:
                 case "message":
-                    self._add_message(item, place)
+                    self._add_message(item, path)
                 case "reasoning":
-                    self._add_reasoning(item, place)
+                    self._add_reasoning(item, path)
                 case "function_call":
-                    self._add_call(item, place)
+                    self._add_call(item, path)
                 case "function_call_output":
-                    self._add_output(item, place)
+                    self._add_output(item, path)
 
-    def _add_message(self, item: Item, place: str) -> None:
-        role = _needed(item.role, place, "role")
-        text = _text(_needed(item.content, place, "content"), f"{place}.content")
+    def _add_message(self, item: Item, path: str) -> None:
+        role = _needed(item.role, path, "role")
+        text = _text(_needed(item.content, path, "content"), f"{path}.content")
         if role != "assistant":
-            return self.say(role, text, f"{place}.content")
+            return self.say(role, text, f"{path}.content")
         message = self._open
         if message is None or message.keys() & {"content", "tool_calls"}:
-            message = self._begin(f"{place}.content")
+            message = self._begin(f"{path}.content")
         message["content"] = text
 
-    def _add_reasoning(self, item: Item, place: str) -> None:
-        text = _text(item.content or item.summary or "", f"{place}.content")
+    def _add_reasoning(self, item: Item, path: str) -> None:
+        text = _text(item.content or item.summary or "", f"{path}.content")
         if not text:
             return
         message = self._open
         if message is None or message.keys() & {"content", "tool_calls"}:
-            message = self._begin(f"{place}.content")
+            message = self._begin(f"{path}.content")
         message["reasoning"] = message.get("reasoning", "") + text
 
-    def _add_call(self, item: Item, place: str) -> None:
-        name = _needed(item.name, place, "name")
-        call_id = _needed(item.call_id, place, "call_id")
-        field = f"{place}.arguments"
-        arguments = said_arguments(item.arguments, field)
+    def _add_call(self, item: Item, path: str) -> None:
+        name = _needed(item.name, path, "name")
+        call_id = _needed(item.call_id, path, "call_id")
+        field = f"{path}.arguments"
+        arguments = parsed_arguments(item.arguments, field)
         message = self._open
         if message is None:
             message = self._begin(field)
         calls = message.setdefault("tool_calls", [])
         calls.append(CalledTool(CalledFunction(name, arguments), call_id))
         if len(calls) > MAX_CALLS:
-            problem = f"{place} must not be the next of more than {MAX_CALLS} calls of one message"
-            raise InvalidRequestError(problem, place)
+            problem = f"{path} must not be the next of more than {MAX_CALLS} calls of one message"
+            raise InvalidRequestError(problem, path)
 
-    def _add_output(self, item: Item, place: str) -> None:
-        call_id = _needed(item.call_id, place, "call_id")
-        output = _text(_needed(item.output, place, "output"), f"{place}.output")
-        self.say("tool", output, f"{place}.output")
+    def _add_output(self, item: Item, path: str) -> None:
+        call_id = _needed(item.call_id, path, "call_id")
+        output = _text(_needed(item.output, path, "output"), f"{path}.output")
+        self.say("tool", output, f"{path}.output")
         self.chat[-1]["tool_call_id"] = call_id
 
-    def _begin(self, place: str) -> dict[str, Any]:
+    def _begin(self, path: str) -> dict[str, Any]:
         self._open = {"role": "assistant"}
-        self._append(self._open, place)
+        self._append(self._open, path)
         return self._open
 
-    def _append(self, message: dict[str, Any], place: str) -> None:
+    def _append(self, message: dict[str, Any], path: str) -> None:
         self.chat.append(message)
-        self.places.append(place)
+        self.paths.append(path)
 
 
-def _needed(value: Any, place: str, field: str) -> Any:
+def _needed(value: Any, path: str, field: str) -> Any:
     if value is None:
-        raise InvalidRequestError(f"{place}.{field} is required", f"{place}.{field}")
+        raise InvalidRequestError(f"{path}.{field} is required", f"{path}.{field}")
     return value
 
 
-def _text(texts: str | list[Part], place: str) -> str:
+def _text(texts: str | list[Part], path: str) -> str:
     if isinstance(texts, str):
         return texts
     found = [part.refusal if part.type == "refusal" else part.text for part in texts]
     if None in found:
-        where = f"{place}[{found.index(None)}]"
+        where = f"{path}[{found.index(None)}]"
         raise InvalidRequestError(f"{where}.text is required", f"{where}.text")
     return "".join(text for text in found if text is not None)

@@ -30,7 +30,7 @@ from redis.asyncio import Redis
 
 from pagewire.services.router.http.api.responses.inputs import MAX_STORED_BYTES
 from pagewire.services.router.http.api.responses.store_scripts import GET, PUT, REMOVE
-from pagewire.services.router.http.errors import ResponseNotFoundError, StoreUnavailableError
+from pagewire.services.router.http.api_errors import ResponseNotFoundError, StoreUnavailableError
 from pagewire.shared.base.errors import UNDECODABLE, RedisUnavailableError, SealError
 from pagewire.shared.cluster.record_seal import RecordSeal
 from pagewire.shared.cluster.redis_client import cluster_tag, redis_call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from pagewire.services.router.http.api.anthropic import objects
-from pagewire.services.router.http.errors import SERVER_ERROR, ApiError
+from pagewire.services.router.http.api_errors import SERVER_ERROR, ApiError
 
 # Anthropic's name of the error by which clients learn that they must send whole conversations.
 THREAD_UNSUPPORTED: Final = "thread_unsupported_request"

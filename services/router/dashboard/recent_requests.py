@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pagewire.shared.control.protocol import Timings
-from pagewire.shared.metrics.live import MAX_REQUESTS, MAX_WORKERS_SHOWN, Part, RecentRequest
+from pagewire.shared.metrics.live import MAX_REQUESTS, MAX_WORKERS_SHOWN, RecentRequest, TimePart
 
 ANSWER_PATHS = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
@@ -81,7 +81,7 @@ class RecentRequests:
         )
 
 
-def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -> list[Part]:
+def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -> list[TimePart]:
     """Return the parts of a request's time, in order. They add up to its duration.
 
     "first token" is the time to the first token minus what the workers measured: the router's own
@@ -94,7 +94,7 @@ def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -
         timings: what its workers measured; None if that is not known.
     """
     if ttft_s is None:
-        return [Part("no token", duration_s)]
+        return [TimePart("no token", duration_s)]
     reported = timings or Timings()
     before, after = min(ttft_s, duration_s), max(0.0, duration_s - ttft_s)
     measured = [("queued", reported.wait_s + reported.queue_s), ("prefill", reported.prefill_s)]
@@ -104,10 +104,10 @@ def parts_of(duration_s: float, ttft_s: float | None, timings: Timings | None) -
     ]
 
 
-def _filled(total: float, measured: list[tuple[str, float]], rest: str) -> Iterator[Part]:
+def _filled(total: float, measured: list[tuple[str, float]], rest: str) -> Iterator[TimePart]:
     """Yield the parts that took time, then what remains of the total."""
     for name, seconds in measured:
         if (taken := min(seconds, total)) > 0:
-            yield Part(name, taken)
+            yield TimePart(name, taken)
             total -= taken
-    yield Part(rest, total)
+    yield TimePart(rest, total)

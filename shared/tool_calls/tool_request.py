@@ -14,22 +14,22 @@ from msgspec.structs import replace
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerReading
-from pagewire.shared.tool_calls.grammar import CallsWanted, any_arguments
+from pagewire.shared.tool_calls.answer import AnswerParsing
+from pagewire.shared.tool_calls.grammar import AllowedCalls, any_arguments
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.shared.tool_calls.written_values import parameter_forms
 
 PROMPT_END_TOKENS = 16  # enough for the end of a template that opens the reasoning
 
 
-def answer_reading(
+def answer_parsing(
     syntax: ChatSyntax,
     tokenizer: Tokenizer,
     token_ids: list[int],
-    wanted: CallsWanted | None,
+    wanted: AllowedCalls | None,
     continued: str | None = None,
     include_reasoning: bool = True,
-) -> AnswerReading | None:
+) -> AnswerParsing | None:
     """Return how the answers are parsed; None if they have only content.
 
     Args:
@@ -51,7 +51,7 @@ def answer_reading(
     forms = {}
     if wanted is not None and syntax.tools is not None and syntax.tools.kind == "xml":
         forms = {each.name: parameter_forms(each) for each in wanted.functions}
-    return AnswerReading(
+    return AnswerParsing(
         names=() if wanted is None else tuple(each.name for each in wanted.functions),
         only_one=wanted is not None and wanted.only_one,
         must_call=wanted is not None and wanted.must_call,
@@ -64,7 +64,7 @@ def answer_reading(
 
 
 def tool_grammars(
-    syntax: ChatSyntax, wanted: CallsWanted, reading: AnswerReading, *, may_reason: bool
+    syntax: ChatSyntax, wanted: AllowedCalls, parsing: AnswerParsing, *, may_reason: bool
 ) -> tuple[str | None, ...]:
     """Return the grammars of answers with tools, the strictest first; None allows any answer.
 
@@ -75,7 +75,7 @@ def tool_grammars(
     Args:
         syntax: the model's syntax.
         wanted: the calls that the answers may have.
-        reading: how the answers are parsed.
+        parsing: how the answers are parsed.
         may_reason: whether reasoning may come first, see `reasoning_before`. If not, a required
             call begins at once.
 
@@ -85,7 +85,7 @@ def tool_grammars(
     """
     if wanted.must_call and not may_reason and not syntax.has_channels:
         syntax = ChatSyntax(syntax.tools, None, syntax.tokens)
-    begins = reading.reasoning or "outside"
+    begins = parsing.reasoning or "outside"
     grammars: list[str | None] = [*grammars_of(wanted, partial(syntax.grammar, begins=begins))]
     if not any(function.strict for function in wanted.functions):
         anything = replace(wanted, functions=any_arguments(wanted.functions))
@@ -101,7 +101,7 @@ def tool_grammars(
     return tuple(fitting)
 
 
-def grammars_of(wanted: CallsWanted, make: Callable[[CallsWanted], str]) -> list[str]:
+def grammars_of(wanted: AllowedCalls, make: Callable[[AllowedCalls], str]) -> list[str]:
     """Return the grammar of full schemas, then that of the parts that grammars can express.
 
     Args:

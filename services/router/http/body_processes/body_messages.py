@@ -1,8 +1,8 @@
 """The messages between a router and the processes that read its large bodies.
 
-The router sends the settings, then one `Job` after another, each followed by the body's bytes. The
-process answers each with a `Reply`, followed by one message for each prompt, so that the router
-never decodes several long ones at once.
+The router sends the settings, then one `BodyJob` after another, each followed by the body's bytes.
+The process answers each with a `BodyReply`, followed by one message for each prompt, so that the
+router never decodes several long ones at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from pagewire.services.router.http.api.openai.generation import GenerationInput
-from pagewire.services.router.http.errors import ContextLengthError
+from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
 # What a process may take to read a body, for each MiB of it, in addition to what it holds before:
@@ -42,7 +42,7 @@ _REFUSALS: dict[RefusalKind, type[InvalidRequestError]] = {
 }
 
 
-class Job(msgspec.Struct, frozen=True):
+class BodyJob(msgspec.Struct, frozen=True):
     """A body that is to be read.
 
     Attributes:
@@ -54,7 +54,7 @@ class Job(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class BodyRefusal(msgspec.Struct, frozen=True, tag=True):
     """What is wrong with a body."""
 
     kind: RefusalKind
@@ -63,7 +63,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     code: str | None
 
     @classmethod
-    def of(cls, error: InvalidRequestError) -> Refusal:
+    def of(cls, error: InvalidRequestError) -> BodyRefusal:
         """Return an error as a message."""
         (kind,) = [name for name, each in _REFUSALS.items() if type(error) is each]
         return cls(kind, error.message, error.param, error.code)
@@ -73,7 +73,7 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
         return _REFUSALS[self.kind](self.message, self.param, self.code)
 
 
-class Reply(msgspec.Struct, frozen=True):
+class BodyReply(msgspec.Struct, frozen=True):
     """What was read of a body.
 
     Attributes:
@@ -82,7 +82,7 @@ class Reply(msgspec.Struct, frozen=True):
         num_prompts: messages, each a `PromptInput`, that come after this one.
     """
 
-    result: GenerationInput | Refusal
+    result: GenerationInput | BodyRefusal
     memory_bytes: int
     num_prompts: int = 0
 

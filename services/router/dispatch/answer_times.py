@@ -12,7 +12,7 @@ import msgspec
 from pagewire.shared.control.protocol import Timings, Trace
 
 
-class Watch(msgspec.Struct, frozen=True):
+class MeasureOptions(msgspec.Struct, frozen=True):
     """What is measured of one request in addition to the metrics of all requests.
 
     Attributes:
@@ -35,7 +35,7 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True):
         first_token_s: from its admission to the first token; None before that.
         decode_s: from the first token to the latest one.
         num_tokens: tokens so far.
-        gaps: times between its tokens, `[num_tokens - 1]`; None if `Watch.timed` is not set.
+        gaps: times between its tokens, `[num_tokens - 1]`; None unless `MeasureOptions.timed`.
         reported: the timings that its latest worker reported; None before that.
         migrations: how often it moved to another worker, or to its worker's next run.
         decode_worker: id of its latest decode worker; None before it was sent to one.

@@ -7,9 +7,9 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagewire.services.router.http.api_errors import ShutDownError, describe
 from pagewire.services.router.http.connection.error_forms import end_with_error, error_response
 from pagewire.services.router.http.connection.record import record_of
-from pagewire.services.router.http.errors import ShutDownError, describe
 from pagewire.services.router.service import RouterService
 
 logger = logging.getLogger(__name__)
