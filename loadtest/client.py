@@ -87,5 +87,5 @@ class ChatClient:
                 if ask.cancel_after is not None and sum(reply.counts) >= ask.cancel_after:
                     return reader.is_done
         if not reader.is_done:
-            raise EndpointError("the answer broke off", "cut off")
+            raise EndpointError("the stream ended before the answer was complete", "cut off")
         return True

@@ -53,7 +53,9 @@ SIZES = (
 )
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face directory, a hub id, or demo.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer.")]
+Length = Annotated[
+    int, typer.Option(min=1, help="Length of a sequence in tokens, prompt and answer together.")
+]
 Memory = Annotated[
     float | None,
     typer.Option(min=0.1, max=1e6, help="GiB of a GPU's memory, instead of a list of GPU types."),

@@ -76,7 +76,7 @@ async def _serve(settings: RouterSettings) -> int:
         logger.info("the router listens on %s port %d", host, port)
         if service.api_keys is None and not is_loopback(host):
             logger.warning(
-                "no API keys are set: all who reach %s port %d can use it (--api-key-file, "
+                "no API keys are set: anybody who reaches %s port %d can use it (--api-key-file, "
                 "PAGEWIRE_API_KEY)",
                 host,
                 port,
@@ -150,8 +150,8 @@ class _Server(HttpServer):
                 async with asyncio.timeout(min(left, DRAIN_REPORT_S)):
                     await self._must_cut.wait()
         if tasks:
-            why = "asked again to stop" if self._must_cut.is_set() else "the drain time is over"
-            logger.warning("%s: %d requests are cut", why, len(tasks))
+            why = "signalled again" if self._must_cut.is_set() else "the drain time is over"
+            logger.warning("ending %d requests: %s", len(tasks), why)
         for task in list(tasks):  # `CutRequests` answers them
             task.cancel()
         await asyncio.sleep(CUT_S)

@@ -43,7 +43,7 @@ class RecordSeal:
         """
         seal, record = sealed[:_SEAL_BYTES], sealed[_SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal_of(name, record)):
-            raise SealError("it does not bear the cluster's seal")
+            raise SealError("it is not sealed with this cluster's PAGEWIRE_CLUSTER_SECRET")
         return record
 
     def _seal_of(self, name: str, record: bytes) -> bytes:

@@ -278,7 +278,9 @@ class RecordPublisher:
                 await self._registry.withdraw(self._worker_id)
             except RedisUnavailableError as exc:
                 logger.warning(
-                    "the record of %s stays until its lease ends: %s", self._worker_id, exc
+                    "cannot remove the record of %s, which expires by itself: %s",
+                    self._worker_id,
+                    exc,
                 )
 
     async def _run(self) -> None:
@@ -299,5 +301,5 @@ class RecordPublisher:
             self._failing = True
         else:
             if self._failing:
-                logger.info("the worker record is renewed again")
+                logger.info("renewing the worker record again")
             self._failing = False

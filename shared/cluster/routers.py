@@ -125,7 +125,9 @@ class RouterDirectory:
         try:
             await redis_call(self._redis.hdel(self._key, self._router_id), _TIMEOUT_S)
         except RedisUnavailableError as exc:
-            logger.info("the record of %s stays until its lease ends: %s", self._router_id, exc)
+            logger.info(
+                "cannot remove the record of %s, which expires by itself: %s", self._router_id, exc
+            )
 
     async def _run(self) -> None:
         while True:

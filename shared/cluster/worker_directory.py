@@ -87,7 +87,7 @@ class WorkerDirectory:
             self._on_failure(exc)
             return
         if not self.redis_ok:
-            logger.info("the worker registry answers; workers in it: %d", len(records))
+            logger.info("Redis answers again, workers in the registry: %d", len(records))
         self.redis_ok = True
         self._last_success = time.monotonic()
         current = [record for record in records if not self._is_outdated(record)]
@@ -117,11 +117,11 @@ class WorkerDirectory:
                     "" if self._own_id is None else " other",
                 )
         except RedisUnavailableError as exc:
-            logger.warning("whether Redis has workers of another cluster is unknown: %s", exc)
+            logger.warning("cannot look for workers of another cluster: %s", exc)
 
     def _on_failure(self, exc: RedisUnavailableError) -> None:
         if self.redis_ok:
-            logger.warning("the worker registry does not answer, the last view stays: %s", exc)
+            logger.warning("Redis does not answer, keeping the worker records read before: %s", exc)
         self.redis_ok = False
         if time.monotonic() - self._last_success > self._grace_s:
             self.others = ()

@@ -127,7 +127,9 @@ def _check_end(reference: str, references: References) -> None:
     step: Any = reference
     while isinstance(step, str):
         if step in seen or len(seen) > _MAX_STEPS:
-            raise LookupError(f"$ref {reference[:80]!r} leads only to itself or on and on")
+            raise LookupError(
+                f"$ref {reference[:80]!r} leads only to itself, or its references never end"
+            )
         seen.add(step)
         found = references.find(step)
         step = found.get("$ref") if isinstance(found, dict) else None

@@ -178,7 +178,7 @@ class _TagGrammar:
         if times == "?":
             return (ElementChoice((elements, ())),)
         if is_open(elements):
-            raise ValueError(f"{name} of what has no certain end is not supported")
+            raise ValueError(f"{name} is only supported for content whose end is certain")
         return (Nested(f"({self._rules.sequence(elements, 'other')}){times}"),)
 
     def _tag(self, form: TagFormat) -> Elements:

@@ -91,7 +91,7 @@ def parse_keys(text: str) -> list[ApiKey]:
         if (other := keys.setdefault(key.digest, key)) is not key:
             raise ConfigError(f"line {number} has the key of {other.name} again")
     if not keys:
-        raise ConfigError("there are no keys")
+        raise ConfigError("it has no keys")
     return list(keys.values())
 
 

@@ -156,7 +156,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._check_framing()
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise ProtocolError("this is not a proxy")
+                raise ProtocolError("CONNECT is not supported: this server is not a proxy")
             return  # it is parsed again
         super().on_headers_complete()
         self._in_header, self._in_body = False, True

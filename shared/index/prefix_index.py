@@ -230,7 +230,7 @@ class PrefixIndex:
         self._failures += 1
         if self._failures >= _FAILURES_TO_PAUSE:
             if self._failures == _FAILURES_TO_PAUSE:
-                logger.warning("the prefix index does not answer: %s", exc)
+                logger.warning("cannot look up cached prefixes, pausing lookups: %s", exc)
             self._paused_until = time.monotonic() + _PAUSE_S
 
     async def _write_optimistic(

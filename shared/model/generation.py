@@ -80,7 +80,7 @@ def load_sampling_defaults(path: Path, mode: GenerationConfig) -> SamplingDefaul
         if not (name == "do_sample" and is_greedy)
     ]
     if ignored:
-        logger.warning("%s: not applied: %s", file, ", ".join(ignored))
+        logger.warning("%s has fields that are not applied: %s", file, ", ".join(ignored))
     return SamplingDefaults(**given)
 
 

@@ -69,7 +69,7 @@ def take_kv_scales(
         for layer in range(num_layers)
     )
     logger.info(
-        "scales of the KV cache in FP8: %d of %d are the checkpoint's, the others 1",
+        "%d of the %d scales of the FP8 KV cache are the checkpoint's; the others are 1",
         sum((layer, part) in places for layer in range(num_layers) for part in "kv"),
         2 * num_layers,
     )

@@ -62,6 +62,6 @@ def test_streams_that_are_cut_end_with_an_error(tmp_path: Path) -> None:
     assert sum(map(int, running)) >= STREAMS  # of both routers; one may report twice
     logs = {path.stem: path.read_text() for path in tmp_path.glob("*/*.log")}
     assert logs.keys() >= {"router-0", "router-1", "decode-0"}
-    reports = re.findall(r"(\d+) requests are cut", logs["router-0"] + logs["router-1"])
+    reports = re.findall(r"ending (\d+) requests", logs["router-0"] + logs["router-1"])
     assert sum(map(int, reports)) == len(cut)
     assert "Traceback" not in "".join(logs.values())

@@ -16,7 +16,7 @@ def events_of(body: Iterable[bytes]) -> Iterator[Any]:
     reader = _Reader()
     for data in body:
         yield from reader.feed(data)
-    assert reader.is_done, "the answer broke off"
+    assert reader.is_done, "the stream ended before the answer was complete"
 
 
 async def arriving_events(response: httpx.Response) -> AsyncIterator[Any]:
@@ -25,7 +25,7 @@ async def arriving_events(response: httpx.Response) -> AsyncIterator[Any]:
     async for data in response.aiter_bytes():
         for event in reader.feed(data):
             yield event
-    assert reader.is_done, "the answer broke off"
+    assert reader.is_done, "the stream ended before the answer was complete"
 
 
 class _Reader:

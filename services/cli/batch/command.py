@@ -29,7 +29,9 @@ InputPath = Annotated[
 OutputPath = Annotated[
     Path, typer.Argument(metavar="OUTPUT", help="File to which a line is added for each answer.")
 ]
-Concurrency = Annotated[int, typer.Option(min=1, max=10_000, help="Requests at once.")]
+Concurrency = Annotated[
+    int, typer.Option(min=1, max=10_000, help="Number of requests in flight at once.")
+]
 ErrorsPath = Annotated[
     Path | None,
     typer.Option(

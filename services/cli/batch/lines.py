@@ -96,7 +96,7 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) > MAX_LINE_BYTES:
-            raise BatchLineError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
+            raise BatchLineError(f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
         yield line
 
 
@@ -138,7 +138,7 @@ def parse_output(line: bytes) -> OutputLine:
     try:
         return _output_line.decode(line)
     except UNDECODABLE as exc:
-        raise BatchLineError(f"it is not a line of a batch's output: {exc}") from exc
+        raise BatchLineError(f"this is not a line of a batch's output: {exc}") from exc
 
 
 def answered(request: BatchRequest, status: int, request_id: str, body: bytes) -> OutputLine:

@@ -93,7 +93,9 @@ class OutputFile:
         for line in _lines_from_start(self._file):
             if not line.endswith(b"\n"):
                 if line[: len(_START)] != _START[: len(line)]:
-                    raise BatchLineError(f"line {total + 1}: it is not of a batch's output")
+                    raise BatchLineError(
+                        f"line {total + 1}: this is not a line of a batch's output"
+                    )
                 self._file.truncate(end)
                 break
             try:

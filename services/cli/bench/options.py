@@ -17,7 +17,7 @@ _content = partial(typer.Option, rich_help_panel="Requests")
 _goal = partial(typer.Option, rich_help_panel="Goals and output")
 
 Rate = Annotated[
-    float | None, _load(min=0.001, help="Requests a second, however slow the answers.")
+    float | None, _load(min=0.001, help="Requests per second, however slow the answers.")
 ]
 ArrivalKind = Annotated[
     Arrivals, _load(help="With --rate: at random as users come, or evenly spaced.")
@@ -36,9 +36,9 @@ Requests = Annotated[int | None, _load(min=1, help=_HOW_MANY)]
 Duration = Annotated[float | None, _load(min=0.1, help="Seconds after which no request starts.")]
 _MOST = "With --rate: most requests at once; more are not sent and count as failed."
 MaxInFlight = Annotated[int, _load(min=1, max=100_000, help=_MOST)]
-Endpoint = Annotated[Literal["completions", "chat"], _content(help="API that is measured.")]
-PromptTokens = Annotated[str, _content(metavar="N", help="Tokens of a prompt, or LOW:HIGH.")]
-OutputTokens = Annotated[str, _content(metavar="N", help="Tokens of an answer, or LOW:HIGH.")]
+Endpoint = Annotated[Literal["completions", "chat"], _content(help="API to measure.")]
+PromptTokens = Annotated[str, _content(metavar="N", help="Prompt length in tokens, or LOW:HIGH.")]
+OutputTokens = Annotated[str, _content(metavar="N", help="Answer length in tokens, or LOW:HIGH.")]
 _SHARED = "Tokens at the start of each prompt that all share."
 SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
 Temperature = Annotated[float, _content(min=0.0, help="Sampling temperature.")]

@@ -174,7 +174,7 @@ def _questions() -> Iterator[str]:
             if interrupted:
                 return
             interrupted = True
-            note("once more to leave")
+            note("Ctrl-C once more to leave")
         else:
             interrupted = False
             yield line

@@ -232,7 +232,7 @@ class OpenAIClient:
         except UNDECODABLE as exc:
             raise EndpointError(f"{self.url}/models does not list models: {exc}", "models") from exc
         if not models:
-            raise EndpointError(f"{self.url}/models is empty; name one with --model", "models")
+            raise EndpointError(f"{self.url}/models lists none; name one with --model", "models")
         return models[0].id
 
     async def stream(
@@ -301,7 +301,7 @@ class OpenAIClient:
         except httpx.HTTPError as exc:
             raise EndpointError(f"the connection broke: {reason(exc)}", "connection") from exc
         if reply.finish_reason is None:
-            raise EndpointError("the answer broke off", "cut off")
+            raise EndpointError("the stream ended before the answer was complete", "cut off")
         return reply
 
 

@@ -32,7 +32,7 @@ class EventParser:
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) + self._size > MAX_EVENT_BYTES:
-            raise EventTooLargeError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise EventTooLargeError(f"a server-sent event has more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line:

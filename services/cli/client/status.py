@@ -45,10 +45,10 @@ def status(
     operator_url: options.OperatorUrl = None,
     watch: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="SECONDS", help="Refresh this often, until Ctrl-C."),
+        typer.Option(min=0.1, metavar="SECONDS", help="Print again after this time, until Ctrl-C."),
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="First wait until the cluster is ready.")
+        bool, typer.Option("--wait", help="Wait until the cluster is ready before printing.")
     ] = False,
     timeout: Annotated[
         float, typer.Option(min=0.0, help="With --wait: seconds before giving up.")

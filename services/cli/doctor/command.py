@@ -189,7 +189,7 @@ def check_keys(settings: RouterSettings) -> Finding:
     if is_loopback(settings.host):
         return Finding("ok", name, f"none: {settings.host} is reached from this machine alone")
     advice = "set PAGEWIRE_API_KEY or --api-key-file"
-    return Finding("warn", name, f"none: all who reach {settings.host} can use it", advice)
+    return Finding("warn", name, f"none: anybody who reaches {settings.host} can use it", advice)
 
 
 async def check_redis(settings: RouterSettings) -> Finding:

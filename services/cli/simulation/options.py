@@ -36,7 +36,7 @@ Trace = Annotated[Path | None, _load(metavar="FILE", help=_TRACE)]
 _SPEED = "With --trace: requests come this many times as fast."
 Speed = Annotated[float, _load(min=0.001, max=1000, help=_SPEED)]
 Rate = Annotated[
-    float | None, _load(min=0.001, help="Requests a second, however slow the answers.")
+    float | None, _load(min=0.001, help="Requests per second, however slow the answers.")
 ]
 _ARRIVALS = "With --rate: at random one by one, at random eight at once, or evenly spaced."
 Arrivals = Annotated[Literal["poisson", "bursts", "fixed"], _load(help=_ARRIVALS)]
@@ -51,18 +51,18 @@ _SESSIONS = "Agents name their sessions."
 Sessions = Annotated[bool, _load("--sessions/--no-sessions", help=_SESSIONS)]
 _HOW_MANY = f"Requests to send.  [default: {DEFAULT_REQUESTS}, or all of a trace]"
 Requests = Annotated[int | None, _load(min=1, max=1_000_000, help=_HOW_MANY)]
-LoadSeed = Annotated[int, _load("--seed", help="Seed of times, lengths and ties.")]
-PromptTokens = Annotated[str, _content(metavar="N", help="Tokens of a prompt, or LOW:HIGH.")]
-OutputTokens = Annotated[str, _content(metavar="N", help="Tokens of an answer, or LOW:HIGH.")]
+LoadSeed = Annotated[int, _load("--seed", help="Seed of arrivals, lengths and ties.")]
+PromptTokens = Annotated[str, _content(metavar="N", help="Prompt length in tokens, or LOW:HIGH.")]
+OutputTokens = Annotated[str, _content(metavar="N", help="Answer length in tokens, or LOW:HIGH.")]
 _SHARED = "Tokens at the start of each prompt that all share."
 SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
 _MACHINE = f"Prices of steps and transfers: a JSON file, or one of {', '.join(machine_names())}."
 MachineName = Annotated[str, _cluster("--machine", metavar="NAME", help=_MACHINE)]
-Policy = Annotated[PolicyName, _cluster(help="Rule of placement.")]
-Routers = Annotated[int, _cluster(min=1, max=64, help="Routers, which requests reach in turn.")]
+Policy = Annotated[PolicyName, _cluster(help="How routers place requests.")]
+Routers = Annotated[int, _cluster(min=1, max=64, help="Routers; requests go to each in turn.")]
 _STEP = "Tokens of one step.  [default: the machine's]"
 StepTokens = Annotated[int | None, _cluster("--max-num-batched-tokens", min=16, help=_STEP)]
-MaxNumSeqs = Annotated[int, _cluster(min=1, help="Sequences that a worker runs at once.")]
+MaxNumSeqs = Annotated[int, _cluster(min=1, help="Most sequences that a worker runs at once.")]
 _BLOCKS = "Blocks in a worker's KV pool.  [default: the machine's]"
 NumBlocks = Annotated[int | None, _cluster(min=1, help=_BLOCKS)]
 _CACHING = "Reuse blocks with equal content."

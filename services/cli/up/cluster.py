@@ -153,8 +153,8 @@ async def run_cluster(context: ClusterContext, work: Work | None = None) -> None
         sockets = RouterSockets(listener.fileno(), operator.fileno())
         if not (context.needs_key or is_loopback(listener.getsockname()[0])):
             context.say(
-                f"no API keys are set: all who reach {options.host} port {options.port} can use it "
-                "(--api-key-file, PAGEWIRE_API_KEY)"
+                f"no API keys are set: anybody who reaches {options.host} port {options.port} can "
+                "use it (--api-key-file, PAGEWIRE_API_KEY)"
             )
         store = choose_store(context, private)
         grace_s = context.drain_timeout_s + LEAVE_S
@@ -329,7 +329,7 @@ def _stop_on_signals(
         else:
             stop.set()
             limit = f"{context.drain_timeout_s:g} s"
-            context.say(f"stopping: requests have {limit} to finish (once more to end them now)")
+            context.say(f"stopping: requests have {limit} to finish (Ctrl-C again ends them now)")
 
     loop = asyncio.get_running_loop()
     heard = [each for each in STOP_SIGNALS if not _is_under_nohup(each)]

@@ -39,10 +39,10 @@ Prefill = Annotated[
     int,
     typer.Option(min=0, max=64, help="Prefill workers; 0: decode workers compute prompts, too."),
 ]
-Decode = Annotated[int, typer.Option(min=1, max=64, help="Decode workers.")]
+Decode = Annotated[int, typer.Option(min=1, max=64, help="Number of decode workers.")]
 Routers = Annotated[
     int,
-    typer.Option(min=1, max=64, help="Router processes, which accept connections from one socket."),
+    typer.Option(min=1, max=64, help="Router processes, which share one listening socket."),
 ]
 PrefillRanks = Annotated[
     int | None,
@@ -57,7 +57,7 @@ PrefillRanks = Annotated[
 ]
 LogDir = Annotated[
     Path | None,
-    typer.Option(help="Where the services' logs go.  [default: ~/.cache/pagewire/runs]"),
+    typer.Option(help="Directory for the services' logs.  [default: ~/.cache/pagewire/runs]"),
 ]
 ReadyFilePath = Annotated[
     Path | None,

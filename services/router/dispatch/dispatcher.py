@@ -223,7 +223,7 @@ class TokenStream:
         self._migrations += 1
         self._wait_until = None
         logger.warning(
-            "a request lost its decode worker after %d tokens: %s",
+            "a request's decode worker was lost after %d tokens: %s",
             len(self._output_ids),
             lost.reason,
         )
@@ -236,7 +236,7 @@ class TokenStream:
         elif not lost.is_explained:
             self._losses += 1
         if self._losses > MAX_LOSSES:
-            raise RequestFailedError(f"the request lost {self._losses} workers without a token")
+            raise RequestFailedError(f"{self._losses} workers were lost before they sent a token")
         self._dispatcher.metrics.migrations.inc()
 
     async def _start(self) -> None:
@@ -264,7 +264,7 @@ class TokenStream:
                 if time.monotonic() >= self._wait_until:
                     if isinstance(exc, OverloadedError):
                         raise
-                    raise NoWorkerError(f"no worker within {wait_s:g} s", wait_s) from exc
+                    raise NoWorkerError(f"no worker took it within {wait_s:g} s", wait_s) from exc
             else:
                 self._attempt = attempt
                 if self._ended:  # closed while it was being placed

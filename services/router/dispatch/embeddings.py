@@ -108,12 +108,12 @@ class EmbeddingSet:
                         self.workers.append(worker_id)
                     return vector
                 case WorkerLost(reason, is_explained):
-                    logger.warning("an embedding lost its worker: %s", reason)
+                    logger.warning("the worker of an embedding was lost: %s", reason)
                     if is_explained:
                         continue  # not excluded: the crash or hang is counted as strikes
                     losses += 1
                     if losses > MAX_LOSSES:
-                        raise NoWorkerError(f"an embedding lost {losses} workers")
+                        raise NoWorkerError(f"{losses} workers of one embedding were lost")
                 case Refused() as refused:
                     if refused.reason == "invalid":
                         raise InvalidRequestError(refused.message, refused.param)

@@ -117,7 +117,7 @@ class ServedModel:
         """
         if not self.trusts_placement:
             raise InvalidRequestError(
-                "use_prefill_worker is not supported unless the operator sets "
+                "use_prefill_worker is not allowed unless the operator sets "
                 "--trust-request-placement",
                 "use_prefill_worker",
                 "unsupported_parameter",
@@ -137,7 +137,7 @@ class ServedModel:
             return self.tokenizer
         if self.before_template is None:
             raise InvalidRequestError(
-                "chat_template is not supported unless the operator sets "
+                "chat_template is not allowed unless the operator sets "
                 "--trust-request-chat-template",
                 "chat_template",
                 "unsupported_parameter",

@@ -281,7 +281,7 @@ def test_endpoint_of_another_make(old: OpenAIServer) -> None:
     [
         ("busy", "http 429", "come back later"),
         ("resets", "connection", "the connection broke: ReadError"),
-        ("breaks", "cut off", "broke off"),
+        ("breaks", "cut off", "before the answer was complete"),
         ("fails", "stream error", "on fire"),
         ("html", "stream", "not OpenAI's"),
     ],

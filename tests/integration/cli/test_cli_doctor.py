@@ -60,7 +60,7 @@ def test_doctor_finds_a_redis_that_does_not_answer() -> None:
     ("host", "text", "level", "said"),
     [
         ("127.0.0.1", None, "ok", "none"),
-        ("10.0.0.1", None, "warn", "all who reach 10.0.0.1"),
+        ("10.0.0.1", None, "warn", "anybody who reaches 10.0.0.1"),
         ("10.0.0.1", "a: key-of-a-1\nb: key-of-b-1", "ok", "2 are valid"),
         ("127.0.0.1", "key-of-a-1", "fail", "line 1 is not NAME: KEY"),
     ],

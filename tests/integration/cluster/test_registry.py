@@ -167,7 +167,7 @@ def test_records_without_the_clusters_seal_are_ignored_counted_and_logged_once(
 
     with caplog.at_level(logging.WARNING):
         assert run_async(scenario()) == (3 * len(unsealed()), 0)
-    assert caplog.text.count("does not bear the cluster's seal") == len(unsealed())
+    assert caplog.text.count("it is not sealed with this cluster's") == len(unsealed())
 
 
 def test_an_epoch_without_the_clusters_seal_counts_for_nothing(any_redis_url: str) -> None:

@@ -81,7 +81,7 @@ def test_a_stream_that_breaks_off_has_failed(results: dict[str, dict[str, Any]])
     summary = results["kill decode"]["summary"]
     assert summary["failed"] == 1
     assert summary["errors"] == {"cut off": 1}
-    assert summary["first_errors"] == ["the answer broke off"]
+    assert summary["first_errors"] == ["the stream ended before the answer was complete"]
     assert summary["different"] == []
 
 

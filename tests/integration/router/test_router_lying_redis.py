@@ -151,7 +151,7 @@ def test_what_nobody_of_the_cluster_wrote_is_missing_for_everyone(
             assert await is_missing(bob, kept.id)
             warnings = [each for each in caplog.messages if kept.id in each]
             assert len(warnings) == 1
-            assert "does not bear the cluster's seal" in warnings[0]
+            assert "is not sealed with this cluster's PAGEWIRE_CLUSTER_SECRET" in warnings[0]
 
     with caplog.at_level(logging.WARNING):
         with_worker(redis_url, scenario, api_key_file=keys)

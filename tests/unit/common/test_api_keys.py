@@ -49,7 +49,7 @@ def test_a_file_has_plain_keys_and_hashes_and_a_name_may_have_several() -> None:
         ("alice: short", "line 1 has a key that is not 8 to 512 printable ASCII characters"),
         ("alice: clé-0123456789", "printable ASCII"),
         (f"alice: {KEY} 2", "characters without blanks"),
-        ("# nothing\n", "there are no keys"),
+        ("# nothing\n", "it has no keys"),
     ],
 )
 def test_a_wrong_line_is_named_and_not_shown(text: str, problem: str) -> None:

@@ -112,6 +112,6 @@ def test_what_is_not_applied_is_logged_once(
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == (
-        f"{tmp_path}/generation_config.json: not applied: do_sample=False, "
+        f"{tmp_path}/generation_config.json has fields that are not applied: do_sample=False, "
         "no_repeat_ngram_size=3, num_beams=4"
     )

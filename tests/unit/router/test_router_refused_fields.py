@@ -207,7 +207,7 @@ def test_a_template_of_a_request_is_refused_unless_the_operator_allows_it():
     error = refusal(chat, chat_template="{{ x }}")
     assert (error.param, error.code) == ("chat_template", "unsupported_parameter")
     assert error.message == (
-        "chat_template is not supported unless the operator sets --trust-request-chat-template"
+        "chat_template is not allowed unless the operator sets --trust-request-chat-template"
     )
     error = refusal(chat, chat_template_kwargs={"chat_template": "{{ x }}"})
     assert error.param == "chat_template_kwargs"

@@ -217,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"format": sequence(WORD, one_of(DIGIT, const("a")))}, "must be followed by a fixed text"),
     ({"format": triggered(tag("<f=", ANY, ""), triggers=("<f=",))}, "must be followed by"),
     ({"format": sequence(triggered(), DIGIT)}, "must be followed by a fixed text"),
-    ({"format": {"type": "star", "content": ANY}}, "star of what has no certain end"),
+    ({"format": {"type": "star", "content": ANY}}, "star is only supported"),
     ({"format": {"type": "repeat", "min": 3, "max": 2, "content": DIGIT}}, "must not be less"),
     ({"format": {"type": "repeat", "min": 0, "max": 9999, "content": DIGIT}}, "<= 1024"),
     ({"format": triggered(triggers=("<f=",))}, "'<g>' begins with none of the triggers"),

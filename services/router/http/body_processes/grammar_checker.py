@@ -224,7 +224,7 @@ class GrammarChecker:
                 return self._try_once(trial)
             if trial.is_given_up:
                 raise BusyError(_NOT_IN_TIME)
-        raise RequestFailedError("the processes that try grammars are killed")
+        raise RequestFailedError("the processes that try grammars were killed")
 
     def _try_once(self, trial: _Trial) -> tuple[str | None, bool]:
         try:

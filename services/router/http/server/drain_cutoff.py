@@ -46,7 +46,8 @@ class CutRequests:
                     await self._end(start, scope, receive, send)
             except TimeoutError:  # without the end of the body: the server closes the connection
                 logger.info(
-                    "a client did not read the end of its response for %g s", SEND_TIMEOUT_S
+                    "closing a connection: its client did not read for %g s at the response's end",
+                    SEND_TIMEOUT_S,
                 )
 
     async def _end(self, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
