@@ -366,11 +366,11 @@ def load_ops(backend: BackendName, device_type: str, batch_invariant: bool = Fal
     if backend == "auto":
         backend = "triton" if device_type == "cuda" else "torch"
     package = "pagewire.kernels" if backend == "triton" else "pagewire.kernels.reference"
-    found = {
+    ops = {
         name: getattr(importlib.import_module(f"{package}.{_MODULE_OF_OP[name]}"), name)
         for name in OP_NAMES
     }
     if batch_invariant:
         invariant = importlib.import_module(f"{package}.invariant")
-        found |= {name: getattr(invariant, name) for name in BATCH_DEPENDENT}
-    return Ops(backend=backend, batch_invariant=batch_invariant, **found)
+        ops |= {name: getattr(invariant, name) for name in BATCH_DEPENDENT}
+    return Ops(backend=backend, batch_invariant=batch_invariant, **ops)

@@ -147,7 +147,7 @@ def wait_ready(
         BenchError: the server ended, or was not ready in time.
     """
     deadline = time.monotonic() + timeout
-    while not (found := ready()):
+    while not (result := ready()):
         if process.poll() is not None:
             why = f"it ended with {process.returncode}"
         elif time.monotonic() > deadline:
@@ -157,7 +157,7 @@ def wait_ready(
             continue
         text = log.read_text(encoding="utf-8", errors="replace")
         raise BenchError(f"a server did not start, {why}:\n{gist(text)}")
-    return found
+    return result
 
 
 def answers(url: str) -> bool:

@@ -111,7 +111,7 @@ class CpuSampler:
         """Return CPU seconds since the last call, by name."""
         names: dict[int, str | None] = {os.getpid(): None}
         used: dict[tuple[int, float], float] = {}
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for process in psutil.Process().children(recursive=True):  # parents before children
             try:
                 with process.oneshot():
@@ -122,9 +122,9 @@ class CpuSampler:
             names[process.pid] = name
             used[key] = times.user + times.system
             if name is not None:
-                found[name] = found.get(name, 0.0) + used[key] - self._used.get(key, 0.0)
+                seconds[name] = seconds.get(name, 0.0) + used[key] - self._used.get(key, 0.0)
         self._used = used
-        return found
+        return seconds
 
 
 def _machine_seconds() -> float:

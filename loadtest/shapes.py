@@ -60,10 +60,10 @@ def stage_at(stages: Sequence[Stage], t: float) -> Stage | None:
 
 def durations(stages: Sequence[Stage]) -> dict[float, float]:
     """Return for how many seconds each rate is offered."""
-    found: dict[float, float] = {}
+    durations: dict[float, float] = {}
     for stage in stages:
-        found[stage.rate] = found.get(stage.rate, 0.0) + stage.end - stage.start
-    return found
+        durations[stage.rate] = durations.get(stage.rate, 0.0) + stage.end - stage.start
+    return durations
 
 
 class PoissonPace:

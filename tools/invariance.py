@@ -67,10 +67,10 @@ class Difference:
         return f"{self.largest:.2g} ({self.positions})" if self.positions else "equal"
 
 
-def compare(found: Logprobs, expected: Logprobs) -> Difference:
+def compare(actual: Logprobs, expected: Logprobs) -> Difference:
     """Compare position by position, up to the first at which tokens differ, as that counts."""
     positions, largest = 0, 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         if _values(one) != _values(other):
             positions += 1
             gaps = [abs(one[key].logprob - other[key].logprob) for key in one.keys() & other.keys()]
@@ -106,10 +106,10 @@ class Measurement:
         first, *others = self._run(self._alone)
         expected = first[1]
         others += self._run(self._in_batches, enable_prefix_caching=False)
-        yield from ((name, compare(found, expected)) for name, found in others)
+        yield from ((name, compare(actual, expected)) for name, actual in others)
         for name, settings in self._other_settings():
-            found = self._run(lambda llm: self._answers(llm, 1)[0], **settings)
-            yield name, compare(found, expected)
+            actual = self._run(lambda llm: self._answers(llm, 1)[0], **settings)
+            yield name, compare(actual, expected)
         # Two prompts fit, and not their answers.
         blocks = self._num_groups * (2 * -(-self._work.prompt // BLOCK_SIZE) + 1)
         small = {"num_blocks": blocks, "block_size": BLOCK_SIZE, "max_num_batched_tokens": 100}
@@ -130,12 +130,12 @@ class Measurement:
 
         def measure(llm: LLM) -> dict[str, float]:
             prompt = self._prompt(0)
-            found = {f"first token of {len(prompt)}": _median_ms(llm, [prompt], 1)}
+            times = {f"first token of {len(prompt)}": _median_ms(llm, [prompt], 1)}
             for size in (1, self._work.batches[-1]):
                 prompts = [[number % self._config.vocab_size] * 16 for number in range(size)]
                 steps = _median_ms(llm, prompts, 33) - _median_ms(llm, prompts, 1)
-                found[f"decode step of {size}"] = steps / 32
-            return found
+                times[f"decode step of {size}"] = steps / 32
+            return times
 
         return self._run(measure, enable_prefix_caching=False)
 
@@ -176,13 +176,13 @@ class Measurement:
     def _alone(self, llm: LLM) -> list[tuple[str, Logprobs]]:
         """Return what is answered to the prompt alone: at first, and then in two other ways."""
         [output] = llm.generate([self._prompt(0)], self._greedy, use_tqdm=False)
-        found = [("alone", _logprobs(output))]
-        found.append(("prefix cached", self._answers(llm, 1)[0]))
+        outputs = [("alone", _logprobs(output))]
+        outputs.append(("prefix cached", self._answers(llm, 1)[0]))
         whole = [*output.prompt_token_ids, *output.token_ids]
         scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=20)
         [again] = llm.generate([whole], scored, use_tqdm=False)
         recomputed = (again.prompt_logprobs or [])[self._work.prompt :]
-        return [*found, ("recomputed as a prompt", [each for each in recomputed if each])]
+        return [*outputs, ("recomputed as a prompt", [each for each in recomputed if each])]
 
     def _preempted(self, llm: LLM) -> Logprobs | None:
         """Return the answer of a sequence that another has displaced; None if none was."""
@@ -222,22 +222,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     sizes = (options.prompt_tokens, options.answer_tokens)
     work = Workload(*sizes, tuple(options.batches), tuple(options.chunks))
-    found: dict[bool, dict[str, Difference]] = {}
+    differences: dict[bool, dict[str, Difference]] = {}
     costs: dict[bool, dict[str, float]] = {}
     for mode in MODES:
         settings = {"device": options.device, "dtype": options.dtype, "batch_invariant": mode}
         measurement = Measurement(options.model, work, **settings)
-        found[mode], costs[mode] = dict(measurement.differences()), measurement.costs()
+        differences[mode], costs[mode] = dict(measurement.differences()), measurement.costs()
     print(
         f"{options.model}: largest difference of a log probability (positions that differ, of "
         f"{work.answer})"
     )
     print(f"{'':<28}" + "".join(f"{name:>18}" for name in MODES.values()))
-    for name in found[True]:
-        print(f"{name:<28}" + "".join(f"{found[mode][name]!s:>18}" for mode in MODES))
+    for name in differences[True]:
+        print(f"{name:<28}" + "".join(f"{differences[mode][name]!s:>18}" for mode in MODES))
     for name in costs[True]:
         print(f"{name + ', ms':<28}" + "".join(f"{costs[mode][name]:>18.3g}" for mode in MODES))
-    return 1 if any(each.positions for each in found[True].values()) else 0
+    return 1 if any(each.positions for each in differences[True].values()) else 0
 
 
 if __name__ == "__main__":

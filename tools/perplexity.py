@@ -51,7 +51,7 @@ def perplexity(llm: LLM, text: str, length: int, parts: int) -> float:
     total = 0.0
     for output in llm.generate(prompts, scored, use_tqdm=False):
         places = zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True)
-        total -= sum(found[token].logprob for token, found in places if found is not None)
+        total -= sum(entries[token].logprob for token, entries in places if entries is not None)
     return math.exp(total / (parts * (length - 1)))
 
 

@@ -24,8 +24,8 @@ def gather_context(
     first, end = start // block_size, -(-stop // block_size)
     rows = cache[block_ids[first:end].long()].transpose(0, 1)  # [KH, blocks, BS, D]
     flat = rows.reshape(heads, (end - first) * block_size, head_dim)
-    found = flat[:, start - first * block_size : stop - first * block_size].float()
-    return found * scale if cache.dtype == torch.float8_e4m3fn else found
+    context = flat[:, start - first * block_size : stop - first * block_size].float()
+    return context * scale if cache.dtype == torch.float8_e4m3fn else context
 
 
 def window_start(position: int, window: int | None) -> int:

@@ -140,13 +140,13 @@ def long_model(directory: Path, is_gpu: bool) -> Path:
 
 def used_s(cluster: Running) -> dict[str, list[float]]:
     """Return the seconds of processor time that the workers have used so far, by role."""
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for child in psutil.Process(cluster.pid).children(recursive=True):
         role = (process_name(child.cmdline()) or "").partition("-")[0]
         if role in ("prefill", "decode"):
             times = child.cpu_times()
-            found.setdefault(role, []).append(times.user + times.system)
-    return found
+            seconds.setdefault(role, []).append(times.user + times.system)
+    return seconds
 
 
 async def measure(url: str, load: Sequence[Conversation]) -> Findings:
@@ -168,13 +168,13 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 if not args.gpu:
                     pin(cluster.pid)
                 before, began = used_s(cluster), time.monotonic()
-                found = asyncio.run(measure(cluster.url, load))
+                measured = asyncio.run(measure(cluster.url, load))
                 after, took_s = used_s(cluster), time.monotonic() - began
             busy = [
                 f"{role} {(sum(now) - sum(before[role])) / len(now) / took_s:.0%}"
                 for role, now in sorted(after.items())
             ]
-            yield {"cluster": text, **found.row(), "busy": " ".join(busy)}
+            yield {"cluster": text, **measured.row(), "busy": " ".join(busy)}
 
 
 def shape_of(args: argparse.Namespace) -> AgentShape:

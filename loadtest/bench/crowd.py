@@ -122,9 +122,9 @@ def crowd(
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         results = [pool.submit(_run, job) for job in jobs]
         step_ms = _step_ms(urls[0], start + warm_up_s, seconds)
-        found = [result.result() for result in results]
-    gaps = [gap for seen in found for gap in seen.gaps]
-    tokens = [sum(part) for part in zip(*(seen.tokens for seen in found), strict=True)]
+        measured = [result.result() for result in results]
+    gaps = [gap for seen in measured for gap in seen.gaps]
+    tokens = [sum(part) for part in zip(*(seen.tokens for seen in measured), strict=True)]
     rates = [count * PARTS / seconds for count in tokens]
     return {
         "what": "crowd",
@@ -135,7 +135,7 @@ def crowd(
         "parts": rates,
         "gap_p50": percentile(gaps, 50),
         "gap_p99": percentile(gaps, 99),
-        "ttft_p50": statistics.median(ttft for seen in found for ttft in seen.ttft),
+        "ttft_p50": statistics.median(ttft for seen in measured for ttft in seen.ttft),
         "step": step_ms,
         "tokens_per_chunk": sum(tokens) / max(1, len(gaps)),
     }

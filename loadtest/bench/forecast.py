@@ -148,7 +148,7 @@ def forecast(cell: Cell, machine: MachinePrices, seeds: int) -> dict[str, float]
     }
 
 
-def compared(cell: Cell, found: Mapping[str, float]) -> dict[str, Any]:
+def compared(cell: Cell, predicted: Mapping[str, float]) -> dict[str, Any]:
     """Return a row of the table: each figure as measured and by forecast.
 
     The median first token also has the lowest and the highest of any seed: in a queue that is
@@ -156,16 +156,16 @@ def compared(cell: Cell, found: Mapping[str, float]) -> dict[str, Any]:
     """
     pairs = {
         name: f"{cell.measured[name]:.4g} / {value:.4g}"
-        for name, value in found.items()
+        for name, value in predicted.items()
         if name not in (LOWEST, HIGHEST)
     }
-    pairs["ttft_p50"] += f" ({found[LOWEST]:.4g} - {found[HIGHEST]:.4g})"
+    pairs["ttft_p50"] += f" ({predicted[LOWEST]:.4g} - {predicted[HIGHEST]:.4g})"
     return {"cluster": cell.label, "load": f"{cell.mix}, {cell.kind}", **pairs}
 
 
-def errors(cell: Cell, found: Mapping[str, float]) -> tuple[float, float]:
+def errors(cell: Cell, predicted: Mapping[str, float]) -> tuple[float, float]:
     """Return the relative errors of the completed rate and of the median first token."""
-    rate, ttft = (found[each] / cell.measured[each] - 1 for each in ("req_s", "ttft_p50"))
+    rate, ttft = (predicted[each] / cell.measured[each] - 1 for each in ("req_s", "ttft_p50"))
     return rate, ttft
 
 
@@ -178,10 +178,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     machine, rows, worst = load_machine(options.machine), [], (0.0, 0.0)
     for cell in read_cells(options.file):
-        found = forecast(cell, machine, options.seeds)
-        rate, ttft = errors(cell, found)
+        predicted = forecast(cell, machine, options.seeds)
+        rate, ttft = errors(cell, predicted)
         worst = max(worst[0], abs(rate)), max(worst[1], abs(ttft))
-        rows.append(compared(cell, found) | {"rate error": rate, "TTFT p50 error": ttft})
+        rows.append(compared(cell, predicted) | {"rate error": rate, "TTFT p50 error": ttft})
     print("Each cell is: measured / forecast; times in ms.\n")
     print(markdown(rows))
     return int(worst[0] > RATE_BOUND or worst[1] > TTFT_BOUND)

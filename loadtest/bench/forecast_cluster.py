@@ -46,23 +46,23 @@ class RequestLoad:
     def conversations(self, rate: float) -> list[Conversation]:
         """Return the requests as the simulator takes them."""
         ratio = self.workload.ratio
-        found: list[Conversation] = []
+        conversations: list[Conversation] = []
         for number, time_s in enumerate(arrival_times("poisson", rate, self.workload.seed)):
             if time_s >= self.seconds:
-                return found
+                return conversations
             request = self.workload.request(number)
             words = len(request.prompt.split())
             tokens = round(ratio.fixed + ratio.per_word * words)
             turn = Turn((PromptPart(number + 1, tokens),), request.output_tokens)
-            found.append(Conversation(time_s, (turn,)))
-        return found
+            conversations.append(Conversation(time_s, (turn,)))
+        return conversations
 
 
 async def measure(
     url: str, workload: Workload, rates: Sequence[float], seconds: float, slo: Slo
 ) -> tuple[Workload, list[Figures]]:
     """Send requests at each rate; returns their workload and the figures."""
-    found = []
+    answers = []
     async with OpenAIClient(url, timeout_s=60.0, keep_text=False) as client:
         model = await client.choose_model(None)
         target = EndpointTarget(client, COMPLETIONS, {"model": model, "temperature": 0})
@@ -73,7 +73,7 @@ async def measure(
             run = BenchRun(target, workload, RequestPace(rate=rate, duration_s=seconds), results)
             await run.run()
             ttft, gap = results.ttft.summary(1e3) or {}, results.itl.summary(1e3) or {}
-            found.append(
+            answers.append(
                 {
                     "done_s": results.ok / run.seconds,
                     "ttft_p50": ttft["p50"],
@@ -81,7 +81,7 @@ async def measure(
                     "kept": results.good / results.sent,
                 }
             )
-    return workload, found
+    return workload, answers
 
 
 def simulate(
@@ -91,12 +91,12 @@ def simulate(
     limits = WorkerLimits(machine.max_step_tokens, caching=False)
     cluster = SimulatedCluster(plan, machine, limits)
     cluster.run(load.conversations(rate))
-    found = cluster.summary(Promise(slo.ttft_s or 1e9, slo.itl_s or 1e9))
+    summary = cluster.summary(Promise(slo.ttft_s or 1e9, slo.itl_s or 1e9))
     return {
-        "done_s": found.completed_per_s,
-        "ttft_p50": found.ttft.p50,
-        "gap_p50": found.gap.p50,
-        "kept": found.kept_share,
+        "done_s": summary.completed_per_s,
+        "ttft_p50": summary.ttft.p50,
+        "gap_p50": summary.gap.p50,
+        "kept": summary.kept_share,
     }
 
 
@@ -134,12 +134,12 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             measuring = measure(cluster.url, workload, args.rates, args.seconds, slo)
             workload, measured = asyncio.run(measuring)
         load = RequestLoad(workload, args.seconds)
-        found = [simulate(plan, machine, load, rate, slo) for rate in args.rates]
-        for rate, real, simulated in zip(args.rates, measured, found, strict=True):
+        summaries = [simulate(plan, machine, load, rate, slo) for rate in args.rates]
+        for rate, real, simulated in zip(args.rates, measured, summaries, strict=True):
             pairs = {name: f"{real[name]:.3g} / {simulated[name]:.3g}" for name in real}
             yield {"cluster": plan.label, "rate": rate, **pairs}
         ends = [
-            rate_kept(args.rates, [each["kept"] for each in side]) for side in (measured, found)
+            rate_kept(args.rates, [each["kept"] for each in side]) for side in (measured, summaries)
         ]
         yield {"cluster": plan.label, "rate": f"{KEPT:.0%} kept: {ends[0]:.3g} / {ends[1]:.3g}"}
 

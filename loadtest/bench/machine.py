@@ -133,18 +133,18 @@ def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     smooth = np.zeros((len(knots), matrix.shape[1]))  # a point without steps lies between others
     for index in range(1, len(knots) - 1):
         smooth[index, index - 1 : index + 2] = (1e-3, -2e-3, 1e-3)
-    found = _not_negative(
+    solution = _not_negative(
         np.vstack([weighted, smooth / np.median(seconds)]),
         np.concatenate([np.ones(len(seconds)), np.zeros(len(smooth))]),
     )
-    curve = np.maximum.accumulate(np.maximum(found[: len(knots)], 1e-7))
+    curve = np.maximum.accumulate(np.maximum(solution[: len(knots)], 1e-7))
     table = StepTable(
         curve=tuple(
             (knot, round(float(each) * 1e3, 5)) for knot, each in zip(knots, curve, strict=True)
         ),
-        row_us=float(found[-3]) * 1e6,
-        context_ns=float(found[-2]) * 1e9,
-        product_ns=float(found[-1]) * 1e9,
+        row_us=float(solution[-3]) * 1e6,
+        context_ns=float(solution[-2]) * 1e9,
+        product_ns=float(solution[-1]) * 1e9,
     )
     error = median(abs(table.step_s(work) / each - 1) for work, each in samples)
     return table, error
@@ -162,15 +162,15 @@ def _hats(knots: Sequence[int], count: int) -> list[float]:
 def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Return the least squares without negative coefficients."""
     used = list(range(matrix.shape[1]))
-    found = np.zeros(matrix.shape[1])
+    weights = np.zeros(matrix.shape[1])
     while used:
         solution = np.linalg.lstsq(matrix[:, used], target, rcond=None)[0]
         lowest = int(np.argmin(solution))
         if solution[lowest] >= 0:
-            found[used] = solution
+            weights[used] = solution
             break
         del used[lowest]
-    return found
+    return weights
 
 
 def machine_of(

@@ -116,10 +116,10 @@ class Trial:
             self.plan, load_machine(self.machine), self.limits, self.seed, self.prices
         )
         cluster.run(self.load.conversations(self.seed))
-        found = {name: cluster.summary(PROMISES[name]) for name in self.promises}
+        summaries = {name: cluster.summary(PROMISES[name]) for name in self.promises}
         return [
             Figures(self, name, each.completed_per_s, each.kept_per_s, each.kept_share)
-            for name, each in found.items()
+            for name, each in summaries.items()
         ]
 
 
@@ -178,10 +178,10 @@ class Cell:
     row: Mapping[str, object]
 
 
-def cells(found: Iterable[Figures]) -> list[Cell]:
+def cells(figures: Iterable[Figures]) -> list[Cell]:
     """Return the cells of some figures, which are means over seeds."""
     groups: dict[tuple[MixLoad, str], dict[tuple[bool, str], list[Figures]]] = {}
-    for each in found:
+    for each in figures:
         group = groups.setdefault((each.trial.load, each.promise), {})
         group.setdefault((each.trial.is_predicted, each.trial.label), []).append(each)
     return [_cell(load, promise, group) for (load, promise), group in groups.items()]
@@ -214,12 +214,12 @@ def _cell(load: MixLoad, promise: str, group: Mapping[tuple[bool, str], list[Fig
     return Cell(load, promise, completed, kept if counts else None, row)
 
 
-def verdicts(found: Sequence[Cell]) -> list[dict[str, object]]:
+def verdicts(cells_of_grid: Sequence[Cell]) -> list[dict[str, object]]:
     """Return for each mix, and for all of them, the mean, the worst and the best shares."""
-    mixes = dict.fromkeys(each.load.mix for each in found)
+    mixes = dict.fromkeys(each.load.mix for each in cells_of_grid)
     rows = []
     for name in (*mixes, "all"):
-        of_mix = [each for each in found if name in (each.load.mix, "all")]
+        of_mix = [each for each in cells_of_grid if name in (each.load.mix, "all")]
         kept = [each.kept for each in of_mix if each.kept is not None]
         for figure, shares in (("completed", [each.completed for each in of_mix]), ("kept", kept)):
             if shares:
@@ -266,13 +266,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [
         trial for load in loads for trial in trials(load, options.machine, options.seeds, prices)
     ]
-    found = compare(wanted, options.jobs)
-    print(markdown([dict(each.row) for each in found]))
+    grid = compare(wanted, options.jobs)
+    print(markdown([dict(each.row) for each in grid]))
     print()
-    rows = verdicts(found)
+    rows = verdicts(grid)
     print(markdown(rows))
     lowest = min(
-        min(each.completed, each.completed if each.kept is None else each.kept) for each in found
+        min(each.completed, each.completed if each.kept is None else each.kept) for each in grid
     )
     return int(lowest < LEAST_SHARE)
 

@@ -104,15 +104,17 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
     names = ("routers", "workers", "repeats", "seconds")
     setting = {name: getattr(options, name) for name in names}
     for streams in options.streams:
-        found: dict[str, list[dict[int, Case]]] = {name: [] for name in bench.targets}
+        cases_by_target: dict[str, list[dict[int, Case]]] = {name: [] for name in bench.targets}
         for _ in range(options.repeats):
             rates = None
             for name, target in bench.targets.items():
                 cases = bench.streams(target, streams, rates)
                 rates = rates or {tokens: case.rate for tokens, case in cases.items()}
-                found[name].append(cases)
+                cases_by_target[name].append(cases)
         for tokens in options.tokens_per_event:
-            by_name = {name: [each[tokens] for each in runs] for name, runs in found.items()}
+            by_name = {
+                name: [each[tokens] for each in runs] for name, runs in cases_by_target.items()
+            }
             case = {"streams": streams, "tokens_per_event": tokens}
             emit("router", **case, **case_row(by_name), **setting)
     short = [bench.short_answers() for _ in range(options.repeats)]

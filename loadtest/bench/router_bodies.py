@@ -145,15 +145,15 @@ async def post(url: str, body: bytes, posted: Posted, ended: asyncio.Event) -> N
 
 async def ask(port: int, seconds: float) -> list[float]:
     """Return how long answers to a small request take, in seconds."""
-    found = []
+    answers = []
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{port}", trust_env=False) as client:
         await client.get("/v1/models")
         end = time.monotonic() + seconds
         while (start := time.monotonic()) < end:
             await client.get("/v1/models")
-            found.append(time.monotonic() - start)
+            answers.append(time.monotonic() - start)
             await asyncio.sleep(ASK_S)
-    return found
+    return answers
 
 
 async def measure(port: int, options: argparse.Namespace) -> None:

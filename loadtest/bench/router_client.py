@@ -276,17 +276,17 @@ class Client:
         """Read all streams to their ends and check them; return what arrived in spans of time."""
         self._drain()
         times = [at for span in spans for at in span]
-        found = [Arrivals() for _ in range(len(times) + 1)]  # between any two of the times
+        intervals = [Arrivals() for _ in range(len(times) + 1)]  # between any two of the times
         tokens = [[step for step in steps for _ in range(step[1])] for steps in sent.steps]
         for stream in self._streams:
             sent_at = tokens[sent.worker_of[stream.number]]
             for at, position, count in read(stream, self._script, len(sent_at)):
-                arrivals = found[bisect_right(times, at)]
+                arrivals = intervals[bisect_right(times, at)]
                 arrivals.events += 1
                 arrivals.tokens += count
                 arrivals.joined += count > sent_at[position][1]
                 arrivals.added.append(at - sent_at[position][0])
-        return found[1::2]
+        return intervals[1::2]
 
     def do_template(self) -> tuple[bytes, bytes]:
         """Return the bytes of an event before and after its text."""

@@ -204,8 +204,10 @@ class Bench:
             self._pace(tokens, period)
             half[tokens] = self._measure_events(target, max(seconds, LEAST_STEPS * period))
         arrivals = iter(self._check([*full.values(), *half.values()]))
-        found = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
-        return {tokens: Case(found[0][tokens], found[1][tokens], rates[tokens]) for tokens in full}
+        results = [{k: (span, next(arrivals)) for k, span in each.items()} for each in (full, half)]
+        return {
+            tokens: Case(results[0][tokens], results[1][tokens], rates[tokens]) for tokens in full
+        }
 
     def _open(self, target: MeasuredProgram, streams: int) -> None:
         for index, client in enumerate(self._clients):

@@ -103,14 +103,14 @@ def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
         batches: numbers of rows of a step.
     """
     for batch in batches:
-        found: dict[str, list[float]] = {kind: [] for kind in kinds()}
+        step_times: dict[str, list[float]] = {kind: [] for kind in kinds()}
         for repetition in range(REPETITIONS + 1):
-            for kind in found:
+            for kind in step_times:
                 took = step(kind, batch)
                 if repetition:  # the first one compiles
-                    found[kind].append(took)
-        first = statistics.median(next(iter(found.values())))
-        for kind, times in found.items():
+                    step_times[kind].append(took)
+        first = statistics.median(next(iter(step_times.values())))
+        for kind, times in step_times.items():
             ratio = statistics.median(times) / first
             emit("shaping", batch=batch, kind=kind, **spread("ms", times), ratio=ratio)
 

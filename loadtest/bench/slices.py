@@ -34,7 +34,7 @@ async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list
         times: runs of each.
     """
     client = Client([url])
-    found: list[Row] = []
+    rows: list[Row] = []
     try:
         await streams(client, loaded=True)  # so that kernels are compiled and prices are learned
         for loaded, fields in [(False, {}), *((True, each) for each in cases)]:
@@ -42,10 +42,10 @@ async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list
             row = isolation_row([gaps for gaps, _ in runs])
             long = [ttft for _, of_run in runs for ttft in of_run]
             ttft = {"long_p50": statistics.median(long)} if long else {}
-            found.append({"loaded": loaded, **fields, **row, **ttft})
+            rows.append({"loaded": loaded, **fields, **row, **ttft})
     finally:
         await client.close()
-    return found
+    return rows
 
 
 def results(args: argparse.Namespace) -> Iterator[Row]:

@@ -73,8 +73,8 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
         BenchError: a server did not start, or an answer was wrong.
     """
 
-    def note(label: str, found: list[Row]) -> None:
-        for row in found:
+    def note(label: str, new_rows: list[Row]) -> None:
+        for row in new_rows:
             rows.append({"cluster": label, **row})
             emit(**rows[-1])
 

@@ -80,13 +80,15 @@ def compare(first: Sequence[TimedAnswer], later: Sequence[TimedAnswer]) -> Row:
 
 def failures(row: Row) -> list[str]:
     """Return what is wrong with a measurement, a line each."""
-    found = []
+    problems = []
     most = max(MOST_RATIO * row["later_p99"], row["later_p99"] + MOST_MORE_S * 1e3)
     if row["ttft_p99"] > most:
-        found.append(f"TTFT p99 was {row['ttft_p99']:.0f} ms at first; {most:.0f} are allowed")
+        problems.append(f"TTFT p99 was {row['ttft_p99']:.0f} ms at first; {most:.0f} are allowed")
     if row["slow"]:
-        found.append(f"{row['slow']} requests waited for more than {SLOW_S} s at first, not later")
-    return found
+        problems.append(
+            f"{row['slow']} requests waited for more than {SLOW_S} s at first, not later"
+        )
+    return problems
 
 
 def late_builds(values: dict[str, float]) -> dict[str, int]:
@@ -155,9 +157,9 @@ def measure(name: str, model: str, vocab: int, args: argparse.Namespace) -> Iter
 
 def wrong_in(row: Row) -> list[str]:
     """Return what is wrong with a start, a line each, with the cluster's name."""
-    found = failures(row) if "ttft_p99" in row else []
-    found += [f"{count} built after ready: {labels}" for labels, count in row["built"].items()]
-    return [f"{row['cluster']}, {row['cache']} cache: {line}" for line in found]
+    problems = failures(row) if "ttft_p99" in row else []
+    problems += [f"{count} built after ready: {labels}" for labels, count in row["built"].items()]
+    return [f"{row['cluster']}, {row['cache']} cache: {line}" for line in problems]
 
 
 def main() -> int:

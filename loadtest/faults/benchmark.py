@@ -306,10 +306,10 @@ class Benchmark:
         Raises:
             BenchError: a request failed.
         """
-        found = await measured_capacity(player, self._load, self._settings.probe_clients)
-        if found.failed:
-            raise BenchError(f"a request failed without any fault: {found.error}")
-        return found
+        capacity = await measured_capacity(player, self._load, self._settings.probe_clients)
+        if capacity.failed:
+            raise BenchError(f"a request failed without any fault: {capacity.error}")
+        return capacity
 
     async def _capacity_after(
         self, player: Player, before: Capacity, began: float, seen: list[Observation]
@@ -334,8 +334,8 @@ class Benchmark:
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a group of groups."""
-    found = group.exceptions[0]
-    return first_error(found) if isinstance(found, BaseExceptionGroup) else found
+    error = group.exceptions[0]
+    return first_error(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def say(text: str) -> None:

@@ -34,13 +34,13 @@ def usage(pages: Iterable[str], kv: KvUsage) -> float | None:
     """
     samples = [sample for page in pages for sample in parse_metrics(page).items()]
     for metric in kv.metrics:
-        found = [
+        values = [
             value
             for name, value in samples
             if name.partition("{")[0] == metric and _has_labels(name, kv.labels)
         ]
-        if found:
-            return sum(found)
+        if values:
+            return sum(values)
     return None
 
 

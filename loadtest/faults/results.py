@@ -130,18 +130,18 @@ class Result:
     @property
     def problems(self) -> list[str]:
         """What would make the program fail with `--require`, in words."""
-        found = []
+        problems = []
         if self.summary is not None and self.summary.failed:
-            found.append(f"{self.summary.failed} requests failed")
+            problems.append(f"{self.summary.failed} requests failed")
         if self.summary is not None and self.summary.different:
-            found.append(f"{len(self.summary.different)} answers differ from the calm run's")
+            problems.append(f"{len(self.summary.different)} answers differ from the calm run's")
         if not self.is_freed:
-            found.append("KV was not freed")
+            problems.append("KV was not freed")
         if self.failed_after:
-            found.append(f"{self.failed_after} requests failed after the run")
+            problems.append(f"{self.failed_after} requests failed after the run")
         if not self.is_whole:
-            found.append("the system was not whole again")
-        return found
+            problems.append("the system was not whole again")
+        return problems
 
 
 def different(calm: Iterable[SentRequest], run: Iterable[SentRequest]) -> list[int]:
@@ -209,13 +209,13 @@ def row(result: Result, unit: str) -> dict[str, Any]:
     """
     if result.summary is None:
         return {"scenario": result.scenario, "requests": f"not tried: {result.not_tried}"}
-    found = summary_row(result.scenario, result.summary)
+    fields = summary_row(result.scenario, result.summary)
     if result.failed_after:
-        found["failed"] = f"{found['failed']}, {result.failed_after} after the run"
+        fields["failed"] = f"{fields['failed']}, {result.failed_after} after the run"
     full: float | str | None = result.full_after_s
     if full is None:
         full = "-" if result.is_whole else "never"
-    return found | {
+    return fields | {
         "whole again after, s": full,
         f"KV not freed, {unit}": "-" if result.kv_not_freed is None else result.kv_not_freed,
         "capacity after / before": result.capacity,

@@ -74,8 +74,8 @@ class System(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def steps(self, command: str) -> list[str]:
         """Return the shell commands of a named command; empty if the system lacks it."""
-        found = self.commands.get(command, [])
-        return [found] if isinstance(found, str) else found
+        steps = self.commands.get(command, [])
+        return [steps] if isinstance(steps, str) else steps
 
 
 def read_system(path: Path, given: Mapping[str, str]) -> System:
@@ -138,10 +138,10 @@ def parse_settings(texts: Sequence[str]) -> dict[str, str]:
     Raises:
         ConfigError: one has another form.
     """
-    found = {}
+    settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not (equals and name.isidentifier()):
             raise ConfigError(f"--set {text!r} is not NAME=VALUE")
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings

@@ -97,39 +97,43 @@ def estimate(
                 f"--length {length} is more than the model's {config.max_position_embeddings} "
                 "tokens"
             )
-        found = {
+        estimates = {
             name: estimate_memory(config, settings, int(size * GIB)) for name, size in sizes.items()
         }
-        seqs = {name: _sequences(each, length, settings, config) for name, each in found.items()}
+        seqs = {
+            name: _sequences(each, length, settings, config) for name, each in estimates.items()
+        }
         if as_json:
-            print(json.dumps(_report(found, seqs, length), indent=2))
+            print(json.dumps(_report(estimates, seqs, length), indent=2))
         else:
-            _show(found, seqs, length, settings)
+            _show(estimates, seqs, length, settings)
 
 
-def _sequences(found: Estimate, length: int, settings: WorkerSettings, config: ModelConfig) -> int:
+def _sequences(
+    estimate: Estimate, length: int, settings: WorkerSettings, config: ModelConfig
+) -> int:
     """Return how many sequences of a length run at once: `max_num_seqs` at most."""
-    if length > found.context:
+    if length > estimate.context:
         return 0
     ranks = settings.tensor_parallel_size
-    layout = config.kv_layout(settings.block_size, found.dtype, Shard(ranks - 1, ranks))
-    return min(settings.max_num_seqs, found.kv_blocks // layout.held_blocks(length))
+    layout = config.kv_layout(settings.block_size, estimate.dtype, Shard(ranks - 1, ranks))
+    return min(settings.max_num_seqs, estimate.kv_blocks // layout.held_blocks(length))
 
 
-def _report(found: dict[str, Estimate], seqs: dict[str, int], length: int) -> dict[str, object]:
+def _report(estimates: dict[str, Estimate], seqs: dict[str, int], length: int) -> dict[str, object]:
     return {
         "length": length,
         "gpus": {
             name: {**dataclasses.asdict(each), "sequences": seqs[name]}
-            for name, each in found.items()
+            for name, each in estimates.items()
         },
     }
 
 
 def _show(
-    found: dict[str, Estimate], seqs: dict[str, int], length: int, settings: WorkerSettings
+    estimates: dict[str, Estimate], seqs: dict[str, int], length: int, settings: WorkerSettings
 ) -> None:
-    first = next(iter(found.values()))
+    first = next(iter(estimates.values()))
     kind, ranks = first.weight_format, settings.tensor_parallel_size
     each = "" if ranks == 1 else f" on each of {ranks} GPUs"
     console = Console()
@@ -142,7 +146,7 @@ def _show(
     sequences = f"sequences of {length}, at most {settings.max_num_seqs}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):
         table.add_column(name, justify="left" if name == "GPU" else "right")
-    for name, size in found.items():
+    for name, size in estimates.items():
         fits = [f"{size.kv_pool / GIB:.1f}", f"{size.kv_tokens}", f"{size.context}"]
         cells = [*fits, f"{seqs[name]}"] if size.kv_tokens else ["does not fit", "", "", ""]
         table.add_row(name, f"{size.total / GIB:.1f}", *cells)

@@ -65,13 +65,13 @@ def with_settings(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(command, eval_str=True).parameters
-        found: dict[str, inspect.Parameter] = {}
+        added: dict[str, inspect.Parameter] = {}
         for kind in kinds:
             for name, field in kind.model_fields.items():
                 wanted = name in only if only else panel_of(kind, name) is not None
-                if wanted and name not in (*own, *omit, *found):
+                if wanted and name not in (*own, *omit, *added):
                     option = setting(kind, name, unset=(unset or {}).get(name))
-                    found[name] = inspect.Parameter(
+                    added[name] = inspect.Parameter(
                         name,
                         inspect.Parameter.KEYWORD_ONLY,
                         default=None,
@@ -82,7 +82,7 @@ def with_settings(
         def run(**params: Any) -> None:
             command(**{name: params[name] for name in own})
 
-        parameters = [*own.values(), *found.values()]
+        parameters = [*own.values(), *added.values()]
         vars(run)["__signature__"] = inspect.Signature(parameters)
         run.__annotations__ = {each.name: each.annotation for each in parameters}
         return run

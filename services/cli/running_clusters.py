@@ -51,8 +51,8 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 def running_clusters() -> list[RunningCluster]:
     """Return this user's running clusters, the newest first."""
     paths = Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*/{RECORD}")
-    found = [cluster for path in paths if (cluster := _read(path)) is not None]
-    return sorted(found, key=lambda each: each.started_s, reverse=True)
+    clusters = [cluster for path in paths if (cluster := _read(path)) is not None]
+    return sorted(clusters, key=lambda each: each.started_s, reverse=True)
 
 
 def _read(path: Path) -> RunningCluster | None:

@@ -104,10 +104,10 @@ async def numeric_endpoint(endpoint: str) -> str:
         if not host or is_address(host):
             return endpoint
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except ValueError as exc:  # brackets that don't match, or a label that is too long
         raise OSError(errno.EINVAL, f"not an endpoint: {exc}") from exc
-    return with_host(endpoint, str(found[0][4][0]))
+    return with_host(endpoint, str(infos[0][4][0]))
 
 
 def is_address(host: str) -> bool:

@@ -120,13 +120,13 @@ def json_line(level: str, logger: str, message: str, service: str) -> str:
 
 
 def _line(created: float, level: str, logger: str, message: str, service: str) -> dict[str, Any]:
-    found = {
+    line = {
         "time": datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds"),
         "level": level.lower(),
         "logger": logger,
         "message": message,
     }
-    return found | ({"service": service} if service else {})
+    return line | ({"service": service} if service else {})
 
 
 def _printable(text: str) -> str:

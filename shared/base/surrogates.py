@@ -26,12 +26,12 @@ def lone_surrogate(encoded: str | bytes | bytearray) -> tuple[_Path, str] | None
     if _ESCAPED.search(text) is None:
         return None
     try:
-        found = next(_halves(json.loads(text, object_pairs_hook=tuple), ()), None)
+        surrogate = next(_halves(json.loads(text, object_pairs_hook=tuple), ()), None)
     except (ValueError, RecursionError):
         return None
-    if found is None:
+    if surrogate is None:
         return None
-    path, half = found
+    path, half = surrogate
     escape = rf"\u{ord(half):04x}"
     return path, f"{escape} is half of a surrogate pair: send both halves or the character itself"
 

@@ -175,8 +175,8 @@ class Registry:
         cursor = 0
         for _ in range(_MAX_SCANS):
             scan = self._redis.scan(cursor, match="pagewire:*:workers", count=_SCANNED)
-            cursor, found = await scan
-            if any(key != self._ids_key.encode() for key in found):
+            cursor, keys = await scan
+            if any(key != self._ids_key.encode() for key in keys):
                 return True
             if not cursor:
                 break

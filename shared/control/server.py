@@ -289,8 +289,8 @@ async def _resolve(host: str, port: int) -> str:
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(host, port, type=std_socket.SOCK_STREAM)
+        infos = await loop.getaddrinfo(host, port, type=std_socket.SOCK_STREAM)
     except OSError as exc:
         raise ConfigError(f"cannot listen on {host}: {exc.strerror}; name an address") from exc
-    address = str(found[0][4][0])
+    address = str(infos[0][4][0])
     return f"[{address}]" if ":" in address else address

@@ -73,7 +73,7 @@ class Equations:
         matrix, vector = self._matrix, self._vector
         held = [ridge * matrix[0][0] for ridge in ridges]
         used = [index for index in range(self.size) if self.has(index)]
-        found = list(last)
+        unknowns = list(last)
         while used:
             solution = _eliminate(
                 [[matrix[i][j] + (held[i] if i == j else 0.0) for j in used] for i in used],
@@ -82,11 +82,11 @@ class Equations:
             lowest = min(range(len(used)), key=solution.__getitem__)
             if solution[lowest] >= 0:
                 for index, value in zip(used, solution, strict=True):
-                    found[index] = value
+                    unknowns[index] = value
                 break
-            found[used[lowest]] = 0.0
+            unknowns[used[lowest]] = 0.0
             del used[lowest]
-        return found
+        return unknowns
 
 
 def _eliminate(matrix: list[list[float]], vector: list[float]) -> list[float]:

@@ -160,12 +160,12 @@ class GrammarCompiler:
         """
         closed = closed or Event()
         with self._lock:
-            found = self._cached.get(text)
-            if found is not None:
+            compiled = self._cached.get(text)
+            if compiled is not None:
                 self._cached.move_to_end(text)
-                if found in self._closed:
-                    self._closed[found].append(closed)
-                return found
+                if compiled in self._closed:
+                    self._closed[compiled].append(closed)
+                return compiled
             future = self._cached[text] = Future()
             self._closed[future] = [closed]
             self._charge(text)
@@ -192,8 +192,8 @@ class GrammarCompiler:
             originals, vocabulary = self._originals.get(compiled), self._vocabulary
             if originals is None or vocabulary is None:
                 return first
-            if (found := originals.take(closed)) is not None:
-                return found
+            if (matcher := originals.take(closed)) is not None:
+                return matcher
             self._charge(text)
         another = first  # stays, and is charged for, if compiling fails
         try:

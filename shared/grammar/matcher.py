@@ -113,8 +113,8 @@ def fill_masks(
     if good:
         executor.unsafe_compute_mask_ptr(good, _address(masks), size, len(rows))
     with memoryview(masks) as view:
-        found = [bytes(view[row * size : (row + 1) * size]) for row in range(len(rows))]
-    return [matcher._checked(mask) for (matcher, _), mask in zip(rows, found, strict=True)]
+        copies = [bytes(view[row * size : (row + 1) * size]) for row in range(len(rows))]
+    return [matcher._checked(mask) for (matcher, _), mask in zip(rows, copies, strict=True)]
 
 
 def _address(buffer: bytearray) -> int:

@@ -86,11 +86,11 @@ class _Mover:
     def _new_name(self, name: str) -> str:
         plain = _UNSAFE.sub("_", name)
         numbers = self._numbers.setdefault(plain, itertools.count(2))
-        found = plain
-        while found in self._taken:
-            found = f"{plain}_{next(numbers)}"
-        self._taken.add(found)
-        return found
+        chosen = plain
+        while chosen in self._taken:
+            chosen = f"{plain}_{next(numbers)}"
+        self._taken.add(chosen)
+        return chosen
 
     def _moved_reference(self, reference: str, around: tuple[_Names, ...]) -> str:
         if not reference.startswith("#/"):

@@ -42,10 +42,10 @@ def plain_reason(error: str) -> str:
     """Return an error of llguidance in one line, in plain words where possible."""
     error = error.partition("<backtrace>")[0]  # a panic has one
     rule = ""
-    if (found := _SCHEMA_RULE.match(error)) is not None:
-        named = re.search(rf"^ +{found['line']} \| (\w+)", error, re.MULTILINE)
+    if (rule_match := _SCHEMA_RULE.match(error)) is not None:
+        named = re.search(rf"^ +{rule_match['line']} \| (\w+)", error, re.MULTILINE)
         rule = "" if named is None else f"{named[1]}: "
-        error = found["reason"]
+        error = rule_match["reason"]
     for pattern, words in _IN_PLAIN_WORDS:
         if (match := re.search(pattern, error)) is not None:
             return rule + words.format(*match.groups())

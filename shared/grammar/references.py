@@ -38,21 +38,21 @@ class References:
             LookupError: it leads nowhere, or out of the document; the error says so.
         """
         base, _, fragment = reference.partition("#")
-        found: Any = self._root
+        target: Any = self._root
         if base and base != self._root.get("$id"):
-            found = self._named(base, f"$ref {reference[:80]!r} leads out of the schema")
+            target = self._named(base, f"$ref {reference[:80]!r} leads out of the schema")
         if fragment and not fragment.startswith("/"):
             return self._named(f"#{unquote(fragment)}", _nowhere(reference))
         path = [
             part.replace("~1", "/").replace("~0", "~") for part in unquote(fragment).split("/")[1:]
         ]
         for name in path:
-            is_index = isinstance(found, list) and name.isdecimal()
+            is_index = isinstance(target, list) and name.isdecimal()
             try:
-                found = found[int(name) if is_index else name]
+                target = target[int(name) if is_index else name]
             except (LookupError, TypeError, ValueError):
                 raise LookupError(_nowhere(reference)) from None
-        return found
+        return target
 
     def _named(self, name: str, problem: str) -> Any:
         found = self._names.found
@@ -105,8 +105,8 @@ def check_references(schema: Any) -> None:
     Raises:
         ValueError: one leads nowhere, out of the schema, or only to itself.
     """
-    found = (part.get("$ref") for part in parts_of(schema))
-    wanted = dict.fromkeys(each for each in found if isinstance(each, str))
+    references_of = (part.get("$ref") for part in parts_of(schema))
+    wanted = dict.fromkeys(each for each in references_of if isinstance(each, str))
     references = References(schema) if wanted else None
     for reference in wanted:
         if references is None:
@@ -131,5 +131,5 @@ def _check_end(reference: str, references: References) -> None:
                 f"$ref {reference[:80]!r} leads only to itself, or its references never end"
             )
         seen.add(step)
-        found = references.find(step)
-        step = found.get("$ref") if isinstance(found, dict) else None
+        target = references.find(step)
+        step = target.get("$ref") if isinstance(target, dict) else None

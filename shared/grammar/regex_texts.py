@@ -19,4 +19,4 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 
 def in_ascii(regex: str) -> str:
     r"""Return a regular expression in which \d, \w and \s stand for characters of ASCII alone."""
-    return _ESCAPE.sub(lambda found: ASCII.get(found[0], found[0]), regex)
+    return _ESCAPE.sub(lambda match: ASCII.get(match[0], match[0]), regex)

@@ -243,7 +243,7 @@ class TagRules:
 
 def _with_ends(elements: Elements) -> list[Element]:
     """Return the elements with the fixed text after an open choice moved into that choice."""
-    found: list[Element] = []
+    joined: list[Element] = []
     rest = list(elements)
     while rest:
         element = rest.pop(0)
@@ -256,8 +256,8 @@ def _with_ends(elements: Elements) -> list[Element]:
                 element = ElementChoice(tuple((*each, *after) for each in element.alternatives))
             else:
                 element = replace(element, after=tuple(after))
-        found.append(element)
-    return found
+        joined.append(element)
+    return joined
 
 
 def _follow_of(element: Element) -> Follow:

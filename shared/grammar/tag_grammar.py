@@ -287,8 +287,8 @@ def _between_slashes(pattern: str) -> str:
     return "/" + _ESCAPED.sub(_escaped, pattern) + "/"
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return _ESCAPES.get(found[0][-1], found[0])
+def _escaped(match: re.Match[str]) -> str:
+    return _ESCAPES.get(match[0][-1], match[0])
 
 
 _OF: dict[type[Any], Callable[[_TagGrammar, Any], Elements]] = {

@@ -37,8 +37,8 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
 
 def _versions(model: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return what changes if a file of the model's tokenizer does: another may take its path."""
-    found = ((path.name, path.stat()) for path in sorted(model.glob("*.json")) if path.is_file())
-    return tuple((name, each.st_ino, each.st_size, each.st_ctime_ns) for name, each in found)
+    files = ((path.name, path.stat()) for path in sorted(model.glob("*.json")) if path.is_file())
+    return tuple((name, each.st_ino, each.st_size, each.st_ctime_ns) for name, each in files)
 
 
 @lru_cache(maxsize=4)
@@ -103,7 +103,7 @@ def _tokens_below(limit: int, text: str) -> str:
 
 def spells_special(text: str, vocabulary: LLTokenizer) -> bool:
     """Whether a grammar text contains the text of a special token, perhaps with escapes."""
-    plain = _ESCAPE.sub(lambda found: chr(int(found[1], 16)) if found[1] else "", text)
+    plain = _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else "", text)
     encoded = plain.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return any(map(vocabulary.is_special_token, vocabulary.tokenize_str(encoded)))
 

@@ -65,8 +65,8 @@ class KeyTable:
     def name_of(self, sent: bytes) -> str | None:
         """Return the name of a key; None if it is not valid."""
         digest = hashlib.sha256(sent).digest()
-        found = self._keys.get(self._hidden(digest))
-        return found.name if found and hmac.compare_digest(found.digest, digest) else None
+        key = self._keys.get(self._hidden(digest))
+        return key.name if key and hmac.compare_digest(key.digest, digest) else None
 
     def _hidden(self, digest: bytes) -> bytes:
         return hashlib.blake2b(digest, key=self._pepper, digest_size=32).digest()
@@ -171,10 +171,10 @@ class ApiKeys:
             ConfigError: it cannot be read, or a line of it is wrong.
         """
         try:
-            found = os.stat(file)
-            if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+            status = os.stat(file)
+            if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
                 raise ConfigError(f"API keys: {file} is not a regular file")
-            signature = (found.st_mtime_ns, found.st_size, found.st_ino)
+            signature = (status.st_mtime_ns, status.st_size, status.st_ino)
             if signature == self._signature:
                 return
             with file.open("rb") as opened:
@@ -188,7 +188,7 @@ class ApiKeys:
                 raise ConfigError(f"API keys: {file}: {exc}") from None
             logger.info("%d API keys are valid", len(self))
         self._raw = raw
-        is_settled = time.time() - found.st_mtime > SETTLE_S
+        is_settled = time.time() - status.st_mtime > SETTLE_S
         self._signature = signature if is_settled else None
 
 

@@ -97,10 +97,10 @@ async def listening_socket(host: str, port: int, option: str, purpose: str) -> s
     """
     loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
+        infos = await loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        family, address = found[0][0], found[0][4]
+        family, address = infos[0][0], infos[0][4]
         # All addresses are those of both families, as for the control server.
         both = address[0] == "::" and socket.has_dualstack_ipv6()
         return socket.create_server(address, family=family, dualstack_ipv6=both)

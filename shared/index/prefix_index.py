@@ -213,7 +213,7 @@ class PrefixIndex:
                 *workers,
             )
             hits, reserved = counts[: len(epochs)], counts[len(epochs) :]
-            found = (
+            reply = (
                 dict(zip(epochs, map(int, hits), strict=True)),
                 {name: _from_text(text) for name, text in zip(epochs, reserved, strict=True)},
             )
@@ -223,7 +223,7 @@ class PrefixIndex:
         finally:
             self._note_lookup(time.monotonic() - began)
         self._failures = 0
-        return found
+        return reply
 
     def _count_failure(self, exc: Exception) -> None:
         self.failed_lookups += 1

@@ -121,8 +121,8 @@ class BlockPool:
         tables = []
         for number, by_hash in enumerate(self._by_hash):
             first = self.layout.first_block(number, count * self.layout.block_size)
-            found = [by_hash[block_hash] for block_hash in hashes[first:count]]
-            tables.append(BlockTable([NO_BLOCK] * first + found, first))
+            blocks = [by_hash[block_hash] for block_hash in hashes[first:count]]
+            tables.append(BlockTable([NO_BLOCK] * first + blocks, first))
         return tables
 
     def _resumable_end(self, hashes: Sequence[BlockHash]) -> int:
@@ -232,11 +232,11 @@ class BlockPool:
             ends, self.max_retained, key=lambda end: layout.held_blocks(end * size)
         )
         tables = self.lookup(hashes[:fits])
-        found = hashes[: len(tables[0])]
-        if not found:
+        retained = hashes[: len(tables[0])]
+        if not retained:
             return
         blocks = [block for table in tables for block in table.held]
-        given_up = self._retention.retain(owner, found, blocks, seconds, self.now_s)
+        given_up = self._retention.retain(owner, retained, blocks, seconds, self.now_s)
         idle = [block for block in reversed(blocks) if not self._refs[block]]
         for block in idle:  # before others, or some of them, are given up
             self._cached.pop(block, None)

@@ -158,5 +158,5 @@ def decode_live(body: bytes) -> LivePage:
 
 def newest(pages: Sequence[LivePage]) -> list[RecentRequest]:
     """Return the last requests of several routers, newest first, at most `MAX_REQUESTS`."""
-    found = [request for page in pages for request in page.requests]
-    return sorted(found, key=lambda each: -each.ended_at)[:MAX_REQUESTS]
+    requests = [request for page in pages for request in page.requests]
+    return sorted(requests, key=lambda each: -each.ended_at)[:MAX_REQUESTS]

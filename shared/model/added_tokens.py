@@ -156,11 +156,11 @@ def _listed_tokens(file: Path, listed: Any) -> dict[int, AddedToken]:
     """Return the tokens of a list by their ids, of which only the order counts."""
     if not isinstance(listed, dict):
         raise ModelLoadError(f"{file}: {_LISTED} must be an object, not {listed!r:.80}")
-    found = {}
+    tokens = {}
     for index, entry in listed.items():
         if not str(index).isdecimal() or not isinstance(entry, dict):
             raise ModelLoadError(
                 f"{file}: the added token {index!r} must be an id with a content, not {entry!r:.80}"
             )
-        found[int(index)] = _token(file, str(index), entry)
-    return found
+        tokens[int(index)] = _token(file, str(index), entry)
+    return tokens

@@ -90,9 +90,9 @@ def _value(fills: list[TensorCopy]) -> float:
     """Return the one value of a scale that a checkpoint may have under several names."""
     values = {fill.target.item(): fill.entry.name for fill in fills}
     if len(values) > 1:
-        found = ", ".join(f"{name} is {value:g}" for value, name in values.items())
+        problem = ", ".join(f"{name} is {value:g}" for value, name in values.items())
         raise ModelLoadError(
-            f"{found}: a KV cache in FP8 has one scale for all keys of a layer, and one for all "
+            f"{problem}: a KV cache in FP8 has one scale for all keys of a layer, and one for all "
             "values; leave --kv-cache-dtype out"
         )
     return next(iter(values), 1.0)

@@ -298,7 +298,7 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Tens
     names = {name for file in checkpoint for name in file.tensors}
     tied = config.tie_word_embeddings
     targets = {target.name: target for target in _targets(model.parameters(), names, tied)}
-    found = match_weights(
+    matched = match_weights(
         {
             name: Expected(each.shape, _FILLED_BY.get(each.tensor.dtype, FLOAT_DTYPES))
             for name, each in targets.items()
@@ -309,10 +309,10 @@ def _match(model: DecoderModel, checkpoint: list[WeightsFile]) -> dict[str, Tens
         ignored_suffixes=(*KV_SCALES, *KV_ZEROS, INPUT_SCALE),
         zeros=added_biases(config.quantization),
     )
-    if found.ignored:
-        counts = ", ".join(f"{count} of {names}" for names, count in found.ignored.items())
+    if matched.ignored:
+        counts = ", ".join(f"{count} of {names}" for names, count in matched.ignored.items())
         logger.info("skipping tensors that %s does not use: %s", config.architecture, counts)
     return {
         name: TensorCopy(file, file.tensors[name], targets[name].tensor, targets[name].cuts)
-        for name, file in found.holders.items()
+        for name, file in matched.holders.items()
     }

@@ -96,12 +96,12 @@ def _matryoshka(model_path: Path) -> tuple[bool, tuple[int, ...] | None]:
 
 
 def _mode(model_path: Path, file: str) -> PoolingMode:
-    found = _read(model_path, file, dict)
-    if _MODE in found:
-        value = found[_MODE]
+    modes_given = _read(model_path, file, dict)
+    if _MODE in modes_given:
+        value = modes_given[_MODE]
         modes = value if isinstance(value, list) else [value]
     else:
-        switches = [name for name, on in found.items() if name.startswith(f"{_MODE}_") and on]
+        switches = [name for name, on in modes_given.items() if name.startswith(f"{_MODE}_") and on]
         modes = [_SWITCHES.get(name.removeprefix(f"{_MODE}_"), name) for name in switches]
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ConfigError(

@@ -103,7 +103,7 @@ def match_weights(
         ModelLoadError: tensors are missing, of another shape, unknown, in two files or of another
             dtype; one line that names up to `MOST_NAMED` of each kind.
     """
-    found = WeightsMatch()
+    matched = WeightsMatch()
     for file in checkpoint:
         for name in file.tensors:
             ignored = [f"{each}*" for each in ignored_prefixes if name.startswith(each)]
@@ -111,18 +111,18 @@ def match_weights(
             if name in zeros and name not in expected and _is_zero(file, name):
                 ignored.append(f"*.{name.rpartition('.')[2]}")
             if name not in expected and ignored:
-                found.ignored[ignored[0]] += 1
+                matched.ignored[ignored[0]] += 1
             elif name in expected or not (name in surplus or _DERIVED.fullmatch(name)):
-                found.take(name, file, expected.get(name))
-    found.note_missing(iter(expected))
-    complaints = "; ".join(found.complaints())
+                matched.take(name, file, expected.get(name))
+    matched.note_missing(iter(expected))
+    complaints = "; ".join(matched.complaints())
     if complaints:
         folder = _folder(checkpoint)
         raise ModelLoadError(
             f"the weights in {folder} do not fit its config.json: {complaints}. Check that the "
             "files belong together, or download them again"
         )
-    return found
+    return matched
 
 
 def _is_zero(file: WeightsFile, name: str) -> bool:

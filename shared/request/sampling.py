@@ -259,7 +259,7 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
                 "bad_words needs a tokenizer.json, which the model lacks", "bad_words"
             )
         return ()
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         forms = _forms_of(word, encode)
         longest = max(map(len, forms), default=0)
@@ -268,14 +268,14 @@ def bad_word_ids(words: Sequence[str], encode: Encode | None) -> tuple[tuple[int
                 f"bad_words: {word!r} is {longest} tokens: at most {MAX_BAD_WORD_TOKENS}",
                 "bad_words",
             )
-        found |= dict.fromkeys(forms)
-    if len(found) > MAX_BAD_WORDS:
+        sequences |= dict.fromkeys(forms)
+    if len(sequences) > MAX_BAD_WORDS:
         raise InvalidRequestError(
-            f"bad_words: these {len(words)} words are tokenized in {len(found)} ways: at most "
+            f"bad_words: these {len(words)} words are tokenized in {len(sequences)} ways: at most "
             f"{MAX_BAD_WORDS}",
             "bad_words",
         )
-    return tuple(found)
+    return tuple(sequences)
 
 
 def _forms_of(word: str, encode: Encode) -> list[tuple[int, ...]]:
@@ -283,13 +283,13 @@ def _forms_of(word: str, encode: Encode) -> list[tuple[int, ...]]:
     bare = word.lstrip()
     texts = dict.fromkeys([bare, f" {bare}", word] if bare else [word])
     before = tuple(encode("\n"))
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for text in texts:
         inside = tuple(encode(f"\n{text}"))
         if inside[: len(before)] == before:  # otherwise the line break is a part of a token
-            found[inside[len(before) :]] = None
-        found[tuple(encode(text))] = None
-    forms = [form for form in found if form]
+            sequences[inside[len(before) :]] = None
+        sequences[tuple(encode(text))] = None
+    forms = [form for form in sequences if form]
     return [
         form
         for form in forms

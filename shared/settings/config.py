@@ -412,8 +412,8 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         problem = "is wrong" if is_secret else f"cannot {verb} {first['input']!r}"
         rule = first["msg"].removeprefix("Value error, ")
         if first["type"] == "too_short":  # what pydantic says of a secret's characters
-            least, found = first["ctx"]["min_length"], first["ctx"]["actual_length"]
-            rule = f"it must have at least {least} characters, not {found}"
+            least, actual = first["ctx"]["min_length"], first["ctx"]["actual_length"]
+            rule = f"it must have at least {least} characters, not {actual}"
         raise ConfigError(
             f"setting {field} (PAGEWIRE_{field.upper()}) {problem}: {rule[0].lower()}{rule[1:]}"
         ) from None if is_secret else exc

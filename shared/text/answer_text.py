@@ -208,13 +208,13 @@ class TextAssembler:
         parts = [(text, True)] if self._parts is None else self._parts.push(text)
         if is_last and self._parts is not None:
             parts += self._parts.flush()
-        may_stop, found = self.num_tokens > self._min_tokens, ""
+        may_stop, until = self.num_tokens > self._min_tokens, ""
         for part, is_answer in parts:
             if is_answer:
-                found += self._matcher.push(part, may_stop)
+                until += self._matcher.push(part, may_stop)
             elif part and not self._matcher.matched:  # no stop string has an end in it
-                found += self._matcher.flush() + part
-        return found
+                until += self._matcher.flush() + part
+        return until
 
     def _visible(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens that have a text: a stop token, always the last, has none."""

@@ -314,8 +314,8 @@ def _indented(text: str, indent: str, separators: tuple[str, str] | None) -> str
     comma, colon = separators or (",", ": ")
     out, depth = io.StringIO(), 0
     most = missing = min(MAX_RENDERED_CHARS, _SPACES + _MOST_TIMES * len(text))
-    for found in _JSON_PARTS.finditer(text):
-        part = found[0]
+    for match in _JSON_PARTS.finditer(text):
+        part = match[0]
         match part:
             case "[" | "{":
                 depth += 1

@@ -75,7 +75,7 @@ def _added_tokens(path: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
     older = read_optional_json(path / "added_tokens.json")
     if not isinstance(named, dict) or len(named) + len(older) > _MAX_ADDED:
         raise ModelLoadError(f"{path} has added tokens in a form that is not supported")
-    found = {}
+    tokens = {}
     for index, entry in [*((i, {"content": text}) for text, i in older.items()), *named.items()]:
         content = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(content, str) or not content or not str(index).isdecimal():
@@ -83,8 +83,8 @@ def _added_tokens(path: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
                 f"{path}: the added token {index!r} must be an id with a content, not {entry!r:.80}"
             )
         flags = {name: entry[name] for name in _FLAGS if isinstance(entry.get(name), bool)}
-        found[int(index)] = AddedToken(content, normalized=SPACE in content, **flags)
-    return found
+        tokens[int(index)] = AddedToken(content, normalized=SPACE in content, **flags)
+    return tokens
 
 
 def _of_bpe_files(path: Path) -> tokenizers.Tokenizer:

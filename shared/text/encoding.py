@@ -139,5 +139,5 @@ def _divides(backend: tokenizers.Tokenizer) -> bool:
 
 def _settings(part: Any) -> dict[str, Any]:
     """Return the settings of a tokenizer's part as in tokenizer.json; empty if there is none."""
-    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return found
+    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return state

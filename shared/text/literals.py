@@ -81,7 +81,7 @@ class Literals:
         marked = render({key: self._with_marks(value) for key, value in given.items()})
         if self._with_literals(marked) != text:
             raise self._refusal("chat template", given)
-        replaced, count = self._pattern.subn(lambda found: self._stand_ins[found[0]], marked)
+        replaced, count = self._pattern.subn(lambda match: self._stand_ins[match[0]], marked)
         ids = self._encoder.encode(self._with_literals(replaced), add_special_tokens=False)
         # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
         if sum(each in self._ids for each in ids) != count or not self._special.isdisjoint(ids):
@@ -92,7 +92,7 @@ class Literals:
         """Return a value with marks in all of its texts, keys included."""
         match value:
             case str():
-                return self._pattern.sub(lambda found: self._marks[found[0]], value)
+                return self._pattern.sub(lambda match: self._marks[match[0]], value)
             case list() | tuple():
                 marked = [self._with_marks(each) for each in value]
                 return marked if isinstance(value, list) else tuple(marked)
@@ -106,7 +106,7 @@ class Literals:
         return value
 
     def _with_literals(self, text: str) -> str:
-        return self._mark_pattern.sub(lambda found: self._literals[found[0]], text)
+        return self._mark_pattern.sub(lambda match: self._literals[match[0]], text)
 
     def _stand_in(self, token: tokenizers.AddedToken) -> tokenizers.AddedToken:
         """Return a token that is cut out of a text as the special one is."""
@@ -120,9 +120,9 @@ class Literals:
         )
 
     def _refusal(self, what: str, given: Given) -> InvalidRequestError:
-        found = self._pattern.findall("\n".join(_texts(given)))
+        spelled = self._pattern.findall("\n".join(_texts(given)))
         return InvalidRequestError(
-            f"this model's {what} cannot keep {found[0]!r}, which a message spells out, as text: "
+            f"this model's {what} cannot keep {spelled[0]!r}, which a message spells out, as text: "
             "leave it out",
             param="messages",
         )

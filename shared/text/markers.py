@@ -20,12 +20,12 @@ class Markers:
 
     def split(self, text: str) -> list[str | int]:
         """Split a text into the tokens' ids and the texts between them, which are never empty."""
-        found: list[str | int] = []
+        parts: list[str | int] = []
         end = 0
         for match in self._pattern.finditer(text):
-            found += [text[end : match.start()], self.ids[match[0]]]
+            parts += [text[end : match.start()], self.ids[match[0]]]
             end = match.end()
-        return [part for part in (*found, text[end:]) if part != ""]
+        return [part for part in (*parts, text[end:]) if part != ""]
 
 
 NO_MARKERS = Markers({})

@@ -54,9 +54,9 @@ def piece_table(backend: tokenizers.Tokenizer) -> PieceTable | None:
     space, has_bytes = _space(steps[0]), len(steps) > 1
     for token_id, name in names.items():
         is_byte = has_bytes and name.startswith("<0x")
-        found = _BYTE_TOKEN.fullmatch(name) if is_byte else None
-        if found is not None:
-            texts[token_id] = bytes([int(found[1], 16)])
+        byte_match = _BYTE_TOKEN.fullmatch(name) if is_byte else None
+        if byte_match is not None:
+            texts[token_id] = bytes([int(byte_match[1], 16)])
             byte_ids.add(token_id)
         else:
             texts[token_id] = name.replace(*space).encode()
@@ -85,5 +85,5 @@ def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
     if decoder is None:
         return []
     state: dict[str, Any] = json.loads(decoder.__getstate__())
-    found: list[dict[str, Any]] = state.get("decoders", [state])
-    return found
+    steps: list[dict[str, Any]] = state.get("decoders", [state])
+    return steps

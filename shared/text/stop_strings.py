@@ -41,13 +41,13 @@ class StopMatcher:
         known = len(self._held)  # none that ends in it counts any more
         text = self._held + text
         stops = self._stops if may_stop else ()
-        found = [
+        matches = [
             (at + len(s), at, s)
             for s in stops
             if (at := text.find(s, max(0, known - len(s) + 1))) >= 0
         ]
-        if found:
-            end, at, self.matched_stop = min(found)
+        if matches:
+            end, at, self.matched_stop = min(matches)
             self._held = ""
             return text[: end if self._include else at]
         hold = max(overlap(text, stop) for stop in self._stops)

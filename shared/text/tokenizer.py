@@ -302,8 +302,8 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
     named: dict[Any, Any] = template if isinstance(template, dict) else {"default": template}
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-    found = (named.get(name) for name in ("default", "tool_use"))
-    default, tools = (each if isinstance(each, str) else None for each in found)
+    sources = (named.get(name) for name in ("default", "tool_use"))
+    default, tools = (each if isinstance(each, str) else None for each in sources)
     return default, tools_file or tools
 
 

@@ -48,8 +48,10 @@ def parsed_arguments(text: str | None, field: str) -> dict[str, Any]:
         try:
             return decode_arguments(text or "{}")
         except (msgspec.DecodeError, UnicodeDecodeError):
-            found = _cut.validate_json(text or "", experimental_allow_partial="trailing-strings")
-        return decode_arguments(msgspec.json.encode(found).decode())
+            arguments = _cut.validate_json(
+                text or "", experimental_allow_partial="trailing-strings"
+            )
+        return decode_arguments(msgspec.json.encode(arguments).decode())
     except RecursionError as exc:
         raise InvalidRequestError(f"{field} is nested too deeply", field) from exc
     except (ValueError, msgspec.DecodeError):

@@ -114,13 +114,13 @@ class TaggedAnswer:
 
     def flush(self, is_cut: bool = False) -> list[AnswerEvent]:
         """End the answer; return the remaining events."""
-        found: list[AnswerEvent] = []
+        events: list[AnswerEvent] = []
         if self._splitter is not None:
             reasoning, content = self._splitter.flush()
-            found += [*self._reasoning(reasoning), *self._content(content)]
+            events += [*self._reasoning(reasoning), *self._content(content)]
         if self._tools is not None:
-            found += self._tools.flush(is_cut)
-        return found
+            events += self._tools.flush(is_cut)
+        return events
 
     def _reasoning(self, text: str) -> list[AnswerEvent]:
         return [ReasoningText(text)] if text and self._include_reasoning else []

@@ -83,8 +83,8 @@ class _Recorder(ChannelParser):
         """Return the parts since the last call; if `is_last`, with the rest of the text."""
         if is_last:
             self._take(len(self._buffer))
-        found, self._parts = self._parts, []
-        return found
+        parts, self._parts = self._parts, []
+        return parts
 
     def _take(self, count: int) -> str:
         text = super()._take(count)

@@ -58,17 +58,17 @@ def shape_of(schema: dict[str, Any], lenient: bool = False) -> ArgumentShape:
         ValueError: there are such keywords; the error names them. Or a required name is not
             allowed, or the root refers to too many schemas.
     """
-    found = _Shapes(References(schema), lenient).of(schema)
-    properties = {name: each for name, each in found.properties.items() if each is not False}
-    for name in sorted(found.required - properties.keys()):
-        if found.schema_of(name) is not False:
-            properties[name] = found.others
+    shape = _Shapes(References(schema), lenient).of(schema)
+    properties = {name: each for name, each in shape.properties.items() if each is not False}
+    for name in sorted(shape.required - properties.keys()):
+        if shape.schema_of(name) is not False:
+            properties[name] = shape.others
         elif not lenient:
             raise ValueError(f"its schema requires {name[:80]!r}, which it does not allow")
-    return found._replace(
+    return shape._replace(
         properties=properties,
-        required=found.required & properties.keys(),
-        excluded=frozenset(found.properties) - properties.keys(),
+        required=shape.required & properties.keys(),
+        excluded=frozenset(shape.properties) - properties.keys(),
     )
 
 
@@ -91,7 +91,7 @@ class _Shapes:
         schema = without_nulls(schema)
         self._check(schema)
         properties, required = schema.get("properties"), schema.get("required")
-        found = ArgumentShape(
+        shape = ArgumentShape(
             dict(properties) if isinstance(properties, dict) else {},
             {each for each in required if isinstance(each, str)}
             if isinstance(required, list)
@@ -100,10 +100,10 @@ class _Shapes:
         )
         parts = schema.get("allOf")
         for part in parts if isinstance(parts, list) else ():
-            found = _both(found, self.of(part))
+            shape = _both(shape, self.of(part))
         if isinstance(reference := schema.get("$ref"), str):
-            found = _both(found, self.of(self._find(reference)))
-        return found
+            shape = _both(shape, self.of(self._find(reference)))
+        return shape
 
     def _check(self, schema: dict[str, Any]) -> None:
         wrong = [

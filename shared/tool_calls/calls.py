@@ -203,11 +203,11 @@ class HeadedCall:
         at = 0
         if self.name is None:
             at = len(text) - len(text.lstrip())
-            found = self._read_head(text, at)
-            if found is None:
+            head = self._read_head(text, at)
+            if head is None:
                 self.has_failed |= len(text) - at > MAX_HEAD
                 return "", at
-            self.name, at = found
+            self.name, at = head
         part, at = self._scanner.push(text, at)
         self.is_done, self.has_failed = self._scanner.is_done, self._scanner.has_failed
         return part, at
@@ -271,8 +271,8 @@ def make_reader(
 
 
 def _matched(pattern: re.Pattern[str], text: str, at: int) -> str:
-    found = pattern.match(text, at)
-    return "" if found is None else found[0]
+    match = pattern.match(text, at)
+    return "" if match is None else match[0]
 
 
 def _as_object(value: str) -> str | None:

@@ -197,8 +197,8 @@ def _root(schema: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(target, dict):
             break
         fields = {key: value for key, value in declared.items() if key not in keys}
-        found = {key: value for key, value in target.items() if key not in ("$id", "$anchor")}
-        declared = without_nulls({**found, **fields})
+        root = {key: value for key, value in target.items() if key not in ("$id", "$anchor")}
+        declared = without_nulls({**root, **fields})
     return declared
 
 

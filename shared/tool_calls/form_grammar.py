@@ -146,10 +146,10 @@ def _named(lark: str, text: str) -> str:
 def _grammars(text: str) -> list[dict[str, object]]:
     """Return the grammars of a grammar text; the first one is the start."""
     try:
-        found: list[dict[str, object]] = json.loads(text)["grammars"]
+        grammars: list[dict[str, object]] = json.loads(text)["grammars"]
     except (ValueError, RecursionError):  # Lark
         return [{"lark_grammar": text}]
-    return found
+    return grammars
 
 
 def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:

@@ -167,16 +167,16 @@ class _Grammar:
             return f"{self._may_open()} {self._unopened()} {self._end()}"
         trigger = self._add_trigger()
         if form.is_list:
-            found = [f"{trigger} listed"]
+            alternatives = [f"{trigger} listed"]
             rest = f"{self._literal(form.end)} ({self._literal(form.close)})?"
         else:
             # One text: otherwise the separator might be the beginning of `close`.
             closed = f"{self._literal(form.separator + form.open)} closed"
             rest = f"({self._literal(form.close)})? {self._repeated(closed)}"
-            found = [f"{trigger} closed {self._repeated(closed)}"]
+            alternatives = [f"{trigger} closed {self._repeated(closed)}"]
         if form.unopened:
-            found.append(f"{self._unopened_later()} {rest}")
-        return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+            alternatives.append(f"{self._unopened_later()} {rest}")
+        return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
 
     def _unopened(self) -> str:
         """Return the expression of calls with which an answer begins."""
@@ -192,7 +192,7 @@ class _Grammar:
 
     def _unopened_later(self) -> str:
         """Return the expression of text and calls that begin with the format's `unopened`."""
-        begin, found = self._form.unopened, []
+        begin, expressions = self._form.unopened, []
         is_marker = self._form.kind != "xml"
         for index, function in enumerate(self._wanted.functions):
             head = self._head(function)
@@ -201,9 +201,9 @@ class _Grammar:
             else:  # with another name, or without the line's end, it may be text
                 start = f"unopened_{index}"
                 self._rules[f"{start}[lazy]"] = _text(quoted(head), self._not_text())
-            found.append(f"{start} body_{index}")
+            expressions.append(f"{start} body_{index}")
         first = self._until("unopened", begin) if is_marker else ""
-        return f"{first} ({' | '.join(found)}) {self._more_listed()}"
+        return f"{first} ({' | '.join(expressions)}) {self._more_listed()}"
 
     def _first_head(self, name: str) -> str:
         """Return the expression of the beginning of a call with which an answer begins.
@@ -237,15 +237,15 @@ class _Grammar:
 
     def _not_text(self) -> list[str]:
         """Return patterns of beginnings with which an answer is not text."""
-        found, form, begin = [], self._reasoning, self._form.begin
+        texts, form, begin = [], self._reasoning, self._form.begin
         if form is not None and self._begins != "inside" and form.open not in self._markers.ids:
-            found.append(quoted(form.open))
+            texts.append(quoted(form.open))
         if not self._form.open:
             names = "|".join(quoted(function.name) for function in self._wanted.functions)
             before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
             call = _CALLS[self._form.kind].replace("<names>", names)
-            found.append(f"{before}{call}")
-        return found
+            texts.append(f"{before}{call}")
+        return texts
 
     def _add_text(self) -> str:
         """Add the rule of an answer that is only text; return its expression."""

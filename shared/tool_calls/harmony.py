@@ -145,10 +145,10 @@ class ChannelParser:
         return True
 
     def _read_header(self) -> bool:
-        found = _first(self._buffer, (MESSAGE, *_ENDS))
-        if found is None and len(self._buffer) <= MAX_HEADER:
+        first = _first(self._buffer, (MESSAGE, *_ENDS))
+        if first is None and len(self._buffer) <= MAX_HEADER:
             return False
-        at, marker = found or (0, "")
+        at, marker = first or (0, "")
         if marker in _ENDS:  # a message without a text
             self._take(at + len(marker))
             self._state = "between"
@@ -170,12 +170,12 @@ class ChannelParser:
         self._is_next = self._kind in self._texts
 
     def _read_body(self) -> bool:
-        found = _first(self._buffer, (*_ENDS, START))
-        if found is None:
+        first = _first(self._buffer, (*_ENDS, START))
+        if first is None:
             held = max(overlap(self._buffer, marker) for marker in (*_ENDS, START))
             self._text(self._take(len(self._buffer) - held))
             return False
-        at, marker = found
+        at, marker = first
         self._text(self._take(at))
         self._take(len(marker))
         self._end_message()
@@ -274,5 +274,5 @@ class _CallBody:
 
 def _first(text: str, markers: tuple[str, ...]) -> tuple[int, str] | None:
     """Return the position of the first of some markers in a text, and the marker."""
-    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-    return min(found, default=None)
+    places = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    return min(places, default=None)

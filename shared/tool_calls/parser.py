@@ -149,22 +149,22 @@ class ToolParser:
 
     def _match_first(self) -> bool:
         """Decide whether an answer begins with the text before a call."""
-        found = [self._match(text) for text in self._opens]
-        if not any(found) and None in found:
+        lengths = [self._match(text) for text in self._opens]
+        if not any(lengths) and None in lengths:
             return False
-        self._state = "text" if any(found) else "rest"
+        self._state = "text" if any(lengths) else "rest"
         return True
 
     def _find_open(self) -> bool:
         """Emit the text before a call's marker as content, without the spaces before the marker."""
         unopened = self._form.unopened
         texts = (*self._opens, *([unopened] if unopened else ()))
-        found = [(at, text) for text in texts if (at := self._buffer.find(text)) >= 0]
-        if not found:
+        places = [(at, text) for text in texts if (at := self._buffer.find(text)) >= 0]
+        if not places:
             held = max(overlap(self._buffer, text) for text in texts)
             self._let_through(len(self._buffer) - held)
             return False
-        at, text = min(found)
+        at, text = min(places)
         self._let_through(at)
         if text == unopened:
             self._begin_call(is_unopened=True)
@@ -203,13 +203,13 @@ class ToolParser:
 
     def _match_begin(self, text: str) -> bool:
         """Consume a text before a call."""
-        found = self._match(text)
-        if found is None:
+        length = self._match(text)
+        if length is None:
             return False
-        if not found:
+        if not length:
             self._give_up()
             return True
-        self._take_raw(found)
+        self._take_raw(length)
         if self._state == "begin":
             self._begin_call()
         else:
@@ -218,11 +218,11 @@ class ToolParser:
 
     def _match_end(self, text: str, then: _State) -> bool:
         """Drop a text after a call, if it is there."""
-        found = self._match(text)
-        if found is None:
+        length = self._match(text)
+        if length is None:
             return False
-        if found:
-            self._spaces, self._buffer = [], self._buffer[found:]
+        if length:
+            self._spaces, self._buffer = [], self._buffer[length:]
         self._state = then
         return True
 

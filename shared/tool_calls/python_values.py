@@ -87,13 +87,13 @@ class PythonValues:
         keywords = _what_it_says(schema) if isinstance(schema, dict) else {}
         if not keywords:
             return self._any()
-        found = self._parts(schema, keywords)
-        if found is None:
-            found = [self._schemas.add(self._next(), schema)]
+        expressions = self._parts(schema, keywords)
+        if expressions is None:
+            expressions = [self._schemas.add(self._next(), schema)]
             allows = self._constants.allows
-            found += [text for each, text in _CONSTANTS.items() if allows(schema, each)]
-        is_rule = len(found) == 1 and found[0].isidentifier()
-        return found[0] if is_rule else self._rules.add_shared(name, " | ".join(found))
+            expressions += [text for each, text in _CONSTANTS.items() if allows(schema, each)]
+        is_rule = len(expressions) == 1 and expressions[0].isidentifier()
+        return expressions[0] if is_rule else self._rules.add_shared(name, " | ".join(expressions))
 
     def _next(self) -> str:
         self._num_names += 1
@@ -128,10 +128,10 @@ class PythonValues:
         kind, parts = choice
         if not isinstance(parts, list) or (kind == "allOf" and len(parts) > 1):
             return None
-        found = [self._add(self._next(), each) for each in parts if each is not False]
+        expressions = [self._add(self._next(), each) for each in parts if each is not False]
         if kind == "oneOf" and not self._lenient:  # which llguidance refuses unless it is `anyOf`
-            found.append(self._schemas.add(self._next(), schema))
-        return list(dict.fromkeys(found)) or None
+            expressions.append(self._schemas.add(self._next(), schema))
+        return list(dict.fromkeys(expressions)) or None
 
     def _listed(self, keywords: dict[str, Any]) -> list[str] | None:
         values = keywords.get("enum", [keywords.get("const")])
@@ -143,27 +143,27 @@ class PythonValues:
         if not constants:
             return None
         others = [each for each in values if not isinstance(each, bool | None)]
-        found = [self._schemas.add(self._next(), {"enum": others})] if others else []
-        return [*found, *(_CONSTANTS[each] for each in constants)]
+        expressions = [self._schemas.add(self._next(), {"enum": others})] if others else []
+        return [*expressions, *(_CONSTANTS[each] for each in constants)]
 
     def _by_type(self, keywords: dict[str, Any]) -> list[str] | None:
         kinds = types_of(keywords)
         if not kinds:
             return None
-        found = []
+        expressions = []
         if scalars := sorted(kinds & _SCALARS):
             rest = {key: value for key, value in keywords.items() if key in _OF_SCALARS}
-            found.append(self._schemas.add(self._next(), {**rest, "type": scalars}))
+            expressions.append(self._schemas.add(self._next(), {**rest, "type": scalars}))
         if "array" in kinds:
             if (items := self._list(keywords)) is None:
                 return None
-            found.append(items)
+            expressions.append(items)
         if "object" in kinds:
             if (fields := self._object(keywords)) is None:
                 return None
-            found.append(fields)
-        found += [_CONSTANTS[True], _CONSTANTS[False]] if "boolean" in kinds else []
-        return [*found, _CONSTANTS[None]] if "null" in kinds else found
+            expressions.append(fields)
+        expressions += [_CONSTANTS[True], _CONSTANTS[False]] if "boolean" in kinds else []
+        return [*expressions, _CONSTANTS[None]] if "null" in kinds else expressions
 
     def _list(self, keywords: dict[str, Any]) -> str | None:
         least, most = keywords.get("minItems", 0), keywords.get("maxItems", _MAX_ITEMS)

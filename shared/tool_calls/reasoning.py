@@ -181,9 +181,9 @@ class ReasoningSplitter:
         certain = text[: len(text) - overlap(text, close)]
         self._buffer = text[len(certain) :]
         rest = certain.rstrip("\n")
-        found = self._held_spaces() + rest if rest else ""
+        released = self._held_spaces() + rest if rest else ""
         self._spaces.append(certain[len(rest) :])
-        return found
+        return released
 
     def _held_spaces(self) -> str:
         """Return the spaces that were held back, and clear them."""

@@ -37,7 +37,7 @@ class SchemaConstants:
             return schema is not False
         if id(schema) in self._anywhere:
             return self._anywhere[id(schema)][1]
-        new, waiting, found = dict[int, Any](), [schema], list[int]()
+        new, waiting, containing = dict[int, Any](), [schema], list[int]()
         above: dict[int, list[int]] = {}  # the schemas that have one in them
         while waiting:
             each = waiting.pop()
@@ -52,27 +52,27 @@ class SchemaConstants:
                     above.setdefault(id(part), []).append(id(each))
                     is_one = is_one or self._anywhere.get(id(part), _NO)[1]
             if is_one:
-                found.append(id(each))
+                containing.append(id(each))
         with_constants = set[int]()
-        while found:
-            if (key := found.pop()) not in with_constants:
+        while containing:
+            if (key := containing.pop()) not in with_constants:
                 with_constants.add(key)
-                found += above.get(key, ())
+                containing += above.get(key, ())
         self._anywhere |= {key: (each, key in with_constants) for key, each in new.items()}
         return self._anywhere[id(schema)][1]
 
     def _inner(self, schema: dict[str, Any]) -> list[Any]:
         """Return the schemas of a value, and of what is in it."""
-        found: list[Any] = []
+        schemas: list[Any] = []
         for key in _LISTS:
             parts = schema.get(key)
-            found += parts if isinstance(parts, list) else [parts]
+            schemas += parts if isinstance(parts, list) else [parts]
         for key in _BY_NAME:
             parts = schema.get(key)
-            found += parts.values() if isinstance(parts, dict) else ()
+            schemas += parts.values() if isinstance(parts, dict) else ()
         if isinstance(reference := schema.get("$ref"), str):
-            found.append(self._found(reference))
-        return found
+            schemas.append(self._found(reference))
+        return schemas
 
     def _found(self, reference: str) -> Any:
         try:

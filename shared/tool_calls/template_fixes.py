@@ -144,31 +144,31 @@ def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     """Remove the type null where such templates look for types."""
-    found = dict(schema)
+    changed = dict(schema)
     for key in ("items", "additionalProperties"):
-        if isinstance(found.get(key), dict):
-            found[key] = _without_null(found[key])
-    kinds = found.get("type")
+        if isinstance(changed.get(key), dict):
+            changed[key] = _without_null(changed[key])
+    kinds = changed.get("type")
     if kinds == "null":
-        del found["type"]
+        del changed["type"]
     elif isinstance(kinds, list) and "null" in kinds:
         others = [kind for kind in kinds if kind != "null"]
-        found["type"] = others[0] if len(others) == 1 else others
-    return found
+        changed["type"] = others[0] if len(others) == 1 else others
+    return changed
 
 
 def _with_short_ids(given: Fitted) -> Fitted:
     """Replace ids that another server gave to calls, which the template would refuse."""
     messages = []
     for message in given.messages:
-        found = dict(message)
+        changed = dict(message)
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = [
+            changed["tool_calls"] = [
                 call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
             ]
         if "tool_call_id" in message:
-            found["tool_call_id"] = _short_id(message["tool_call_id"])
-        messages.append(found)
+            changed["tool_call_id"] = _short_id(message["tool_call_id"])
+        messages.append(changed)
     return given._replace(messages=messages)
 
 

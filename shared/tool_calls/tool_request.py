@@ -113,8 +113,8 @@ def grammars_of(wanted: AllowedCalls, make: Callable[[AllowedCalls], str]) -> li
     """
     if any(function.strict for function in wanted.functions):
         return [make(wanted)]
-    found = []
+    grammars = []
     for lenient in (False, True):
         with contextlib.suppress(InvalidRequestError):
-            found.append(make(replace(wanted, lenient=lenient)))
-    return found
+            grammars.append(make(replace(wanted, lenient=lenient)))
+    return grammars

@@ -119,8 +119,8 @@ class ValueSchemas:
     @cached_property
     def _all_definitions(self) -> dict[str, Any]:
         given = {key: self._root[key] for key in DEFINITIONS if key in self._root}
-        found = fitted(given, self._lenient)
-        return {key: msgspec.Raw(msgspec.json.encode(each)) for key, each in found.items()}
+        schema = fitted(given, self._lenient)
+        return {key: msgspec.Raw(msgspec.json.encode(each)) for key, each in schema.items()}
 
 
 def json_expression(schema: str, definitions: Mapping[str, str], lenient: bool) -> str:

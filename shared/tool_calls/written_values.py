@@ -190,15 +190,15 @@ class SchemaValues:
     def form(self, schema: Any) -> ValueForm:
         """Return how values that follow a schema are written."""
         try:
-            found = self.of(schema)
+            values = self.of(schema)
         except ValueError:
             return ANY_VALUE
-        if id(found) not in self._forms:
-            texts = (each for rule in found.texts for each in rule.values or ())
-            others: list[OtherType] = sorted(found.others)
-            form = ValueForm(found.any_text, tuple(dict.fromkeys(texts)), tuple(others))
-            self._forms[id(found)] = form
-        return self._forms[id(found)]
+        if id(values) not in self._forms:
+            texts = (each for rule in values.texts for each in rule.values or ())
+            others: list[OtherType] = sorted(values.others)
+            form = ValueForm(values.any_text, tuple(dict.fromkeys(texts)), tuple(others))
+            self._forms[id(values)] = form
+        return self._forms[id(values)]
 
     def of(self, schema: Any, depth: int = 0) -> AllowedValues:
         """Return the values that a schema allows.
@@ -215,22 +215,22 @@ class SchemaValues:
             return self._of_schemas[id(schema)][1]
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deeply")
-        found = self._read(schema, depth)
+        values = self._read(schema, depth)
         if not self._num_open:  # else it may lack what is not read yet
-            self._of_schemas[id(schema)] = schema, found
-        return found
+            self._of_schemas[id(schema)] = schema, values
+        return values
 
-    def _same(self, found: AllowedValues) -> AllowedValues:
-        return self._found.setdefault(found, found)
+    def _same(self, values: AllowedValues) -> AllowedValues:
+        return self._found.setdefault(values, values)
 
     def _read(self, schema: dict[str, Any], depth: int) -> AllowedValues:
         schema = with_null(without_nulls(schema))
-        found = self._same(_own(schema))
+        values = self._same(_own(schema))
         if isinstance(reference := schema.get("$ref"), str):
-            found = self._both(found, self._referred(reference, depth + 1))
+            values = self._both(values, self._referred(reference, depth + 1))
         parts = schema.get("allOf")
         for part in parts if isinstance(parts, list) else ():
-            found = self._both(found, self.of(part, depth + 1))
+            values = self._both(values, self.of(part, depth + 1))
         for name in ("anyOf", "oneOf"):
             parts = schema.get(name)
             if isinstance(parts, list):
@@ -238,8 +238,8 @@ class SchemaValues:
                 key = (name, *map(id, several))
                 if key not in self._of_parts:
                     self._of_parts[key] = self._same(_either(several, name == "oneOf"))
-                found = self._both(found, self._of_parts[key])
-        return found
+                values = self._both(values, self._of_parts[key])
+        return values
 
     def _both(self, one: AllowedValues, other: AllowedValues) -> AllowedValues:
         if one is _ANY or other is _ANY:

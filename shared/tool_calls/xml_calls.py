@@ -75,11 +75,11 @@ class XmlCall:
         at, out = 0, list[str]()
         if self.name is None:
             at = len(text) - len(text.lstrip())
-            found = self._read_head(text[at : at + MAX_TAG])
-            if found == 0:
+            head = self._read_head(text[at : at + MAX_TAG])
+            if head == 0:
                 self.has_failed |= len(text) - at >= MAX_TAG
                 return "", at
-            at += found
+            at += head
             out.append("{")
         self._buffer += text[at:]
         while not (self.is_done or self.has_failed) and self._step(out):

@@ -82,18 +82,18 @@ class XmlParameterRules:
     def _new_value(self, schema: Any, rule: str) -> str:
         if not isinstance(schema, dict) or schema.keys() <= ANNOTATIONS:
             return self._text(_ANY_TEXT, "", rule)
-        found = self._values.of(schema)
-        containers = found.others & {"array", "object"} if found.any_text else frozenset()
+        values = self._values.of(schema)
+        containers = values.others & {"array", "object"} if values.any_text else frozenset()
         first = ("[" if "array" in containers else "") + ("{" if "object" in containers else "")
         parts = [
             self._text(text, first, f"{rule}_{index}" if index else rule)
-            for index, text in enumerate(found.texts)
+            for index, text in enumerate(values.texts)
             if _can_be_written(text)
         ]
-        if found.any_text and "null" in found.others and _ANY_TEXT not in found.texts:
+        if values.any_text and "null" in values.others and _ANY_TEXT not in values.texts:
             parts.append(_literal(f"null{_VALUE_END}"))
-        if others := containers if found.any_text else found.others:
-            allowed = {"allOf": [schema, {"type": sorted(others)}]} if found.texts else schema
+        if others := containers if values.any_text else values.others:
+            allowed = {"allOf": [schema, {"type": sorted(others)}]} if values.texts else schema
             parts.append(f"{self._schemas.add(f'{rule}_json', allowed)} {_literal(_VALUE_END)}")
         if not parts:
             raise ValueError("it has an argument for which no value can be written")

@@ -24,14 +24,14 @@ def check_input(path: Path, ids: KnownIds) -> int:
     problems: list[str] = []
     wrong = total = 0
     try:
-        for number, found in _read(path):
+        for number, request in _read(path):
             total += 1
-            problem = found if isinstance(found, BatchLineError) else None
-            if isinstance(found, BatchRequest):
-                first = ids.add(found.custom_id, number)
+            problem = request if isinstance(request, BatchLineError) else None
+            if isinstance(request, BatchRequest):
+                first = ids.add(request.custom_id, number)
                 if first != number:
                     problem = BatchLineError(
-                        f"custom_id {found.custom_id[:100]!r} is that of line {first}, too; "
+                        f"custom_id {request.custom_id[:100]!r} is that of line {first}, too; "
                         "each must be unique"
                     )
             if problem is not None:
@@ -54,11 +54,11 @@ def pending_requests(path: Path, ids: KnownIds) -> Iterator[BatchRequest]:
         ConfigError: the file has changed since it was checked.
     """
     try:
-        for number, found in _read(path):
-            if isinstance(found, BatchLineError):
-                raise ConfigError(f"{path} has changed. Line {number}: {found}") from found
-            if not ids.is_done(found.custom_id):
-                yield found
+        for number, request in _read(path):
+            if isinstance(request, BatchLineError):
+                raise ConfigError(f"{path} has changed. Line {number}: {request}") from request
+            if not ids.is_done(request.custom_id):
+                yield request
     except OSError as exc:
         raise ConfigError(f"{path} cannot be read: {exc.strerror}") from exc
 
@@ -73,11 +73,11 @@ def _read(path: Path) -> Iterator[tuple[int, BatchRequest | BatchLineError]]:
         try:
             for number, line in enumerate(lines_of(file), start=1):
                 try:
-                    found = parse_request(line)
+                    request = parse_request(line)
                 except BatchLineError as exc:
                     yield number, exc
                 else:
-                    if found is not None:
-                        yield number, found
+                    if request is not None:
+                        yield number, request
         except BatchLineError as exc:  # too long: the next line's beginning is unknown
             yield number + 1, exc

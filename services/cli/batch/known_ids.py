@@ -51,8 +51,8 @@ class KnownIds:
         """
         with _mapped():
             self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", (custom_id, line))
-            found = self._database.execute("SELECT line FROM ids WHERE id = ?", (custom_id,))
-            return int(found.fetchone()[0])
+            rows = self._database.execute("SELECT line FROM ids WHERE id = ?", (custom_id,))
+            return int(rows.fetchone()[0])
 
     def mark_done(self, custom_id: str) -> bool:
         """Record that an id is answered; return whether the input has it and this is new."""
@@ -65,8 +65,8 @@ class KnownIds:
     def is_done(self, custom_id: str) -> bool:
         """Return whether an id of the input is answered."""
         with _mapped():
-            found = self._database.execute("SELECT done FROM ids WHERE id = ?", (custom_id,))
-            row = found.fetchone()
+            rows = self._database.execute("SELECT done FROM ids WHERE id = ?", (custom_id,))
+            row = rows.fetchone()
             return row is not None and bool(row[0])
 
 

@@ -110,23 +110,23 @@ def parse_request(line: bytes) -> BatchRequest | None:
     if not line:
         return None
     try:
-        found = _input_line.decode(line)
+        request = _input_line.decode(line)
     except UNDECODABLE as exc:
         raise BatchLineError(f"{exc}; a line has custom_id, method, url and body") from exc
-    if not 0 < len(found.custom_id) <= MAX_CUSTOM_ID_CHARS:
+    if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_CHARS:
         raise BatchLineError(f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters")
-    if found.method != "POST":
-        raise BatchLineError(f"method must be POST, not {found.method[:20]!r}")
-    if found.url not in URLS:
-        raise BatchLineError(f"url must be one of {', '.join(URLS)}, not {found.url[:100]!r}")
-    body = bytes(found.body)
+    if request.method != "POST":
+        raise BatchLineError(f"method must be POST, not {request.method[:20]!r}")
+    if request.url not in URLS:
+        raise BatchLineError(f"url must be one of {', '.join(URLS)}, not {request.url[:100]!r}")
+    body = bytes(request.body)
     try:
         stream = _body.decode(body).stream
     except UNDECODABLE as exc:
         raise BatchLineError(f"body: {exc}") from exc
     if stream not in (None, False):
         raise BatchLineError("body.stream must be false or absent: a batch has whole answers")
-    return BatchRequest(found.custom_id, found.url, body)
+    return BatchRequest(request.custom_id, request.url, body)
 
 
 def parse_output(line: bytes) -> OutputLine:

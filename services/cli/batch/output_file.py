@@ -99,10 +99,10 @@ class OutputFile:
                 self._file.truncate(end)
                 break
             try:
-                found = parse_output(line)
+                output = parse_output(line)
             except BatchLineError as exc:
                 raise BatchLineError(f"line {total + 1}: {exc}") from exc
-            num_kept, total, end = num_kept + keep(found), total + 1, end + len(line)
+            num_kept, total, end = num_kept + keep(output), total + 1, end + len(line)
         return num_kept, total
 
     def _replace(self, keep: Callable[[OutputLine], bool]) -> None:

@@ -39,12 +39,12 @@ class Lengths:
         """
         low, _, high = text.partition(":")
         try:
-            found = cls(int(low), int(high or low))
+            lengths = cls(int(low), int(high or low))
         except ValueError as exc:
             raise ConfigError(f"{text!r} is not a number of tokens: give one, or LOW:HIGH") from exc
-        if not 0 < found.low <= found.high <= MAX_TOKENS:
+        if not 0 < lengths.low <= lengths.high <= MAX_TOKENS:
             raise ConfigError(f"{text!r}: tokens must be from 1 to {MAX_TOKENS}, the lower first")
-        return found
+        return lengths
 
     def draw(self, rng: random.Random) -> int:
         """Return the length of one request."""
@@ -119,10 +119,10 @@ class Workload:
 
 def text_of(rng: random.Random, words: int) -> str:
     """Return a text of this many random words, each about equally often."""
-    found: list[str] = []
-    while len(found) < words:
-        found += rng.sample(WORDS, min(len(WORDS), words - len(found)))
-    return " ".join(found)
+    chosen: list[str] = []
+    while len(chosen) < words:
+        chosen += rng.sample(WORDS, min(len(WORDS), words - len(chosen)))
+    return " ".join(chosen)
 
 
 def arrival_times(kind: Arrivals, rate: float, seed: int) -> Iterator[float]:

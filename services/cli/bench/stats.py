@@ -58,10 +58,10 @@ class Samples:
         if not self.count:
             return None
         ordered = sorted(self._kept)
-        found = {"mean": self.total / self.count}
-        found |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
-        found["max"] = self.highest
-        return {name: value * scale for name, value in found.items()}
+        figures = {"mean": self.total / self.count}
+        figures |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
+        figures["max"] = self.highest
+        return {name: value * scale for name, value in figures.items()}
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,10 @@ def _latencies(report: dict[str, Any]) -> Table:
     for name in names:
         table.add_column(name, justify="right")
     for label, key in LATENCIES:
-        found = report[key]
-        table.add_row(label, *("-" if found is None else f"{found[name]:.1f}" for name in names))
+        latency = report[key]
+        table.add_row(
+            label, *("-" if latency is None else f"{latency[name]:.1f}" for name in names)
+        )
     return table
 
 

@@ -64,19 +64,19 @@ def operator_endpoint(url: str | None, operator_url: str | None) -> str:
     settings = load_settings(ClientSettings, {"url": url, "operator_url": operator_url})
     if settings.operator_url is not None and (url is None or operator_url is not None):
         return root_url(settings.operator_url, "--operator-url (or PAGEWIRE_OPERATOR_URL)")
-    if "url" not in settings.model_fields_set and (found := newest_cluster()) is not None:
-        return found.operator_url
+    if "url" not in settings.model_fields_set and (cluster := newest_cluster()) is not None:
+        return cluster.operator_url
     return usual_operator_url(root_url(settings.url))
 
 
 def newest_cluster() -> RunningCluster | None:
     """Return the newest cluster that runs here, if one does; a line on stderr names the others."""
-    found = running_clusters()
-    if len(found) > 1:
-        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-        named = ", ".join(map(str, found[1:NAMED]))
-        note(f"this is {found[0]}; also running: {named}{more}; choose with --url")
-    return found[0] if found else None
+    clusters = running_clusters()
+    if len(clusters) > 1:
+        more = f" and {len(clusters) - NAMED} more" if len(clusters) > NAMED else ""
+        named = ", ".join(map(str, clusters[1:NAMED]))
+        note(f"this is {clusters[0]}; also running: {named}{more}; choose with --url")
+    return clusters[0] if clusters else None
 
 
 def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | None]:
@@ -89,8 +89,8 @@ def endpoint(url: str | None, api_key: str | None = None) -> tuple[str, str | No
     """
     settings = load_settings(ClientSettings, {"url": url, "api_key": api_key})
     chosen = settings.url
-    if "url" not in settings.model_fields_set and (found := newest_cluster()) is not None:
-        chosen = found.url
+    if "url" not in settings.model_fields_set and (cluster := newest_cluster()) is not None:
+        chosen = cluster.url
     return chosen, _text_of(settings.api_key)
 
 

@@ -91,11 +91,11 @@ class Reply:
 
     def gaps(self) -> list[float]:
         """Return the times between tokens; a chunk's tokens share the time before the chunk."""
-        found = []
+        times = []
         for i in range(1, len(self.arrivals)):
             gap = (self.arrivals[i] - self.arrivals[i - 1]) / self.counts[i]
-            found.extend([gap] * self.counts[i])
-        return found
+            times.extend([gap] * self.counts[i])
+        return times
 
     def take(self, chunk: Chunk, now: float, *, keep_text: bool) -> str:
         """Add a chunk; return its text."""

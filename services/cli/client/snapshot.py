@@ -100,10 +100,10 @@ class Window:
     def __len__(self) -> int:
         return len(self._seen)
 
-    def add(self, found: Snapshot) -> Snapshot:
+    def add(self, snapshot: Snapshot) -> Snapshot:
         """Add a snapshot; return the one to compare it with (itself, if it is the first)."""
         now = self._clock()
-        self._seen.append((now, found))
+        self._seen.append((now, snapshot))
         while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
             self._seen.popleft()
         return self._seen[0][1]
@@ -121,12 +121,12 @@ async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
     """
     try:
         response = await client.get(f"{url}/dashboard/data", timeout=PROBE_TIMEOUT_S)
-        found = _decoder.decode(response.content)
+        snapshot = _decoder.decode(response.content)
     except (httpx.HTTPError, *UNDECODABLE) as exc:
         raise NoRouterError(url) from exc
-    if not found.model:
+    if not snapshot.model:
         raise NoRouterError(url)
-    return found
+    return snapshot
 
 
 def between(before: Snapshot, now: Snapshot) -> Numbers:
@@ -165,10 +165,10 @@ def link_bytes(before: Snapshot, now: Snapshot) -> dict[tuple[str, str, str], in
     return {key[:3]: sent for key, sent in grown.items()}
 
 
-def _sent(found: Snapshot) -> dict[tuple[str, str, str, int | None, int | None], int]:
-    epochs = {each.id: each.epoch for each in found.services}
+def _sent(snapshot: Snapshot) -> dict[tuple[str, str, str, int | None, int | None], int]:
+    epochs = {each.id: each.epoch for each in snapshot.services}
     return {
         (link.peer, to.id, link.transport, epochs.get(link.peer), to.epoch): link.bytes
-        for to in found.services
+        for to in snapshot.services
         for link in to.links
     }

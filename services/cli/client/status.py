@@ -85,22 +85,24 @@ async def _show(root: str, watch: float | None, as_json: bool, wait_s: float | N
         if watch is not None and not as_json and can_redraw(console):
             seen: list[Snapshot] = []
 
-            def rendered(found: Snapshot) -> RenderableType:
-                seen.append(found)
-                return render(root, seen.pop(0) if len(seen) > 1 else found, found)
+            def rendered(snapshot: Snapshot) -> RenderableType:
+                seen.append(snapshot)
+                return render(root, seen.pop(0) if len(seen) > 1 else snapshot, snapshot)
 
             live = Live(console=console, auto_refresh=False, transient=False)
             await redraw(client, root, watch, live, rendered)
-        before = found = await fetch_snapshot(client, root)
+        before = snapshot = await fetch_snapshot(client, root)
         while True:
             if as_json:
-                print(json.dumps(status_json(root, found), indent=None if watch else 2), flush=True)
+                print(
+                    json.dumps(status_json(root, snapshot), indent=None if watch else 2), flush=True
+                )
             else:
-                print_whole(console, render(root, before, found))
+                print_whole(console, render(root, before, snapshot))
             if watch is None:
-                return found.ok
+                return snapshot.ok
             await asyncio.sleep(watch)
-            before, found = found, await fetch_snapshot(client, root)
+            before, snapshot = snapshot, await fetch_snapshot(client, root)
 
 
 async def wait_until_ready(client: httpx.AsyncClient, url: str, timeout_s: float) -> None:
@@ -142,37 +144,37 @@ def _missing(view: ClusterView | None) -> str:
     return view.problem or (f"no KV link yet: {', '.join(links)}" if links else "")
 
 
-def render(url: str, before: Snapshot, found: Snapshot) -> RenderableType:
+def render(url: str, before: Snapshot, snapshot: Snapshot) -> RenderableType:
     """Return the status for a terminal.
 
     Args:
         url: URL of the operator port.
         before: an earlier snapshot, perhaps the same one, to compute speeds.
-        found: the snapshot to show.
+        snapshot: the snapshot to show.
     """
-    parts: list[RenderableType] = [*map(Text, _headlines(url, before, found))]
-    if not found.ok:
-        parts.insert(1, Text(f"not ready: {found.problem}", style="red"))
-    if found.silent:
-        missing = f"without the numbers of {', '.join(found.silent)}"
+    parts: list[RenderableType] = [*map(Text, _headlines(url, before, snapshot))]
+    if not snapshot.ok:
+        parts.insert(1, Text(f"not ready: {snapshot.problem}", style="red"))
+    if snapshot.silent:
+        missing = f"without the numbers of {', '.join(snapshot.silent)}"
         parts.append(Text(missing, style="red"))
     parts += [
-        Text(f"context of {line}", style="yellow") for line in shrunk_contexts(found.services)
+        Text(f"context of {line}", style="yellow") for line in shrunk_contexts(snapshot.services)
     ]
-    parts += [Text(), _workers_table(found.services)]
-    if any(each.links for each in found.services):
-        parts += [Text(), _links_table(found.services)]
+    parts += [Text(), _workers_table(snapshot.services)]
+    if any(each.links for each in snapshot.services):
+        parts += [Text(), _links_table(snapshot.services)]
     return Group(*parts)
 
 
-def _headlines(url: str, before: Snapshot, found: Snapshot) -> Iterator[str]:
-    yield f"{found.model} at {url}, Redis {found.redis}"
-    numbers = between(before, found)
+def _headlines(url: str, before: Snapshot, snapshot: Snapshot) -> Iterator[str]:
+    yield f"{snapshot.model} at {url}, Redis {snapshot.redis}"
+    numbers = between(before, snapshot)
     yield f"{count(numbers.running)} requests running, {count(numbers.waiting)} waiting"
-    hits = found.prefix_hit_rate
+    hits = snapshot.prefix_hit_rate
     cached = "" if hits is None else f" ({hits:.0%} of them cached)"
-    prompt = f"{count(found.total('prompt_tokens'))} prompt tokens{cached}"
-    yield f"{prompt}, {count(found.total('output_tokens'))} generated so far"
+    prompt = f"{count(snapshot.total('prompt_tokens'))} prompt tokens{cached}"
+    yield f"{prompt}, {count(snapshot.total('output_tokens'))} generated so far"
     if numbers.prompt is not None:
         yield f"now {count(numbers.prompt)} prompt and {count(numbers.output)} generated tokens/s"
 
@@ -202,22 +204,22 @@ def _links_table(services: list[Service]) -> Table:
     return table
 
 
-def status_json(url: str, found: Snapshot) -> dict[str, Any]:
+def status_json(url: str, snapshot: Snapshot) -> dict[str, Any]:
     """Return the whole status in JSON types."""
     return {
         "url": url,
-        "model": found.model,
-        "ok": found.ok,
-        "problem": found.problem or None,
-        "redis_up": found.redis == "up",
-        "silent_routers": found.silent,
-        "requests": {name: found.total(name) for name in ("running", "waiting")},
+        "model": snapshot.model,
+        "ok": snapshot.ok,
+        "problem": snapshot.problem or None,
+        "redis_up": snapshot.redis == "up",
+        "silent_routers": snapshot.silent,
+        "requests": {name: snapshot.total(name) for name in ("running", "waiting")},
         "tokens": {
-            "prompt": found.total("prompt_tokens"),
-            "generated": found.total("output_tokens"),
-            "prefix_hit_rate": found.prefix_hit_rate,
+            "prompt": snapshot.total("prompt_tokens"),
+            "generated": snapshot.total("output_tokens"),
+            "prefix_hit_rate": snapshot.prefix_hit_rate,
         },
-        "workers": [_worker_json(each) for each in found.services],
+        "workers": [_worker_json(each) for each in snapshot.services],
     }
 
 

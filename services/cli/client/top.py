@@ -55,7 +55,7 @@ async def _show(root: str, interval: float) -> None:
                 root,
                 interval,
                 live,
-                lambda found: render(window.add(found), found, console.height),
+                lambda snapshot: render(window.add(snapshot), snapshot, console.height),
             )
         else:
             await asyncio.sleep(interval)

@@ -110,15 +110,15 @@ def _note_rest(table: Table, num_hidden: int) -> None:
         table.add_row(Text(f"and {num_hidden:,} more", style="dim"))
 
 
-def _headlines(found: Snapshot, numbers: Numbers) -> Iterator[Text]:
-    routers = len(found.routers)
-    yield _text(f"{found.model}  {routers} router{'' if routers == 1 else 's'}")
-    if not found.ok:
-        yield _text(f"not ready: {found.problem}", "red")
-    if found.redis == "down":
+def _headlines(snapshot: Snapshot, numbers: Numbers) -> Iterator[Text]:
+    routers = len(snapshot.routers)
+    yield _text(f"{snapshot.model}  {routers} router{'' if routers == 1 else 's'}")
+    if not snapshot.ok:
+        yield _text(f"not ready: {snapshot.problem}", "red")
+    if snapshot.redis == "down":
         yield _text("Redis does not answer", "red")
-    if found.silent:
-        yield _text(f"without the numbers of {', '.join(found.silent)}", "red")
+    if snapshot.silent:
+        yield _text(f"without the numbers of {', '.join(snapshot.silent)}", "red")
     yield _text(f"requests   {numbers.running:,} running, {numbers.waiting:,} waiting")
     share = "" if numbers.cached_share is None else f", {numbers.cached_share:.0%} of them cached"
     prompt = f"{count(numbers.prompt)} prompt tokens/s{share}"

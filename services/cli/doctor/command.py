@@ -74,8 +74,8 @@ async def _examine(console: Console, overrides: dict[str, Any]) -> list[Finding]
     """Print each finding when it is made; return all findings."""
     findings = []
     with console.status("torch and UCX take some seconds"):
-        async with contextlib.aclosing(_findings(overrides)) as found:
-            async for finding in found:
+        async with contextlib.aclosing(_findings(overrides)) as results:
+            async for finding in results:
                 findings.append(finding)
                 show(console, finding)
     return findings
@@ -114,14 +114,14 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
             yield check_keys(settings)
             if worker.model_impl == "transformers":
                 yield check_transformers()
-        found = await torch_probe
-        yield checks.judge_torch(found)
-        yield checks.judge_cuda(found, len(machine.gpus))
-        yield checks.judge_triton(found)
+        probed = await torch_probe
+        yield checks.judge_torch(probed)
+        yield checks.judge_cuda(probed, len(machine.gpus))
+        yield checks.judge_triton(probed)
         unused = checks.why_unused(
-            worker or WorkerSettings.model_construct(), bool(found.get("gpus"))
+            worker or WorkerSettings.model_construct(), bool(probed.get("gpus"))
         )
-        yield checks.judge_ipc(found, unused["ipc"])
+        yield checks.judge_ipc(probed, unused["ipc"])
         yield checks.judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
     finally:
         torch_probe.cancel()
@@ -145,11 +145,11 @@ async def _probe(what: str) -> dict[str, Any]:
         await process.wait()
     lines = output.decode(errors="replace").splitlines()
     try:
-        found: dict[str, Any] = json.loads(lines[-1])
+        result: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         message = " ".join(errors.decode(errors="replace").split())
         return {"error": f"it ended with code {process.returncode}: {message[-CUT_AT:]}"}
-    return found
+    return result
 
 
 def _check_model() -> Finding:

@@ -50,5 +50,5 @@ def _field(file: Path, name: str) -> int | None:
         lines = file.read_text().splitlines()
     except OSError:
         return None
-    found = (line.split()[1] for line in lines if line.split()[:1] == [name])
-    return next(map(int, found), None)
+    values = (line.split()[1] for line in lines if line.split()[:1] == [name])
+    return next(map(int, values), None)

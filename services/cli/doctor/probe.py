@@ -31,7 +31,7 @@ def probe_torch() -> dict[str, Any]:
     """Return versions, the GPUs that torch sees, and whether a Pagewire kernel runs on them."""
     import torch
 
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "torch": torch.__version__,
         "cuda_build": torch.version.cuda,
         "gpus": [],
@@ -42,15 +42,15 @@ def probe_torch() -> dict[str, Any]:
     try:
         import triton
     except ImportError as exc:
-        found["kernel_error"] = str(exc)
+        result["kernel_error"] = str(exc)
     else:
-        found["triton"] = triton.__version__
+        result["triton"] = triton.__version__
     if torch.cuda.is_available():
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        found["gpus"] = [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in gpus]
-        found["kernel_error"] = found["kernel_error"] or _kernel_error()
-        found["ipc_error"] = _ipc_error()
-    return found
+        result["gpus"] = [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in gpus]
+        result["kernel_error"] = result["kernel_error"] or _kernel_error()
+        result["ipc_error"] = _ipc_error()
+    return result
 
 
 def _kernel_error() -> str | None:
@@ -169,10 +169,10 @@ def main() -> None:
         ucx_peer()
         return
     try:
-        found = probe_torch() if what == "torch" else probe_ucx()
+        result = probe_torch() if what == "torch" else probe_ucx()
     except Exception as exc:  # noqa: BLE001 - finding out what breaks is this process's purpose
-        found = {"error": " ".join(f"{type(exc).__name__}: {exc}".split())}
-    print(json.dumps(found))
+        result = {"error": " ".join(f"{type(exc).__name__}: {exc}".split())}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -120,13 +120,13 @@ class Reader:
         if event == b"[DONE]":
             answer.is_whole = not answer.problem
             return
-        found = msgspec.json.decode(event)
-        if error := found.get("error"):
+        chunk = msgspec.json.decode(event)
+        if error := chunk.get("error"):
             answer.problem = str(error.get("message", error))
             return
-        if timings := found.get("timings"):
+        if timings := chunk.get("timings"):
             answer.migrations = timings["choices"][0]["migrations"]
-        for choice in found["choices"]:
+        for choice in chunk["choices"]:
             if choice.get("token_ids"):
                 answer.token_ids += choice["token_ids"]
                 answer.times.append(time.monotonic())

@@ -38,11 +38,11 @@ class Counters:
 
     def by_process(self, name: str, **labels: str) -> dict[str, float]:
         """Return a metric of each process that has it, summed over its other labels."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for each in self.samples:
             if each.name == name and labels.items() <= each.labels.items():
-                found[each.process] = found.get(each.process, 0.0) + each.value
-        return found
+                totals[each.process] = totals.get(each.process, 0.0) + each.value
+        return totals
 
     def total(self, name: str, **labels: str) -> int:
         """Return the sum of a metric over all processes."""

@@ -111,9 +111,9 @@ def _struck(name: str, signal_name: str, strike: Strike | None) -> Line:
 def _results(
     calm: Sequence[ProofAnswer], disturbed: Sequence[ProofAnswer], facts: Facts
 ) -> Iterator[Line]:
-    found, resent = facts.corrupt, facts.resent
+    corrupt, resent = facts.corrupt, facts.resent
     yield Line(
-        "corrupt segments found", found >= CORRUPT_SEGMENTS, f"{found} of {CORRUPT_SEGMENTS}"
+        "corrupt segments found", corrupt >= CORRUPT_SEGMENTS, f"{corrupt} of {CORRUPT_SEGMENTS}"
     )
     yield Line("segments sent again", resent >= CORRUPT_SEGMENTS, f"{resent}")
     moves = disturbed[0].migrations if disturbed else 0

@@ -71,12 +71,12 @@ def simulate(
         load, found_machine = options.load_of(params), options.machine_of(params)
         limits = options.limits_of(params, found_machine, local_prefill_tokens)
         promise = options.promise_of(params)
-        found: dict[str, SimulationSummary] = {}
+        summaries: dict[str, SimulationSummary] = {}
         for plan in plans:
             cluster = SimulatedCluster(plan, found_machine, limits, seed)
             cluster.run(load)
-            found[plan.label] = cluster.summary(promise)
-        show(found, promise, as_json)
+            summaries[plan.label] = cluster.summary(promise)
+        show(summaries, promise, as_json)
 
 
 def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
@@ -96,12 +96,12 @@ def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
     return plan
 
 
-def show(found: dict[str, SimulationSummary], promise: Promise, as_json: bool) -> None:
+def show(summaries: dict[str, SimulationSummary], promise: Promise, as_json: bool) -> None:
     """Print the figures of simulations by the clusters' labels."""
     if as_json:
-        print(json.dumps({name: report(each) for name, each in found.items()}, indent=2))
+        print(json.dumps({name: report(each) for name, each in summaries.items()}, indent=2))
     else:
-        print_whole(Console(), table_of(found, promise))
+        print_whole(Console(), table_of(summaries, promise))
 
 
 def report(summary: SimulationSummary) -> dict[str, object]:

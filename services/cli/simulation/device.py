@@ -62,9 +62,9 @@ class PlanReader:
             self._contexts += len(rows)
             self._longest += len(rows) > 0
         else:
-            found = [starts[row] + number + 1 for row in rows]
-            self._rows, self._contexts = rows, sum(found)
-            self._longest = max(found, default=0)
+            lengths = [starts[row] + number + 1 for row in rows]
+            self._rows, self._contexts = rows, sum(lengths)
+            self._longest = max(lengths, default=0)
         tokens = products = 0
         for chunk in plan.chunks:
             count = chunk.length

@@ -170,8 +170,8 @@ def _show(choices: Sequence[GpuDivision], promise: Promise) -> None:
     has_locals = len({each.local for each in choices}) > 1
     labels = [_label(each, has_locals) for each in ranked]
     console = Console()
-    found = {label: each.summary for label, each in zip(labels, ranked, strict=True)}
-    print_whole(console, table_of(found, promise))
+    summaries = {label: each.summary for label, each in zip(labels, ranked, strict=True)}
+    print_whole(console, table_of(summaries, promise))
     console.print(verdict(ranked[0]), soft_wrap=True)
     for label, each in zip(labels, ranked, strict=True):
         carries = "" if each.factor is None else f"carries {each.factor:.2f} times this load; "
@@ -204,8 +204,8 @@ def reason(choice: GpuDivision) -> str:
     refusals = f"{summary.refused} of {summary.requests} requests were refused: {why}"
     if 2 * summary.refused >= share * summary.requests:  # these are most of those that broke it
         return refusals
-    found = f"{WORDS[part]} are too long for {share:.1%} of the requests"
-    reasons = [f"{found}: {_cause(choice, part)}"] + [refusals] * (summary.refused > 0)
+    complaint = f"{WORDS[part]} are too long for {share:.1%} of the requests"
+    reasons = [f"{complaint}: {_cause(choice, part)}"] + [refusals] * (summary.refused > 0)
     return "; ".join(reasons)
 
 

@@ -86,12 +86,12 @@ class SimulatedAnswer:
         gap_s = 0.0
         if promise.gap_s != math.inf and len(self.times) > 1:
             gap_s = percentile(self.gaps(), 99)
-        found = {
+        broken = {
             "ttft": self.ttft_s > promise.ttft_s,
             "tpot": self.tpot_s > promise.tpot_s,
             "gap": gap_s > promise.gap_s,
         }
-        return {name for name, is_broken in found.items() if is_broken}
+        return {name for name, is_broken in broken.items() if is_broken}
 
 
 @dataclass(frozen=True, slots=True)

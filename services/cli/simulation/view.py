@@ -12,17 +12,17 @@ from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 HEADS = ("done/s", "kept/s", "kept", "TTFT p50", "p99", "TPOT p50", "gap p99", "remote", "cached")
 
 
-def table_of(found: dict[str, SimulationSummary], promise: Promise) -> Table:
+def table_of(summaries: dict[str, SimulationSummary], promise: Promise) -> Table:
     """Return a table of simulations by the clusters' labels; times are in milliseconds."""
     has_promise = promise != Promise()
     table = Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, caption=_caption(found), caption_justify="left"
+        box=box.SIMPLE_HEAD, pad_edge=False, caption=_caption(summaries), caption_justify="left"
     )
     table.add_column("workers, ms")
     heads = [head for head in HEADS if has_promise or not head.startswith("kept")]
     for head in (*heads, "busy"):
         table.add_column(head, justify="right")
-    for label, each in found.items():
+    for label, each in summaries.items():
         promised = [f"{each.kept_per_s:.2f}", f"{each.kept_share:.1%}"] if has_promise else []
         times = (each.ttft.p50, each.ttft.p99, each.tpot.p50, each.gap.p99)
         shares = (f"{each.remote_share:.0%}", f"{each.cached_share:.0%}")
@@ -49,8 +49,8 @@ def busy_text(summary: SimulationSummary) -> str:
     return ", ".join(f"{role[0].upper()} {means[role]:.0%}" for role in sorted(means, reverse=True))
 
 
-def _caption(found: dict[str, SimulationSummary]) -> str:
-    first = next(iter(found.values()))
+def _caption(summaries: dict[str, SimulationSummary]) -> str:
+    first = next(iter(summaries.values()))
     known = f"{first.known_share:.0%} of prompt tokens had been computed before"
-    refused = sum(each.refused for each in found.values())
+    refused = sum(each.refused for each in summaries.values())
     return f"{first.requests} requests; {known}" + (f"; {refused} refused" if refused else "")

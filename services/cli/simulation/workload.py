@@ -158,8 +158,11 @@ def agents(
         shape: what they do.
         named: whether each names its session.
     """
-    found = [_agent(number, seed, shape or AgentShape()) for number in range(count)]
-    return [replace(each, session=number if named else None) for number, each in enumerate(found)]
+    conversations = [_agent(number, seed, shape or AgentShape()) for number in range(count)]
+    return [
+        replace(each, session=number if named else None)
+        for number, each in enumerate(conversations)
+    ]
 
 
 def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:

@@ -65,8 +65,8 @@ def what_explains(lines: Sequence[str], count: int) -> list[str]:
 
 def _index(lines: Sequence[str], start: int, beginnings: tuple[str, ...]) -> int:
     """Return where the first line from a start on begins in one of these ways; else the end."""
-    found = (index for index in range(start, len(lines)) if lines[index].startswith(beginnings))
-    return next(found, len(lines))
+    indexes = (index for index in range(start, len(lines)) if lines[index].startswith(beginnings))
+    return next(indexes, len(lines))
 
 
 def is_of_request(line: str) -> bool:

@@ -75,7 +75,7 @@ def _other_version(other: OtherVersion) -> dict[str, Any]:
 
 def _links_by_receiver(records: Sequence[WorkerRecord]) -> dict[str, list[dict[str, Any]]]:
     """Return the KV links that end at each worker, as the records of the senders say."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    links: dict[str, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda each: each.worker_id):
         for link in record.links:
             entry = {
@@ -84,5 +84,5 @@ def _links_by_receiver(records: Sequence[WorkerRecord]) -> dict[str, list[dict[s
                 "gb_per_s": link.gbps or None,
                 "bytes": link.bytes,
             }
-            found.setdefault(link.peer, []).append(entry)
-    return found
+            links.setdefault(link.peer, []).append(entry)
+    return links

@@ -163,15 +163,15 @@ def joined_steps(steps: Iterable[list[TokenOutput]]) -> Iterable[TokenOutput]:
     Log probabilities of a prompt stay separate outputs, which come before any tokens.
     """
     of_prompts: list[TokenOutput] = []
-    found: dict[str, TokenOutput] = {}
+    outputs: dict[str, TokenOutput] = {}
     for output in chain.from_iterable(steps):
         if output.prompt_logprobs is not None:
             of_prompts.append(output)
-        elif (before := found.get(output.request_id)) is None:
-            found[output.request_id] = output
+        elif (before := outputs.get(output.request_id)) is None:
+            outputs[output.request_id] = output
         else:
-            found[output.request_id] = joined(before, output)
-    return chain(of_prompts, found.values())
+            outputs[output.request_id] = joined(before, output)
+    return chain(of_prompts, outputs.values())
 
 
 def joined(first: TokenOutput, second: TokenOutput) -> TokenOutput:

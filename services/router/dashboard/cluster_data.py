@@ -60,14 +60,14 @@ class ClusterData:
 
     async def _make(self) -> bytes:
         records = self._others()
-        found = await self._read_all(records)
-        pages = [self._own(), *(page for page in found if page is not None)]
+        live_pages = await self._read_all(records)
+        pages = [self._own(), *(page for page in live_pages if page is not None)]
         document = self._cluster() | {
             "at": time.time(),
             "live": sorted((page.router for page in pages), key=lambda each: each.id),
             "silent": [
                 record.router_id
-                for record, page in zip(records, found, strict=True)
+                for record, page in zip(records, live_pages, strict=True)
                 if page is None
             ],
             "requests": newest(pages),

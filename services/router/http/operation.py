@@ -57,8 +57,8 @@ class Operation:
         Args:
             path: of the route.
         """
-        found = {*self.errors, 500, *(_WITH_BODY if self.body is not None else ())}
-        return found | ({404} if "{" in path else set()) | ({400} if self.query else set())
+        statuses = {*self.errors, 500, *(_WITH_BODY if self.body is not None else ())}
+        return statuses | ({404} if "{" in path else set()) | ({400} if self.query else set())
 
 
 def described(tag: str, answer: Struct | None, **about: Any) -> dict[str, Any]:

@@ -77,11 +77,11 @@ def _not_json(
     field: str, raw: bytes | bytearray | memoryview, error: Exception
 ) -> InvalidRequestError:
     """Return what is wrong with the JSON of a field, or of the body, whose name is empty."""
-    if (found := lone_surrogate(bytes(raw))) is None:
+    if (surrogate := lone_surrogate(bytes(raw))) is None:
         return InvalidRequestError(
             f"{field or 'the body'} is not valid JSON: {error}", field or None
         )
-    path, reason = found
+    path, reason = surrogate
     field = _joined((field, *path) if field else path)
     return InvalidRequestError(f"{field or 'the body'}: {reason}", field or None, "invalid_value")
 
@@ -105,8 +105,8 @@ def describe_wrong_field(
         raw: the body.
         error: of msgspec, which names the path.
     """
-    found = _PATH.search(str(error))
-    path = [name or int(index) for name, index in _PART.findall(found[1])] if found else []
+    match = _PATH.search(str(error))
+    path = [name or int(index) for name, index in _PART.findall(match[1])] if match else []
     if missing := _MISSING.match(str(error)):
         path.append(missing[1])
     if not path:

@@ -76,14 +76,16 @@ class WorkersCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the number of workers by role and state as a metric family."""
-        found = Counter((each["role"], each["state"]) for each in self._members.describe_services())
+        counts = Counter(
+            (each["role"], each["state"]) for each in self._members.describe_services()
+        )
         workers = GaugeMetricFamily(
             "pagewire_workers",
             "Workers that the router knows, by role and state",
             labels=["worker_role", "state"],
         )
-        for role, state in sorted({*product(ROLES, WORKER_STATES), *found}):
-            workers.add_metric([role, state.replace(" ", "_")], found[role, state])
+        for role, state in sorted({*product(ROLES, WORKER_STATES), *counts}):
+            workers.add_metric([role, state.replace(" ", "_")], counts[role, state])
         yield workers
         text = "Used share of the decode workers' KV blocks, 0 to 1, as their records say"
         usage = used_share(self._members.directory.workers("decode"))

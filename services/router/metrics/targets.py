@@ -26,8 +26,8 @@ def describe_targets(
         workers: likewise.
         others: workers of another protocol version, whose metrics show their release.
     """
-    found = [*_routers(routers), *_workers([*workers, *others])]
-    return sorted(found, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
+    targets = [*_routers(routers), *_workers([*workers, *others])]
+    return sorted(targets, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
 
 
 def _routers(records: Sequence[RouterRecord]) -> Iterator[dict[str, Any]]:

@@ -120,8 +120,8 @@ class WorkerSelector:
                 for each in decodes
                 if each.worker_id not in excluded
             }
-        found = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
-        return [(link, wanted) for link in found if link is not None]
+        workers = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
+        return [(link, wanted) for link in workers if link is not None]
 
     def link_of(self, worker_id: str) -> WorkerLink | None:
         """Return the connection to a worker of either role; None if there is none."""
@@ -164,29 +164,29 @@ class WorkerSelector:
             if record.state == "ready" and record.model_identity == identity
         ]
         hashes: Sequence[BlockHash] | None = None
-        found = Found({}, {})
+        cached = Found({}, {})
         if self._policy.needs_hits(len(decodes), len(prefills)):
             hashes = self._hasher(identity).hash_prompt(token_ids, spec.hash_extra)
             epochs = {record.worker_id: record.epoch for record in (*decodes, *prefills)}
-            found = await self._index.lookup(hashes, epochs, decodes[0].resume_blocks)
+            cached = await self._index.lookup(hashes, epochs, decodes[0].resume_blocks)
         prompt = Prompt(
             len(token_ids),
             identity.block_size,
-            found.hits,
+            cached.hits,
             hashes,
             spec.use_prefill_worker,
             session,
             has_home=session in self._sessions,
         )
         count, longest = len(decodes), min(each.max_model_len for each in decodes)
-        candidates = self._candidates([*decodes, *prefills], excluded, found, longest)
+        candidates = self._candidates([*decodes, *prefills], excluded, cached, longest)
         return self._policy.place(prompt, candidates[:count], candidates[count:]), prompt
 
     def _candidates(
         self,
         records: list[WorkerRecord],
         excluded: AbstractSet[str],
-        found: Found,
+        cached: Found,
         longest: int,
     ) -> list[Candidate]:
         """Return what the policy knows of each worker.
@@ -194,7 +194,7 @@ class WorkerSelector:
         Args:
             records: of workers of one model.
             excluded: workers that must not decode.
-            found: what the index has of the prompt.
+            cached: what the index has of the prompt.
             longest: prompt plus answer that a worker must have room for to decode.
         """
         forecasts: dict[str, Forecast] = {}
@@ -203,7 +203,7 @@ class WorkerSelector:
 
         def candidate(record: WorkerRecord) -> Candidate:
             worker_id = record.worker_id
-            load = self._load(record).plus(found.reserved.get(worker_id, NO_LOAD))
+            load = self._load(record).plus(cached.reserved.get(worker_id, NO_LOAD))
             may_decode = (
                 worker_id not in excluded
                 and self.link_of(worker_id) is not None

@@ -143,10 +143,10 @@ class Int4Tensors:
 
     def matrix(self) -> torch.Tensor:
         """Return what the weights stand for, in float32."""
-        found = self.numbers()
-        weight = scaled(found.numbers, found.scale, found.zeros, self._group)
-        return weight if found.order is None else torch.empty_like(weight).index_copy_(
-            1, found.order, weight
+        numbers = self.numbers()
+        weight = scaled(numbers.numbers, numbers.scale, numbers.zeros, self._group)
+        return weight if numbers.order is None else torch.empty_like(weight).index_copy_(
+            1, numbers.order, weight
         )  # fmt: skip
 
     @property
@@ -161,8 +161,8 @@ class Int4Tensors:
             zeros = zeros.to(numbers.device)
             if "weight_zero_point" in tensors:
                 zeros = _unpacked(tensors["weight_zero_point"].t()).t()[: len(numbers)]
-            found = Int4Numbers(numbers, tensors["weight_scale"], zeros)
-            return self._ordered(name, found, tensors.get("weight_g_idx"))
+            part = Int4Numbers(numbers, tensors["weight_scale"], zeros)
+            return self._ordered(name, part, tensors.get("weight_g_idx"))
         scale = tensors["scales"].t()
         words = tensors["qzeros"] + (_GPTQ_ONES if layout == "gptq" else 0)
         zeros = _unpacked(words)  # [groups, at least out]
@@ -175,24 +175,24 @@ class Int4Tensors:
             name, Int4Numbers(numbers, scale, zeros.t()[: len(scale)]), tensors["g_idx"]
         )
 
-    def _ordered(self, name: str, found: Int4Numbers, groups: torch.Tensor | None) -> Int4Numbers:
+    def _ordered(self, name: str, part: Int4Numbers, groups: torch.Tensor | None) -> Int4Numbers:
         """Return numbers in the order of their groups; a group of -1 says that none has another."""
         if groups is None or bool((groups < 0).any()):
-            return found
-        usual = torch.arange(self._ins, device=found.numbers.device) // self._group
+            return part
+        usual = torch.arange(self._ins, device=part.numbers.device) // self._group
         if self.shape.columns is not None and groups.any():
             groups = groups - self.shape.columns.ranges[0][0] // self._group
         if torch.equal(groups, usual.to(groups.dtype)):
-            return found
+            return part
         if not (self._format.ordered or groups.any()):  # as some writers say that all is usual
-            return found
+            return part
         order = groups.long().argsort(stable=True)
         if not self._format.ordered or not torch.equal(groups.long()[order], usual):
             raise ModelLoadError(
                 f"{name}: its g_idx does not put {self._group} inputs into each group in "
                 f"{'any' if self._format.ordered else 'ascending'} order, as config.json says"
             )
-        return Int4Numbers(found.numbers[:, order], found.scale, found.zeros, order)
+        return Int4Numbers(part.numbers[:, order], part.scale, part.zeros, order)
 
 
 class Int4Linear:
@@ -229,8 +229,8 @@ class Int4Linear:
     def _dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """Return `[out, in]`, inputs in the order of their groups."""
         ins = self._shape.in_features
-        found = FourBitWeights(self._pairs, self._scale, ins, self._group, self._zeros)
-        return dequantised(found, dtype)
+        weights = FourBitWeights(self._pairs, self._scale, ins, self._group, self._zeros)
+        return dequantised(weights, dtype)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield nothing: the checkpoint's tensors are those of `Int4Tensors`."""
@@ -241,14 +241,14 @@ class Int4Linear:
 
     def take(self, source: Int4Tensors) -> None:
         """Keep what a checkpoint's tensors hold, in pairs."""
-        found = source.numbers()
-        pack_pairs(found.numbers, self._pairs)
-        self._scale.copy_(found.scale)
-        self._zeros.copy_(found.zeros)
-        if found.order is None:
+        numbers = source.numbers()
+        pack_pairs(numbers.numbers, self._pairs)
+        self._scale.copy_(numbers.scale)
+        self._zeros.copy_(numbers.zeros)
+        if numbers.order is None:
             self._order = None
         elif self._order is not None:
-            self._order.copy_(found.order)
+            self._order.copy_(numbers.order)
         if self.bias is not None and source.bias is not None:
             self.bias.copy_(source.bias)
 
@@ -301,24 +301,24 @@ def _word_tensors(format: Int4Format, outs: int, ins: int) -> _Tensors:
     groups = -(-ins // (format.group or ins))
     is_awq = format.layout == "awq"
     words = (ins, -(-outs // _OF_WORD)) if is_awq else (-(-ins // _OF_WORD), outs)
-    found: _Tensors = {
+    tensors: _Tensors = {
         "qweight": (words, torch.int32),
         "qzeros": ((groups, -(-outs // _OF_WORD)), torch.int32),
         "scales": ((groups, outs), torch.float32),
     }
-    return found if is_awq else found | {"g_idx": ((ins,), torch.int32)}
+    return tensors if is_awq else tensors | {"g_idx": ((ins,), torch.int32)}
 
 
 def _packed_tensors(format: Int4Format, outs: int, ins: int) -> _Tensors:
     """Return the shapes and dtypes of a projection's tensors that compressed-tensors packed."""
     groups = -(-ins // (format.group or ins))
-    found: _Tensors = {
+    tensors: _Tensors = {
         "weight_packed": ((outs, -(-ins // _OF_WORD)), torch.int32),
         "weight_scale": ((outs, groups), torch.float32),
         "weight_shape": ((2,), torch.int64),
     }
     if not format.symmetric:
-        found["weight_zero_point"] = ((-(-outs // _OF_WORD), groups), torch.int32)
+        tensors["weight_zero_point"] = ((-(-outs // _OF_WORD), groups), torch.int32)
     if format.ordered:
-        found["weight_g_idx"] = ((ins,), torch.int32)
-    return found
+        tensors["weight_g_idx"] = ((ins,), torch.int32)
+    return tensors

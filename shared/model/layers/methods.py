@@ -111,10 +111,10 @@ class MethodFactory:
         Raises:
             ModelLoadError: only experts may have it; one line.
         """
-        found = None if self._quantization is None else self._quantization.format_of(name)
-        if isinstance(found, Mxfp4Format):
-            raise ModelLoadError(f"{name}: only experts may be in {found.name.upper()}")
-        return found
+        chosen = None if self._quantization is None else self._quantization.format_of(name)
+        if isinstance(chosen, Mxfp4Format):
+            raise ModelLoadError(f"{name}: only experts may be in {chosen.name.upper()}")
+        return chosen
 
     def _stored(self, shape: LinearShape, format: LinearFormat) -> Fp8Linear | Int4Tensors:
         """Return what the checkpoint's tensors of quantised projections fill."""
@@ -147,32 +147,32 @@ class MethodFactory:
         names = [name.format(expert) for expert in range(shape.count) for name in shape.each]
         names = [join_name(layer, name) for name in names or shape.stacked]
         formats = {name: quantization.format_of(name) for name in names}
-        found = formats[names[0]]
+        chosen = formats[names[0]]
         for name, other in formats.items():
-            if other != found:
+            if other != chosen:
                 raise ModelLoadError(
                     f"{names[0]} and {name} have different formats: all experts of a layer must "
                     "have the same"
                 )
-        if found is None:
+        if chosen is None:
             experts.use(self._unquantised_experts(shape))
-        elif isinstance(found, Mxfp4Format):
+        elif isinstance(chosen, Mxfp4Format):
             experts.use(mxfp4_experts(shape, self._ops, self._device, self._dtype))
-        elif quantization.while_loading and isinstance(found, Fp8Format):
+        elif quantization.while_loading and isinstance(chosen, Fp8Format):
             plain = partial(self._unquantised_experts, shape)
-            method = Fp8Experts(shape, found, self._ops, self._device, self._dtype)
+            method = Fp8Experts(shape, chosen, self._ops, self._device, self._dtype)
             experts.use(method, Conversion(plain, method.take))
         elif not shape.each:
             raise ModelLoadError(
-                f"{names[0]}: experts in {found.name.upper()} must have tensors of their own, such "
-                "as experts.0.up_proj.weight; those of all experts in one tensor are not supported"
+                f"{names[0]}: experts in {chosen.name.upper()} must have one tensor each, such as "
+                "experts.0.up_proj.weight; those of all experts in one tensor are not supported"
             )
-        elif isinstance(found, Int4Format):
-            packed = int4_experts(shape, found, self._ops, self._device)
-            source = partial(Int4ExpertTensors, shape, found, self._device, self._dtype)
+        elif isinstance(chosen, Int4Format):
+            packed = int4_experts(shape, chosen, self._ops, self._device)
+            source = partial(Int4ExpertTensors, shape, chosen, self._device, self._dtype)
             experts.use(packed, Conversion(source, packed.take))
         else:
-            experts.use(Fp8Experts(shape, found, self._ops, self._device, self._dtype))
+            experts.use(Fp8Experts(shape, chosen, self._ops, self._device, self._dtype))
 
     def _unquantised_experts(self, shape: ExpertsShape) -> UnquantizedExperts:
         empty = partial(torch.empty, device=self._device, dtype=self._dtype)

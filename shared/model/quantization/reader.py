@@ -45,13 +45,13 @@ def check_kv_scheme(described: object, source: str) -> None:
         return
     described = unwrapped(described)
     scheme, name = described.get("kv_cache_scheme"), described.get("kv_cache_quant_algo")
-    found = None if name in (None, "FP8") else f"kv_cache_quant_algo is {name!r:.20}"
+    problem = None if name in (None, "FP8") else f"kv_cache_quant_algo is {name!r:.20}"
     if isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
         kind, bits = scheme.get("type"), scheme.get("num_bits")
-        found = f"kv_cache_scheme has {bits!r:.20} bits of type {kind!r:.20}"
-    if found is not None:
+        problem = f"kv_cache_scheme has {bits!r:.20} bits of type {kind!r:.20}"
+    if problem is not None:
         raise ModelLoadError(
-            f"{source}: {found}: --kv-cache-dtype fp8 is only for scales of FP8, or a checkpoint "
+            f"{source}: {problem}: --kv-cache-dtype fp8 is only for scales of FP8, or a checkpoint "
             "without scales; leave it out"
         )
 

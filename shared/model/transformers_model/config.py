@@ -134,11 +134,11 @@ def require_transformers() -> None:
 
 def _with_common_names(fields: Fields) -> Fields:
     """Return the fields under the names that most models have."""
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name, others in _NAMES.items():
         values = (fields.raw[other] for other in others if fields.raw.get(other) is not None)
-        found[name] = next(values, None)
-    return Fields({**fields.raw, **found}, fields.source)
+        renamed[name] = next(values, None)
+    return Fields({**fields.raw, **renamed}, fields.source)
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
@@ -155,8 +155,8 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     if not raw or not isinstance(raw, dict):
         return RopeConfig()
     sets = [each for each in raw.values() if isinstance(each, dict)] or [raw]
-    found = [_read_set(fields, each, positions) for each in sets]
-    return min(found, key=lambda rope: rope.context(positions))
+    ropes = [_read_set(fields, each, positions) for each in sets]
+    return min(ropes, key=lambda rope: rope.context(positions))
 
 
 def _read_set(fields: Fields, raw: dict[str, Any], positions: int) -> RopeConfig:

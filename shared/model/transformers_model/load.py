@@ -102,8 +102,10 @@ def _find_code(path: Path, config: TransformersConfig) -> tuple[Any, Any]:
             f"transformers {version} cannot read {path / 'config.json'}: {_first_line(exc)}"
         ) from exc
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(theirs), None)
-    found = getattr(model_class, "__name__", "")
-    if found.casefold() != config.architecture.casefold():  # PhiMoE was published with another case
+    class_name = getattr(model_class, "__name__", "")
+    if (
+        class_name.casefold() != config.architecture.casefold()
+    ):  # PhiMoE was published with another case
         raise ModelLoadError(
             f"transformers {version} has no {config.architecture} of its own; code that a model "
             "brings along is not run"

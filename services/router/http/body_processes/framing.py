@@ -39,11 +39,11 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
     Raises:
         ChannelError: the other side has closed the connection.
     """
-    found = bytearray(count)
-    rest = memoryview(found)
+    received = bytearray(count)
+    rest = memoryview(received)
     while rest:
         taken = connection.recv_into(rest)
         if not taken:
             raise ChannelError("the other side has closed the connection")
         rest = rest[taken:]
-    return found
+    return received

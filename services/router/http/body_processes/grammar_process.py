@@ -85,13 +85,13 @@ def serve(connection: socket.socket) -> None:
 
 
 def _verdict(text: str, vocabulary: LLTokenizer) -> Verdict:
-    found: list[str | None] = []
-    task = partial(_try, text, vocabulary, found)
+    problems: list[str | None] = []
+    task = partial(_try, text, vocabulary, problems)
     start_thread(limits.CHECK_STACK_BYTES, "grammar", task).join()
-    return Verdict(found[0], memory_bytes())
+    return Verdict(problems[0], memory_bytes())
 
 
-def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
+def _try(text: str, vocabulary: LLTokenizer, problems: list[str | None]) -> None:
     held = memory_bytes()
     try:
         problem = try_grammar(text, vocabulary)
@@ -101,7 +101,7 @@ def _try(text: str, vocabulary: LLTokenizer, found: list[str | None]) -> None:
         limit_cpu(0)
     if memory_bytes() - held > limits.MAX_COMPILE_BYTES:
         problem = problem or "the grammar is too large when it is compiled"
-    found.append(problem)
+    problems.append(problem)
 
 
 def try_grammar(text: str, vocabulary: LLTokenizer) -> str | None:

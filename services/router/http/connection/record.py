@@ -79,14 +79,14 @@ class RequestRecord:
 
     def begin_span(self, tracing: Tracing) -> str | None:
         """Begin the request's span, a child of the client's; return it as W3C's `traceparent`."""
-        found = {
+        attributes = {
             name: value.decode("latin-1")
             for name, value in self.scope["headers"][::-1]
             if name in (b"traceparent", b"tracestate")
         }
-        state, ago_s = found.get(b"tracestate"), time.monotonic() - self.start
+        state, ago_s = attributes.get(b"tracestate"), time.monotonic() - self.start
         name = f"POST {self.scope['path']}"[:MAX_PATH_CHARS]
-        self.span = tracing.start(name, found.get(b"traceparent"), state, ago_s=ago_s)
+        self.span = tracing.start(name, attributes.get(b"traceparent"), state, ago_s=ago_s)
         return None if self.span is None else self.span.trace
 
     def end_span(self) -> None:
@@ -122,7 +122,7 @@ class RequestRecord:
         """Return the log line's fields. The URL's query, which may hold a secret, is left out."""
         scope, now = self.scope, time.monotonic()
         path, client = scope.get("raw_path", b"")[:MAX_PATH_CHARS], scope.get("client")
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "method": scope["method"],
             "path": path.partition(b"?")[0].decode("ascii", "backslashreplace"),
             "status": self.status,
@@ -130,24 +130,24 @@ class RequestRecord:
             "client": client[0] if client else "-",
         }
         if self.key is not None:
-            found["key"] = self.key
+            fields["key"] = self.key
         if self.answers is not None:
-            found |= self._fields_of(self.answers)
-        found["duration_s"] = round(now - self.start, 6)
+            fields |= self._fields_of(self.answers)
+        fields["duration_s"] = round(now - self.start, 6)
         if self.error is not None:
-            found["error"] = self.error
-        return found
+            fields["error"] = self.error
+        return fields
 
     def _fields_of(self, answers: Answers) -> dict[str, Any]:
         usage, first = answers.usage, answers.first_token_at
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
         }
         if first is not None:
-            found["ttft_s"] = round(first - self.start, 6)
-        return found | {"finish": answers.finish_reasons, "workers": answers.workers}
+            fields["ttft_s"] = round(first - self.start, 6)
+        return fields | {"finish": answers.finish_reasons, "workers": answers.workers}
 
 
 @lru_cache(1024)

@@ -91,7 +91,7 @@ def _method(route: APIRoute) -> str:
 
 def _operation(route: APIRoute, needs_key: bool, model: str) -> Schema:
     of = operation_of(route.openapi_extra)
-    found: Schema = {
+    operation: Schema = {
         "operationId": _identifier(route),
         "tags": route.tags,
         "summary": route.description,
@@ -102,10 +102,10 @@ def _operation(route: APIRoute, needs_key: bool, model: str) -> Schema:
         content: Schema = {"schema": _ref(of.body)}
         if of.example is not None:
             content["example"] = {"model": model, **of.example}
-        found["requestBody"] = {"required": True, "content": {"application/json": content}}
+        operation["requestBody"] = {"required": True, "content": {"application/json": content}}
     if of.is_open and needs_key:
-        found["security"] = []
-    return found
+        operation["security"] = []
+    return operation
 
 
 def _identifier(route: APIRoute) -> str:
@@ -134,34 +134,34 @@ def _error(route: APIRoute) -> Struct:
 
 
 def _responses(route: APIRoute, of: Operation, needs_key: bool) -> Schema:
-    found: Schema = {}
+    responses: Schema = {}
     if of.answer is not None:
         content: Schema = {"application/json": {"schema": _ref(of.answer)}}
         if of.chunk is not None:
             content["text/event-stream"] = {"schema": _event(of.chunk, _error(route))}
-        found["200"] = {"description": "The answer.", "content": content}
+        responses["200"] = {"description": "The answer.", "content": content}
         if links := _links(route):
-            found["200"]["links"] = links
+            responses["200"]["links"] = links
     for status in sorted(of.statuses(route.path_format) | ({401} if needs_key else set())):
         error = {"schema": _ref(_error(route))}
-        found[str(status)] = {
+        responses[str(status)] = {
             "description": f"{HTTPStatus(status).phrase}.",
             "content": {"application/json": error},
         }
     if of.unready:
-        found["503"] = {"description": "Requests cannot be answered now.", "content": content}
-    return found
+        responses["503"] = {"description": "Requests cannot be answered now.", "content": content}
+    return responses
 
 
 def _links(route: APIRoute) -> Schema:
     """Return the routes that read or change what a request creates, by the id in the answer."""
     below = re.compile(re.escape(route.path_format) + r"/{(\w+)}(/\w+)?")
-    found: Schema = {}
+    links: Schema = {}
     for each in ROUTES:
         if _method(route) == "post" and (named := below.fullmatch(each.path_format)):
             parameters = {named[1]: "$response.body#/id"}
-            found[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
-    return found
+            links[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
+    return links
 
 
 def _event(chunk: Struct, error: Struct) -> Schema:
@@ -188,9 +188,9 @@ def _components() -> dict[str, Schema]:
     written = [of.answer for of in operations] + [of.chunk for of in operations]
     answers: list[Struct] = [*filter(None, written), Error, MessageError]
     kinds: list[Struct] = [*bodies, *answers]
-    _, found = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
+    _, components = msgspec.json.schema_components(kinds, ref_template=_REF + "{name}")
     classes = {kind.__name__: kind for kind in _structs(kinds)}
-    described = {name: _described(found[name], classes[name]) for name in sorted(found)}
+    described = {name: _described(components[name], classes[name]) for name in sorted(components)}
     for kind in _structs(answers):
         _require_written_fields(described[kind.__name__], kind)
     text = "Not supported: only values that change nothing are accepted."
@@ -212,7 +212,7 @@ def _require_written_fields(schema: Schema, kind: Struct) -> None:
 
 def _structs(kinds: Iterable[Struct]) -> set[Struct]:
     """Return these classes and those of their fields, at any depth."""
-    found: set[Struct] = set()
+    structs: set[Struct] = set()
     todo: list[Any] = list(inspect.multi_type_info(kinds))
     while todo:
         each = todo.pop()
@@ -220,11 +220,11 @@ def _structs(kinds: Iterable[Struct]) -> set[Struct]:
             todo += each
         elif isinstance(each, msgspec.Struct):
             if isinstance(each, inspect.StructType):
-                if each.cls in found:
+                if each.cls in structs:
                     continue
-                found.add(each.cls)
+                structs.add(each.cls)
             todo += [getattr(each, name) for name in each.__struct_fields__]
-    return found
+    return structs
 
 
 def _plain_schema(kind: Struct) -> Schema:
@@ -259,13 +259,13 @@ def _docstring(kind: Struct) -> str:
 
 def _attributes(kind: Struct) -> dict[str, str]:
     """Return what the docstrings of a class and its bases say of fields."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         part = _docstring(each).partition(_ATTRIBUTES)[2]
         for name, text in _ATTRIBUTE.findall(part):
             words = " ".join(text.split())
-            found[name] = words[:1].upper() + words[1:]
-    return found
+            descriptions[name] = words[:1].upper() + words[1:]
+    return descriptions
 
 
 def _portable(schema: Any) -> Any:
@@ -274,10 +274,10 @@ def _portable(schema: Any) -> Any:
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {name: _portable(each) for name, each in schema.items()}
-    if isinstance(pattern := found.get("pattern"), str):
-        found["pattern"] = re.sub(r"\\Z\Z", "$", re.sub(r"\A\\A", "^", pattern))
-    return found
+    portable = {name: _portable(each) for name, each in schema.items()}
+    if isinstance(pattern := portable.get("pattern"), str):
+        portable["pattern"] = re.sub(r"\\Z\Z", "$", re.sub(r"\A\\A", "^", pattern))
+    return portable
 
 
 def _not_null(schema: Schema) -> Schema:

@@ -129,8 +129,8 @@ async def _read(request: Request, kind: BodyKind) -> GenerationInput:
         name = previous_id(raw)
         if name is None:
             return with_history(raw, b"")
-        found = await responses.get(name, key, "previous_response_id")
-        return with_history(raw, bytes(found.items))
+        stored = await responses.get(name, key, "previous_response_id")
+        return with_history(raw, bytes(stored.items))
 
     return await read_request(request, kind, frame)
 

@@ -23,11 +23,11 @@ async def tokenize(request: Request) -> Response:
     """Return the tokens of a text, or of a conversation's prompt."""
     generation, service = await read_request(request, "tokenize"), service_of(request)
     ids = generation.prompts[0].token_ids
-    found = Tokenized(len(ids), service.max_model_len, ids)
+    tokenized = Tokenized(len(ids), service.max_model_len, ids)
     if generation.return_token_strs:
         name = service.model.tokenizer.token_strings
-        found.token_strs = await asyncio.to_thread(name, ids)  # a long prompt's take a while
-    return json_response(found)
+        tokenized.token_strs = await asyncio.to_thread(name, ids)  # a long prompt's take a while
+    return json_response(tokenized)
 
 
 @token_router.post(

@@ -103,11 +103,11 @@ def _methods_of_path(request: Request) -> set[str]:
 
     A route of just this path counts before those with a field in its place.
     """
-    found = [
+    methods = [
         route
         for each in ROUTERS
         for route in each.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
-    exact = [route for route in found if route.path == request.scope["path"]]
-    return {method for route in exact or found for method in route.methods or ()}
+    exact = [route for route in methods if route.path == request.scope["path"]]
+    return {method for route in exact or methods for method in route.methods or ()}

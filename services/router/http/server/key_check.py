@@ -45,7 +45,7 @@ def sent_keys(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     for name, value in headers:
         fields.setdefault(name, value)
     authorization = fields.get(b"authorization", b"")
-    found = [fields.get(b"x-api-key", b"")]
+    keys = [fields.get(b"x-api-key", b"")]
     if authorization[: len(_BEARER)].lower() == _BEARER:
-        found.insert(0, authorization[len(_BEARER) :])
-    return [key for each in found if (key := each.strip())]
+        keys.insert(0, authorization[len(_BEARER) :])
+    return [key for each in keys if (key := each.strip())]

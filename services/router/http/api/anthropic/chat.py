@@ -35,22 +35,22 @@ def messages_of(body: schemas.CountBody) -> list[ChatMessage]:
     Raises:
         InvalidRequestError: a block is not supported or of the other role; names the field.
     """
-    found = []
+    chat = []
     if system := _system(body):
-        found.append(ChatMessage(role="system", content=system))
+        chat.append(ChatMessage(role="system", content=system))
     for role, messages in groupby(enumerate(body.messages), lambda each: each[1].role):
         turn = [_placed(index, message) for index, message in messages]
         if role == "assistant":
-            found.append(_of_assistant(turn))
+            chat.append(_of_assistant(turn))
         else:
-            found += _of_others(role, turn)
-    if body.messages[-1].role == "assistant" and found[-1].tool_calls:
+            chat += _of_others(role, turn)
+    if body.messages[-1].role == "assistant" and chat[-1].tool_calls:
         field = f"messages[{len(body.messages) - 1}].content"
         raise InvalidRequestError(
             f"{field}: the results of its tool_use blocks must follow in a message of the user",
             field,
         )
-    return found
+    return chat
 
 
 def longest_ttl(body: schemas.CountBody) -> Literal["5m", "1h"] | None:
@@ -68,8 +68,8 @@ def longest_ttl(body: schemas.CountBody) -> Literal["5m", "1h"] | None:
     results = [block.content for block in blocks if isinstance(block, schemas.ToolResultBlock)]
     inner = [part for content in results if isinstance(content, list) for part in content]
     marked = (body, *(body.tools or ()), *system, *blocks, *inner)
-    found = [getattr(each, "cache_control", None) for each in marked]
-    ttls = {control.ttl or "5m" for control in found if control is not None}
+    controls = [getattr(each, "cache_control", None) for each in marked]
+    ttls = {control.ttl or "5m" for control in controls if control is not None}
     return "1h" if "1h" in ttls else "5m" if ttls else None
 
 
@@ -89,7 +89,7 @@ def _placed(index: int, message: schemas.Message) -> _Placed:
 
 def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list[ChatMessage]:
     """Return the results of tools, and then what the user or the system says."""
-    found: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     texts = []
     for path, blocks in turn:
         text, num_results = "", 0
@@ -100,7 +100,7 @@ def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list
                 case schemas.ToolResultBlock() if role == "user":
                     num_results += 1
                     result = _result(f"{where}.content", block)
-                    found.append(
+                    messages.append(
                         ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=result)
                     )
                 case _:
@@ -109,8 +109,8 @@ def _of_others(role: Literal["user", "system"], turn: Sequence[_Placed]) -> list
             raise InvalidRequestError(f"{path} must have text that is not empty", path)
         texts.append(text)
     if text := _joined(texts):
-        found.append(ChatMessage(role=role, content=text))
-    return found
+        messages.append(ChatMessage(role=role, content=text))
+    return messages
 
 
 def _joined(texts: Iterable[str]) -> str:

@@ -138,9 +138,9 @@ def model_info(record: Model) -> dict[str, Any]:
 
 def model_list(records: Sequence[Model]) -> dict[str, Any]:
     """Return Anthropic's list of all models."""
-    found = [model_info(record) for record in records]
-    ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]}
-    return {"data": found, "has_more": False, **ends}
+    models = [model_info(record) for record in records]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
+    return {"data": models, "has_more": False, **ends}
 
 
 def _content(events: Sequence[parsed.AnswerEvent]) -> list[objects.AnswerBlock]:

@@ -97,16 +97,16 @@ def form_of(body: FormFields, markers: Markers) -> tuple[str, str] | None:
         InvalidRequestError: two fields ask for a form, or it cannot be read; names the field.
     """
     fields = {name: getattr(body, name) for name in _FORM_FIELDS}
-    found = [
+    forms = [
         (name, structured)
         for name, value in fields.items()
         if value is not None and (structured := _structured(name, value)) is not None
     ]
-    if not found:
+    if not forms:
         return None
-    field, structured = found[0]
-    if len(found) > 1:
-        second = found[1][0]
+    field, structured = forms[0]
+    if len(forms) > 1:
+        second = forms[1][0]
         raise InvalidRequestError(f"{second} cannot be combined with {field}", second)
     text = grammar_text(structured, field, markers)
     return None if text is None else (text, field)

@@ -59,9 +59,9 @@ def read_embedding(
     """
     body, _, unknown_fields = decode_body(EmbeddingBody, raw)
     model.check_name(body.model)
-    found = counted_input(body.model, [], unknown_fields, model)
+    generation = counted_input(body.model, [], unknown_fields, model)
     form = _form_of(body, model)
-    (empty,) = found.prompts
+    (empty,) = generation.prompts
     prompts = tuple(
         msgspec.structs.replace(empty, token_ids=ids) for ids in _inputs(body, model, max_model_len)
     )
@@ -72,7 +72,7 @@ def read_embedding(
             f"a response has at most {MAX_NUMBERS} numbers",
             "input",
         )
-    return msgspec.structs.replace(found, prompts=prompts, embedding=form)
+    return msgspec.structs.replace(generation, prompts=prompts, embedding=form)
 
 
 def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list[list[int]]:
@@ -81,10 +81,10 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
         raise InvalidRequestError("input must not have an empty string", "input")
     adds_special, kept = body.add_special_tokens is not False, body.truncate_prompt_tokens
     longest, most = max_model_len - 1, max(MAX_INPUT_TOKENS, max_model_len)
-    found: list[list[int]] = []
+    inputs: list[list[int]] = []
     total = 0
     for each in split_prompts(body.input, "input", MAX_INPUTS):
-        number = len(found)
+        number = len(inputs)
         ids = prompt_ids(each, model, max_model_len, adds_special, "input")
         ids = last_tokens(ids, kept, longest)
         if not ids:
@@ -100,8 +100,8 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
             raise InvalidRequestError(
                 f"input: more than {most} tokens in one request: send several requests", "input"
             )
-        found.append(ids)
-    return found
+        inputs.append(ids)
+    return inputs
 
 
 def _form_of(body: EmbeddingBody, model: ServedModel) -> EmbeddingForm:

@@ -271,14 +271,14 @@ class ChatFormat(_OpenAIFormat):
         return _added(self._answers[index].read(delta))
 
     def _message(self, index: int, answer: TextDelta) -> objects.AnswerMessage:
-        found = ReadMessage.of(self._answers[index].read(answer))
+        parsed = ReadMessage.of(self._answers[index].read(answer))
         calls = [
             objects.AnswerCall(call.id, objects.AnswerFunction(call.name, call.arguments))
-            for call in found.tool_calls
+            for call in parsed.tool_calls
         ]
-        message = objects.AnswerMessage(found.content, tool_calls=calls or UNSET)
-        if found.reasoning is not None:
-            message.reasoning = message.reasoning_content = found.reasoning
+        message = objects.AnswerMessage(parsed.content, tool_calls=calls or UNSET)
+        if parsed.reasoning is not None:
+            message.reasoning = message.reasoning_content = parsed.reasoning
         return message
 
     def _finish_reason(self, index: int, delta: TextDelta) -> objects.ChatFinish | None:

@@ -199,9 +199,9 @@ def read_completion(
         prompt_part = prompt if body.truncate_prompt_tokens is None else ids
         echo = _echo_text(prompt_part, model, body.max_tokens != 0) if body.echo else None
         prompts.append(PromptInput(ids, spec, echo))
-    found = _input(body, prompts, unknown_fields, model)
-    rules = msgspec.structs.replace(found.rules, echoes=bool(body.echo))
-    return msgspec.structs.replace(found, rules=rules)
+    generation = _input(body, prompts, unknown_fields, model)
+    rules = msgspec.structs.replace(generation.rules, echoes=bool(body.echo))
+    return msgspec.structs.replace(generation, rules=rules)
 
 
 def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
@@ -239,9 +239,9 @@ def chat_input(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
         InvalidRequestError: the client's fault; names the field.
     """
     with chat.in_fields_of_client():
-        found = _read_chat(chat, model, max_model_len)
-    field = found.form_field
-    return msgspec.structs.replace(found, form_field=field and chat.client_field(field))
+        generation = _read_chat(chat, model, max_model_len)
+    field = generation.form_field
+    return msgspec.structs.replace(generation, form_field=field and chat.client_field(field))
 
 
 def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
@@ -274,20 +274,20 @@ def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Gene
     parsing = answer_parsing(
         model.syntax, model.tokenizer, ids, wanted, continued, body.include_reasoning is not False
     )
-    found = _input(body, [prompt], chat.unknown_fields, model)
+    generation = _input(body, [prompt], chat.unknown_fields, model)
     begins = reasoning_before(model.syntax, model.tokenizer, ids, parsing, continued)
-    if found.form_field is not None and not (wanted is not None and wanted.must_call):
-        text = found.prompts[0].spec.grammar or ""
+    if generation.form_field is not None and not (wanted is not None and wanted.must_call):
+        text = generation.prompts[0].spec.grammar or ""
         forms = form_or_calls(text, model.syntax, wanted, begins)
         parsing = parsing and parsing_of_form(parsing, text, model.syntax)
-        found = found.with_grammars(forms, found.form_field)
+        generation = generation.with_grammars(forms, generation.form_field)
     elif wanted is not None and parsing is not None:
         grammars = tool_grammars(model.syntax, wanted, parsing, may_reason=begins is not None)
-        found = found.with_grammars(grammars, "tools")
+        generation = generation.with_grammars(grammars, "tools")
     if parsing is not None:
-        rules = msgspec.structs.replace(found.rules, visible_tokens=parsing.visible_tokens)
-        found = msgspec.structs.replace(found, parsing=parsing, rules=rules)
-    return found
+        rules = msgspec.structs.replace(generation.rules, visible_tokens=parsing.visible_tokens)
+        generation = msgspec.structs.replace(generation, parsing=parsing, rules=rules)
+    return generation
 
 
 def counted_input(

@@ -60,15 +60,15 @@ def prompt_logprobs(
         tokens: all but the prompt's first; None if it has no other.
         token_bytes: the vocabulary.
     """
-    found: objects.PromptTokens = [None]
+    entries: objects.PromptTokens = [None]
     for token in tokens or ():
         position: dict[str, objects.PromptToken] = {}
         ranked = [(*each, rank) for rank, each in enumerate(token.top, start=1)]
         for token_id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]:
             entry = objects.PromptToken(finite(logprob), rank, token_bytes.text(token_id))
             position.setdefault(str(token_id), entry)
-        found.append(position)
-    return found
+        entries.append(position)
+    return entries
 
 
 class CompletionLogprobs:

@@ -82,8 +82,8 @@ def read_tokenize(
         chat = chats.chat_body(body, model=model.name)
         options = chats.template_options(chat, chats.written_tools(chat, fields))
         ids = chat_ids(chat, options, model, max_model_len)
-    found = counted_input(name, ids, unknown_fields, model)
-    return msgspec.structs.replace(found, return_token_strs=bool(body.return_token_strs))
+    generation = counted_input(name, ids, unknown_fields, model)
+    return msgspec.structs.replace(generation, return_token_strs=bool(body.return_token_strs))
 
 
 def read_detokenize(
@@ -100,9 +100,11 @@ def read_detokenize(
         problem = f"tokens must be token ids below {model.vocab_size}, not {max(body.tokens)}"
         raise InvalidRequestError(problem, "tokens")
     text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    found = counted_input(name, [], unknown_fields, model)
-    (prompt,) = found.prompts
-    return msgspec.structs.replace(found, prompts=(msgspec.structs.replace(prompt, echo=text),))
+    generation = counted_input(name, [], unknown_fields, model)
+    (prompt,) = generation.prompts
+    return msgspec.structs.replace(
+        generation, prompts=(msgspec.structs.replace(prompt, echo=text),)
+    )
 
 
 def _checked_name(body: PlainBody, model: ServedModel) -> str:

@@ -31,10 +31,10 @@ class OutputItems:
         self._is_open = False
         self._parts: list[str] = []  # of the open item's text or arguments
 
-    def add(self, found: Iterable[parsed.AnswerEvent]) -> list[objects.ResponseEvent]:
+    def add(self, added: Iterable[parsed.AnswerEvent]) -> list[objects.ResponseEvent]:
         """Add what was found in the answer; return the stream's events."""
         events: list[objects.ResponseEvent] = []
-        for each in found:
+        for each in added:
             match each:
                 case parsed.ReasoningText(text):
                     events += self._reasoning(text)

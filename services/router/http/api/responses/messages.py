@@ -111,8 +111,8 @@ def _needed(value: Any, path: str, field: str) -> Any:
 def _text(texts: str | list[Part], path: str) -> str:
     if isinstance(texts, str):
         return texts
-    found = [part.refusal if part.type == "refusal" else part.text for part in texts]
-    if None in found:
-        where = f"{path}[{found.index(None)}]"
+    parts = [part.refusal if part.type == "refusal" else part.text for part in texts]
+    if None in parts:
+        where = f"{path}[{parts.index(None)}]"
         raise InvalidRequestError(f"{where}.text is required", f"{where}.text")
-    return "".join(text for text in found if text is not None)
+    return "".join(text for text in parts if text is not None)
