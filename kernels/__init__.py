@@ -339,7 +339,7 @@ class Ops:
 
 
 OP_NAMES = tuple(
-    each.name for each in fields(Ops) if each.name not in ("backend", "batch_invariant")
+    field.name for field in fields(Ops) if field.name not in ("backend", "batch_invariant")
 )
 _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "head_products": "linear",

@@ -216,7 +216,7 @@ def experts(
         UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
     """
     parameters = [each for each in (gate_up, down, gate_up_bias, down_bias) if each is not None]
-    if not all(each.is_contiguous() for each in parameters) or x.stride(1) != 1:
+    if not all(parameter.is_contiguous() for parameter in parameters) or x.stride(1) != 1:
         raise UnsupportedShapeError("experts need weights without gaps, and rows of stride 1")
     tokens = len(x)
     num_experts, top_k = gate_up.shape[0], chosen.shape[1]
@@ -270,11 +270,11 @@ def _can_describe(rows: int, *matrices: torch.Tensor) -> bool:
     The copy engine needs rows and a start that are multiples of 16 bytes.
     """
     return rows == MOST_ROWS and all(
-        can_copy_tiles(each.device)
-        and each.dtype.itemsize == 2
-        and each.shape[-1] % 8 == 0
-        and each.data_ptr() % 16 == 0
-        for each in matrices
+        can_copy_tiles(matrix.device)
+        and matrix.dtype.itemsize == 2
+        and matrix.shape[-1] % 8 == 0
+        and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
     )
 
 

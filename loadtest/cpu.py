@@ -90,7 +90,9 @@ class CpuSampler:
             path: of the file.
             began: beginning of the load, by this machine's monotonic clock.
         """
-        later = (replace(each, t=each.t - began) for each in self._samples if each.t > began)
+        later = (
+            replace(sample, t=sample.t - began) for sample in self._samples if sample.t > began
+        )
         path.write_text("".join(map(to_line, later)), encoding="utf-8")
 
     def _run(self) -> None:

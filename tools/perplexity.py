@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.text is not None:
         text = options.text.read_text(encoding="utf-8")
     rows = [(name, {"model": options.model, **settings}) for name, settings in FORMATS.items()]
-    rows += [(each, {"model": each, "dtype": "bfloat16"}) for each in options.others]
+    rows += [(other, {"model": other, "dtype": "bfloat16"}) for other in options.others]
     print("| format | perplexity |\n| --- | --- |")
     for name, settings in rows:
         llm = LLM(**settings, device=options.device)

@@ -30,8 +30,8 @@ def route_cases() -> Iterator[BenchCase]:
 
 def expert_cases() -> Iterator[BenchCase]:
     """Yield cases of the experts: the unit is TB/s at few tokens, TFLOP/s at many."""
-    for each in MIXTURES:
-        yield from (_experts(tokens, *each["shape"]) for tokens in each["tokens"])
+    for mixture in MIXTURES:
+        yield from (_experts(tokens, *mixture["shape"]) for tokens in mixture["tokens"])
 
 
 def _route(shape: str, tokens: int, num_experts: int, rule: Routing) -> BenchCase:

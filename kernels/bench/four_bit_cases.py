@@ -17,9 +17,9 @@ _MOST_BOUND_BY_BYTES = 256  # tokens
 
 def expert_cases() -> Iterator[BenchCase]:
     """Yield cases of known models' experts."""
-    for each in MIXTURES:
+    for mixture in MIXTURES:
         for kind in _GROUPS:
-            yield from (_experts(tokens, kind, *each["shape"]) for tokens in each["tokens"])
+            yield from (_experts(tokens, kind, *mixture["shape"]) for tokens in mixture["tokens"])
 
 
 def random_weights(experts: int, outs: int, ins: int, kind: str) -> FourBitWeights:

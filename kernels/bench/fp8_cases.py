@@ -24,9 +24,9 @@ def linear_cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[BenchCase]:
 
 def expert_cases() -> Iterator[BenchCase]:
     """Yield cases of known models' experts."""
-    for each in MIXTURES:
+    for mixture in MIXTURES:
         for format in _FORMATS:
-            yield from (_experts(tokens, format, *each["shape"]) for tokens in each["tokens"])
+            yield from (_experts(tokens, format, *mixture["shape"]) for tokens in mixture["tokens"])
 
 
 def random_weights(*shape: int, format: str) -> Fp8Weights:

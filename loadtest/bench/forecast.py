@@ -79,7 +79,7 @@ class Cell:
         """
         for seed in range(MOST_SEEDS):
             load = self.load(seed)
-            tokens = sum(turn.answer_tokens for each in load for turn in each.turns)
+            tokens = sum(turn.answer_tokens for conversation in load for turn in conversation.turns)
             if abs(tokens / self.measured["chunks"] - 1) <= TOKENS_BOUND:
                 yield seed, load
                 count -= 1
@@ -136,15 +136,15 @@ def forecast(cell: Cell, machine: MachinePrices, seeds: int) -> dict[str, float]
         cluster.run(load)
         runs.append(cluster.summary(PROMISE))
     return {
-        "req_s": median(each.completed_per_s for each in runs),
-        "ttft_p50": median(each.ttft.p50 for each in runs),
-        LOWEST: min(each.ttft.p50 for each in runs),
-        HIGHEST: max(each.ttft.p50 for each in runs),
-        "ttft_p99": median(each.ttft.p99 for each in runs),
-        "itl_p50": median(each.gap.p50 for each in runs),
-        "itl_p99": median(each.gap.p99 for each in runs),
-        "tpot_p50": median(each.tpot.p50 for each in runs),
-        "good": median(each.kept_share for each in runs),
+        "req_s": median(figures.completed_per_s for figures in runs),
+        "ttft_p50": median(figures.ttft.p50 for figures in runs),
+        LOWEST: min(figures.ttft.p50 for figures in runs),
+        HIGHEST: max(figures.ttft.p50 for figures in runs),
+        "ttft_p99": median(figures.ttft.p99 for figures in runs),
+        "itl_p50": median(figures.gap.p50 for figures in runs),
+        "itl_p99": median(figures.gap.p99 for figures in runs),
+        "tpot_p50": median(figures.tpot.p50 for figures in runs),
+        "good": median(figures.kept_share for figures in runs),
     }
 
 

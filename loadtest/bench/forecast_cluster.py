@@ -139,7 +139,8 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             pairs = {name: f"{real[name]:.3g} / {simulated[name]:.3g}" for name in real}
             yield {"cluster": plan.label, "rate": rate, **pairs}
         ends = [
-            rate_kept(args.rates, [each["kept"] for each in side]) for side in (measured, summaries)
+            rate_kept(args.rates, [figures["kept"] for figures in side])
+            for side in (measured, summaries)
         ]
         yield {"cluster": plan.label, "rate": f"{KEPT:.0%} kept: {ends[0]:.3g} / {ends[1]:.3g}"}
 

@@ -69,7 +69,7 @@ async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:
         request = clients[0].prepare(length, TOKENS)
         for which in ((0, 1), (1, 0))[number % 2]:
             answers[which].append(await clients[which].ask(request))
-    apart, aggregated = (each[WARM_UP_PAIRS:] for each in answers)
+    apart, aggregated = (answer[WARM_UP_PAIRS:] for answer in answers)
     head = {"what": "handover", "prompt": length, "requests": PAIRS}
     return {**head, **ratios(apart, aggregated)}
 

@@ -116,7 +116,7 @@ def fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     table, error = _fit(samples)
     for _ in range(REFITS):
         most = 1 + USUAL_ERRORS * error
-        usual = [each for each in samples if each[1] <= most * table.step_s(each[0])]
+        usual = [sample for sample in samples if sample[1] <= most * table.step_s(sample[0])]
         table, error = _fit(usual)
     return table, error
 
@@ -128,7 +128,7 @@ def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     rows = []
     for (work, _), count in zip(samples, tokens, strict=True):
         rows.append([*_hats(knots, count), work.rows, work.contexts, work.products])
-    matrix, seconds = np.array(rows, float), np.array([each for _, each in samples])
+    matrix, seconds = np.array(rows, float), np.array([took for _, took in samples])
     weighted = matrix / seconds[:, None]
     smooth = np.zeros((len(knots), matrix.shape[1]))  # a point without steps lies between others
     for index in range(1, len(knots) - 1):
@@ -146,7 +146,7 @@ def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
         context_ns=float(solution[-2]) * 1e9,
         product_ns=float(solution[-1]) * 1e9,
     )
-    error = median(abs(table.step_s(work) / each - 1) for work, each in samples)
+    error = median(abs(table.step_s(work) / took - 1) for work, took in samples)
     return table, error
 
 

@@ -118,8 +118,8 @@ class Trial:
         cluster.run(self.load.conversations(self.seed))
         summaries = {name: cluster.summary(PROMISES[name]) for name in self.promises}
         return [
-            Figures(self, name, each.completed_per_s, each.kept_per_s, each.kept_share)
-            for name, each in summaries.items()
+            Figures(self, name, summary.completed_per_s, summary.kept_per_s, summary.kept_share)
+            for name, summary in summaries.items()
         ]
 
 
@@ -181,9 +181,9 @@ class Cell:
 def cells(figures: Iterable[Figures]) -> list[Cell]:
     """Return the cells of some figures, which are means over seeds."""
     groups: dict[tuple[MixLoad, str], dict[tuple[bool, str], list[Figures]]] = {}
-    for each in figures:
-        group = groups.setdefault((each.trial.load, each.promise), {})
-        group.setdefault((each.trial.is_predicted, each.trial.label), []).append(each)
+    for figure in figures:
+        group = groups.setdefault((figure.trial.load, figure.promise), {})
+        group.setdefault((figure.trial.is_predicted, figure.trial.label), []).append(figure)
     return [_cell(load, promise, group) for (load, promise), group in groups.items()]
 
 
@@ -199,7 +199,9 @@ def _cell(load: MixLoad, promise: str, group: Mapping[tuple[bool, str], list[Fig
 
     completed, own_completed, completed_by = best(lambda each: each.completed)
     kept, own_kept, kept_by = best(lambda each: each.kept)
-    counts = max(fmean(each.kept_share for each in runs) for runs in static.values()) >= LEAST_KEPT
+    counts = (
+        max(fmean(figures.kept_share for figures in runs) for runs in static.values()) >= LEAST_KEPT
+    )
     row = {
         "load": f"{load.mix} {load.rate * load.gpus:g}",
         "GPUs": load.gpus,
@@ -216,19 +218,19 @@ def _cell(load: MixLoad, promise: str, group: Mapping[tuple[bool, str], list[Fig
 
 def verdicts(cells_of_grid: Sequence[Cell]) -> list[dict[str, object]]:
     """Return for each mix, and for all of them, the mean, the worst and the best shares."""
-    mixes = dict.fromkeys(each.load.mix for each in cells_of_grid)
+    mixes = dict.fromkeys(cell.load.mix for cell in cells_of_grid)
     rows = []
     for name in (*mixes, "all"):
-        of_mix = [each for each in cells_of_grid if name in (each.load.mix, "all")]
-        kept = [each.kept for each in of_mix if each.kept is not None]
-        for figure, shares in (("completed", [each.completed for each in of_mix]), ("kept", kept)):
+        of_mix = [cell for cell in cells_of_grid if name in (cell.load.mix, "all")]
+        kept = [cell.kept for cell in of_mix if cell.kept is not None]
+        for figure, shares in (("completed", [cell.completed for cell in of_mix]), ("kept", kept)):
             if shares:
                 rows.append(
                     {
                         "mix": name,
                         "figure": figure,
                         "cells": len(shares),
-                        "geomean": geometric_mean([max(each, 1e-3) for each in shares]),
+                        "geomean": geometric_mean([max(share, 1e-3) for share in shares]),
                         "worst": min(shares),
                         "best": max(shares),
                     }
@@ -241,7 +243,7 @@ def compare(all_trials: Sequence[Trial], jobs: int = 1) -> list[Cell]:
     if jobs == 1:
         return cells(each for trial in all_trials for each in trial.run())
     with ProcessPoolExecutor(jobs) as pool:
-        return cells(each for figures in pool.map(Trial.run, all_trials) for each in figures)
+        return cells(figure for figures in pool.map(Trial.run, all_trials) for figure in figures)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,12 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trial for load in loads for trial in trials(load, options.machine, options.seeds, prices)
     ]
     grid = compare(wanted, options.jobs)
-    print(markdown([dict(each.row) for each in grid]))
+    print(markdown([dict(cell.row) for cell in grid]))
     print()
     rows = verdicts(grid)
     print(markdown(rows))
     lowest = min(
-        min(each.completed, each.completed if each.kept is None else each.kept) for each in grid
+        min(cell.completed, cell.completed if cell.kept is None else cell.kept) for cell in grid
     )
     return int(lowest < LEAST_SHARE)
 

@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace, bench: Bench) -> None:
                 cases_by_target[name].append(cases)
         for tokens in options.tokens_per_event:
             by_name = {
-                name: [each[tokens] for each in runs] for name, runs in cases_by_target.items()
+                name: [run[tokens] for run in runs] for name, runs in cases_by_target.items()
             }
             case = {"streams": streams, "tokens_per_event": tokens}
             emit("router", **case, **case_row(by_name), **setting)

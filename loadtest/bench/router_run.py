@@ -291,9 +291,9 @@ class Bench:
 def join(parts: Sequence[Arrivals]) -> Arrivals:
     """Return what arrived at several clients as one."""
     joined = Arrivals()
-    for each in parts:
-        joined.events += each.events
-        joined.tokens += each.tokens
-        joined.joined += each.joined
-        joined.added.extend(each.added)
+    for part in parts:
+        joined.events += part.events
+        joined.tokens += part.tokens
+        joined.joined += part.joined
+        joined.added.extend(part.added)
     return joined

@@ -37,7 +37,7 @@ async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list
     rows: list[Row] = []
     try:
         await streams(client, loaded=True)  # so that kernels are compiled and prices are learned
-        for loaded, fields in [(False, {}), *((True, each) for each in cases)]:
+        for loaded, fields in [(False, {}), *((True, case) for case in cases)]:
             runs = [await streams(client, loaded, **fields) for _ in range(times)]
             row = isolation_row([gaps for gaps, _ in runs])
             long = [ttft for _, of_run in runs for ttft in of_run]

@@ -118,7 +118,7 @@ def record(
         "settings": fields,
         "kv_unit": system.kv.unit if system.kv else None,
         "report": msgspec.to_builtins(report),
-        "problems": {each.scenario: each.problems for each in report.results},
+        "problems": {result.scenario: result.problems for result in report.results},
     }
 
 

@@ -81,12 +81,12 @@ class ClusterView(msgspec.Struct, frozen=True):
     def ready_epochs(self) -> dict[str, int | None]:
         """The epochs of the workers and routers that take requests, by id."""
         everyone: list[Service | Router] = [*self.services, *self.routers]
-        return {each.id: each.epoch for each in everyone if each.state == "ready"}
+        return {router.id: router.epoch for router in everyone if router.state == "ready"}
 
     @property
     def missing_links(self) -> list[tuple[str, str]]:
         """Prefill and decode workers that have no KV link yet."""
-        return [(peer, each.id) for each in self.services for peer in each.missing_links]
+        return [(peer, service.id) for service in self.services for peer in service.missing_links]
 
     @property
     def problem(self) -> str:
@@ -99,17 +99,18 @@ class ClusterView(msgspec.Struct, frozen=True):
     @property
     def max_model_len(self) -> int | None:
         """The longest prompt plus answer that every decode worker accepts; None if not known."""
-        known = (each.max_model_len for each in self.services if each.role == "decode")
+        known = (service.max_model_len for service in self.services if service.role == "decode")
         return min((length for length in known if length is not None), default=None)
 
 
 def shrunk_contexts(services: list[Service]) -> list[str]:
     """Return a line for each worker whose KV pool is too small for the model's context."""
     return [
-        f"{each.id}: {each.max_model_len:,} tokens of {each.full_model_len:,}, more does not fit "
-        "into its KV pool (--num-blocks, --gpu-memory-utilization)"
-        for each in services
-        if each.max_model_len is not None and each.max_model_len < (each.full_model_len or 0)
+        f"{service.id}: {service.max_model_len:,} tokens of {service.full_model_len:,}, more "
+        "does not fit into its KV pool (--num-blocks, --gpu-memory-utilization)"
+        for service in services
+        if service.max_model_len is not None
+        and service.max_model_len < (service.full_model_len or 0)
     ]
 
 

@@ -42,7 +42,7 @@ class Command(TyperCommand):
 
         If an option is another program's, say what to use here.
         """
-        known = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         if SEVERAL in known and (advice := advice_for_option(args, known)) is not None:
             with one_line_errors():
                 raise ConfigError(advice)

@@ -84,7 +84,7 @@ def with_settings(
 
         parameters = [*own.values(), *added.values()]
         vars(run)["__signature__"] = inspect.Signature(parameters)
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate

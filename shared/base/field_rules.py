@@ -109,7 +109,9 @@ def check_fields(values: msgspec.Struct) -> None:
 
 
 def _check_field(field: FieldInfo, kind: inspect.Type, value: Any) -> None:
-    is_struct = any(isinstance(each, inspect.StructType) for each in _alternatives(kind))
+    is_struct = any(
+        isinstance(alternative, inspect.StructType) for alternative in _alternatives(kind)
+    )
     if is_struct and isinstance(value, dict):
         return  # its own fields are checked where it is read
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -147,10 +149,14 @@ def rule_at(kind: inspect.Type, path: Sequence[str | int]) -> tuple[int, str]:
 
 
 def _inner(kind: inspect.Type, part: str | int) -> inspect.Type | None:
-    for each in _alternatives(kind):
-        if isinstance(each, inspect.ListType | inspect.VarTupleType) and isinstance(part, int):
-            return each.item_type
-        if isinstance(each, inspect.StructType) and part in (fields := field_types(each.cls)):
+    for alternative in _alternatives(kind):
+        if isinstance(alternative, inspect.ListType | inspect.VarTupleType) and isinstance(
+            part, int
+        ):
+            return alternative.item_type
+        if isinstance(alternative, inspect.StructType) and part in (
+            fields := field_types(alternative.cls)
+        ):
             return fields[str(part)]
     return None
 
@@ -159,7 +165,7 @@ def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
     if isinstance(kind, inspect.Metadata):
         return _alternatives(kind.type)
     if isinstance(kind, inspect.UnionType):
-        return [each for inner in kind.types for each in _alternatives(inner)]
+        return [alternative for inner in kind.types for alternative in _alternatives(inner)]
     return [kind]
 
 

@@ -133,7 +133,7 @@ def _printable(text: str) -> str:
     """Return text with escapes for all that is not printable."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _shown(value: Any) -> str:

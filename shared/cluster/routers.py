@@ -108,7 +108,7 @@ class RouterDirectory:
         While Redis does not answer, no router can renew its record, so the last view stays.
         """
         now = self._now_ms() if self._answers else 0
-        return [each for _, each in sorted(self._others.items()) if each.expires_ms > now]
+        return [other for _, other in sorted(self._others.items()) if other.expires_ms > now]
 
     async def start(self, metrics_endpoint: str) -> None:
         """Announce this router, then go on in the background. Redis may be away."""
@@ -152,7 +152,7 @@ class RouterDirectory:
         pipeline.pexpire(self._key, _KEY_TTL_MS)
         pipeline.hgetall(self._key)
         *_, entries = replies = await redis_call(pipeline.execute(raise_on_error=False), _TIMEOUT_S)
-        if error := next((each for each in replies if isinstance(each, RedisError)), None):
+        if error := next((reply for reply in replies if isinstance(reply, RedisError)), None):
             if str(error).startswith("WRONGTYPE"):  # the key is ours, so its value is garbage
                 await redis_call(self._redis.delete(self._key), _TIMEOUT_S)
             raise RedisUnavailableError(f"Redis: {error}")

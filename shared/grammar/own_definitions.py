@@ -56,17 +56,17 @@ class _Mover:
         if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deeply")
         if isinstance(schema, list):
-            return [self._part(each, around, depth + 1) for each in schema]
+            return [self._part(part, around, depth + 1) for part in schema]
         if not isinstance(schema, dict) or (schema is not self._root and "$id" in schema):
             return schema
         if schema is not self._root and (names := self._names_of(schema)):
             around = (names, *around)
             for (key, name), moved in names.items():
                 self._found[moved] = self._part(schema[key][name], around, depth + 1)
-            schema = {key: each for key, each in schema.items() if key not in _OWN}
+            schema = {key: part for key, part in schema.items() if key not in _OWN}
         rest = {
-            key: changed_in(key, each, lambda inner: self._part(inner, around, depth + 1))
-            for key, each in schema.items()
+            key: changed_in(key, part, lambda inner: self._part(inner, around, depth + 1))
+            for key, part in schema.items()
         }
         if isinstance(reference := schema.get("$ref"), str):
             rest["$ref"] = self._moved_reference(reference, around)

@@ -94,9 +94,9 @@ def _changed(schema: Any, change: Change) -> Any:
     match schema:
         case dict():
             inner = partial(_changed, change=change)
-            return change({key: changed_in(key, each, inner) for key, each in schema.items()})
+            return change({key: changed_in(key, part, inner) for key, part in schema.items()})
         case list():
-            return [_changed(each, change) for each in schema]
+            return [_changed(part, change) for part in schema]
     return schema
 
 
@@ -136,9 +136,9 @@ def _fitted(schema: dict[str, Any], lenient: bool, annotated: bool = False) -> d
     schema = result = with_null(without_nulls(schema))
     if not _LOOKED_AT.isdisjoint(schema):
         result = {
-            key: _exact(key, each)
-            for key, each in schema.items()
-            if not is_idle(key, each) and (annotated or key not in _EXAMPLES)
+            key: _exact(key, part)
+            for key, part in schema.items()
+            if not is_idle(key, part) and (annotated or key not in _EXAMPLES)
         }
     for fit, keys in _FITS:
         if keys.isdisjoint(result):

@@ -253,7 +253,9 @@ def _with_ends(elements: Elements) -> list[Element]:
                 after.append(end)
                 rest.pop(0)
             if isinstance(element, ElementChoice):
-                element = ElementChoice(tuple((*each, *after) for each in element.alternatives))
+                element = ElementChoice(
+                    tuple((*alternative, *after) for alternative in element.alternatives)
+                )
             else:
                 element = replace(element, after=tuple(after))
         joined.append(element)
@@ -264,7 +266,6 @@ def _follow_of(element: Element) -> Follow:
     match element:
         case TokenElement():
             return "token"
-        case ElementChoice(alternatives) if all(each and _follow_of(each[0]) == "token"
-                                         for each in alternatives):  # fmt: skip
+        case ElementChoice(ways) if all(way and _follow_of(way[0]) == "token" for way in ways):
             return "token"
     return "other"

@@ -151,7 +151,7 @@ class _TagGrammar:
         return tuple(element for each in form.elements for element in self._elements(each))
 
     def _or(self, form: formats.OrFormat) -> Elements:
-        return _choice([self._elements(each) for each in form.elements])
+        return _choice([self._elements(element) for element in form.elements])
 
     def _optional(self, form: formats.OptionalFormat) -> Elements:
         return self._repeated(form.content, "?", "optional")
@@ -192,7 +192,7 @@ class _TagGrammar:
         return _choice([self._literal(each) for each in edge])
 
     def _separated(self, form: formats.SeparatedTagsFormat) -> Elements:
-        tags = [self._elements(each) for each in form.tags]
+        tags = [self._elements(tag) for tag in form.tags]
         if form.stop_after_first:
             return (ElementChoice((*tags, *(() if form.at_least_one else ((),)))),)
         each = self._rules.add("tag", self._rules.one_of(tags, "other"))
@@ -202,8 +202,8 @@ class _TagGrammar:
     def _triggered(self, form: formats.TriggeredTagsFormat) -> Elements:
         tags: dict[Trigger, list[Elements]] = {}
         used = set()
-        for each in form.tags:
-            begin = each.begin if isinstance(each.begin, str) else None
+        for tag in form.tags:
+            begin = tag.begin if isinstance(tag.begin, str) else None
             if begin is None:
                 raise ValueError("a tag of triggered_tags must begin with a text, not a token")
             fitting = [trigger for trigger in form.triggers if begin.startswith(trigger)]
@@ -212,7 +212,7 @@ class _TagGrammar:
                 raise ValueError(f"{begin[:80]!r} begins with {count} of the triggers")
             used.add(fitting[0])
             trigger, rest = self._cut(begin, len(fitting[0]))
-            tail = (*self._elements(each.content), *self._edge(each.end))
+            tail = (*self._elements(tag.content), *self._edge(tag.end))
             tags.setdefault(trigger, []).append((*rest, *tail))
         if unused := [each for each in form.triggers if each not in used]:
             raise ValueError(f"no tag begins with the trigger {unused[0][:80]!r}")

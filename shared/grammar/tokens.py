@@ -38,7 +38,7 @@ def load_vocabulary(model: Path, vocab_size: int, eos_token_ids: tuple[int, ...]
 def _versions(model: Path) -> tuple[tuple[str, int, int, int], ...]:
     """Return what changes if a file of the model's tokenizer does: another may take its path."""
     files = ((path.name, path.stat()) for path in sorted(model.glob("*.json")) if path.is_file())
-    return tuple((name, each.st_ino, each.st_size, each.st_ctime_ns) for name, each in files)
+    return tuple((name, file.st_ino, file.st_size, file.st_ctime_ns) for name, file in files)
 
 
 @lru_cache(maxsize=4)

@@ -122,11 +122,13 @@ class Retention:
         if now_s < self._next_expiry_s:
             return dropped
         for owner, known in list(self._owners.items()):
-            for tip in [tip for tip, each in known.sessions.items() if each.end_s <= now_s]:
+            for tip in [tip for tip, session in known.sessions.items() if session.end_s <= now_s]:
                 dropped += self._release(known, known.sessions.pop(tip).blocks)
             if not known.sessions:
                 del self._owners[owner]
-        ends = (each.end_s for known in self._owners.values() for each in known.sessions.values())
+        ends = (
+            session.end_s for known in self._owners.values() for session in known.sessions.values()
+        )
         self._next_expiry_s = max(min(ends, default=float("inf")), now_s + EXPIRY_INTERVAL_S)
         return dropped
 

@@ -54,7 +54,7 @@ def take_kv_scales(
             fills.append(fill)
             for part in match["part"] or match["projection"]:  # "kv" stands for both
                 places.setdefault((int(match["layer"]), part), []).append(fill)
-        tensors = {name: each for name, each in file.tensors.items() if name not in names}
+        tensors = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         others.append(dataclasses.replace(file, tensors=tensors))
     copy_weights(fills, _CPU, lambda _bytes: None)
     for fill in fills:

@@ -278,12 +278,12 @@ def _fill(
         for section in sections:
             targets = _targets(section, fills, config.tie_word_embeddings)
             copy_weights(
-                [fills[each.name]._replace(target=each.tensor) for each in targets],
+                [fills[target.name]._replace(target=target.tensor) for target in targets],
                 device,
                 bar.add,
             )
-            for _, each in section:
-                each.finish()
+            for _, target in section:
+                target.finish()
     logger.info("loaded weights: %s", bar.summary)
 
 

@@ -106,8 +106,8 @@ def match_weights(
     matched = WeightsMatch()
     for file in checkpoint:
         for name in file.tensors:
-            ignored = [f"{each}*" for each in ignored_prefixes if name.startswith(each)]
-            ignored += [f"*{each}" for each in ignored_suffixes if name.endswith(each)]
+            ignored = [f"{prefix}*" for prefix in ignored_prefixes if name.startswith(prefix)]
+            ignored += [f"*{suffix}" for suffix in ignored_suffixes if name.endswith(suffix)]
             if name in zeros and name not in expected and _is_zero(file, name):
                 ignored.append(f"*.{name.rpartition('.')[2]}")
             if name not in expected and ignored:

@@ -84,9 +84,11 @@ class Literals:
         replaced, count = self._pattern.subn(lambda match: self._stand_ins[match[0]], marked)
         ids = self._encoder.encode(self._with_literals(replaced), add_special_tokens=False)
         # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
-        if sum(each in self._ids for each in ids) != count or not self._special.isdisjoint(ids):
+        if sum(token_id in self._ids for token_id in ids) != count or not self._special.isdisjoint(
+            ids
+        ):
             raise self._refusal("tokenizer", given)
-        return [self._ids.get(each, each) for each in ids]
+        return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _with_marks(self, value: Any) -> Any:
         """Return a value with marks in all of its texts, keys included."""
@@ -163,7 +165,7 @@ def _texts(value: Any) -> Iterator[str]:
                 waiting += items
             case Mapping() as items:
                 waiting += (key for key in items if key not in _OWN_KEYS)
-                waiting += (each for key, each in items.items() if key != "role")
+                waiting += (item for key, item in items.items() if key != "role")
 
 
 def _any_of(texts: Iterable[str]) -> str:

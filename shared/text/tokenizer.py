@@ -106,7 +106,7 @@ class Tokenizer:
             chosen = read_template(chat_template, names)
             return cls(backend, chosen, bos, ends, special_tokens, names=names)
         sources = _chat_template_sources(path, config)
-        template, tools = (ChatTemplate(each, names) if each else None for each in sources)
+        template, tools = (ChatTemplate(source, names) if source else None for source in sources)
         return cls(backend, template, bos, ends, special_tokens, tools, names)
 
     @cached_property
@@ -303,7 +303,7 @@ def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | No
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
     sources = (named.get(name) for name in ("default", "tool_use"))
-    default, tools = (each if isinstance(each, str) else None for each in sources)
+    default, tools = (source if isinstance(source, str) else None for source in sources)
     return default, tools_file or tools
 
 

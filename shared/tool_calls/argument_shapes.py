@@ -93,7 +93,7 @@ class _Shapes:
         properties, required = schema.get("properties"), schema.get("required")
         shape = ArgumentShape(
             dict(properties) if isinstance(properties, dict) else {},
-            {each for each in required if isinstance(each, str)}
+            {name for name in required if isinstance(name, str)}
             if isinstance(required, list)
             else set(),
             schema.get("additionalProperties", True),

@@ -135,7 +135,7 @@ class _Grammar:
         if ID_PLACE in form.shape:
             self._rules["CALL_NUMBER"] = regex("[0-9]{1,3}")
         self._rules["call"] = " | ".join(
-            self._add_function(index, each) for index, each in enumerate(functions)
+            self._add_function(index, function) for index, function in enumerate(functions)
         )
         marker, close = self._literal(form.open), self._literal(form.close)
         separator = self._literal(form.separator)
@@ -181,8 +181,8 @@ class _Grammar:
     def _unopened(self) -> str:
         """Return the expression of calls with which an answer begins."""
         first = " | ".join(
-            f"{self._first_head(each.name)} body_{index}"
-            for index, each in enumerate(self._wanted.functions)
+            f"{self._first_head(function.name)} body_{index}"
+            for index, function in enumerate(self._wanted.functions)
         )
         return f"({first}) {self._more_listed()}"
 

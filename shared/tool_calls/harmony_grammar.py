@@ -47,7 +47,8 @@ def channels_grammar(wanted: AllowedCalls, begins: Begins, tokens: Mapping[str, 
     rules = _Rules(tokens)
     rules.add_messages("analysis", "commentary")
     calls = " | ".join(
-        rules.add_call(index, each, wanted.lenient) for index, each in enumerate(wanted.functions)
+        rules.add_call(index, function, wanted.lenient)
+        for index, function in enumerate(wanted.functions)
     )
     rules["call"], rules["TEXT"] = calls, _TEXT
     # If the prompt ends within `final`, the answer is text, unless a call is required.
@@ -88,7 +89,7 @@ class _Rules(LarkRules):
         else:
             self["UNTIL_END"] = _TEXT
             self["rest"] = f"UNTIL_END <[{end}]> {begin_next}"
-        heads = " | ".join(self._literal(f"{CHANNEL}{each}{MESSAGE}") for each in channels)
+        heads = " | ".join(self._literal(f"{CHANNEL}{channel}{MESSAGE}") for channel in channels)
         self["message"] = f"({heads}) rest"
         self["messages"] = f"message{{0,{MAX_MESSAGES}}}"
 

@@ -128,7 +128,7 @@ class PythonValues:
         kind, parts = choice
         if not isinstance(parts, list) or (kind == "allOf" and len(parts) > 1):
             return None
-        expressions = [self._add(self._next(), each) for each in parts if each is not False]
+        expressions = [self._add(self._next(), part) for part in parts if part is not False]
         if kind == "oneOf" and not self._lenient:  # which llguidance refuses unless it is `anyOf`
             expressions.append(self._schemas.add(self._next(), schema))
         return list(dict.fromkeys(expressions)) or None
@@ -144,7 +144,7 @@ class PythonValues:
             return None
         others = [each for each in values if not isinstance(each, bool | None)]
         expressions = [self._schemas.add(self._next(), {"enum": others})] if others else []
-        return [*expressions, *(_CONSTANTS[each] for each in constants)]
+        return [*expressions, *(_CONSTANTS[constant] for constant in constants)]
 
     def _by_type(self, keywords: dict[str, Any]) -> list[str] | None:
         kinds = types_of(keywords)
@@ -190,8 +190,8 @@ class PythonValues:
         prefix, names = self._next(), list(shape.properties)
         first_other, more_other = self._others(prefix, shape)
         fields = [
-            f"{_literal(f'{_shown(name)}: ')} {self._add(self._next(), each)}"
-            for name, each in shape.properties.items()
+            f"{_literal(f'{_shown(name)}: ')} {self._add(self._next(), schema)}"
+            for name, schema in shape.properties.items()
         ]
         may_skip = [name not in shape.required for name in names]
         chain = add_chain(self._rules, prefix, fields, may_skip, first_other, more_other)

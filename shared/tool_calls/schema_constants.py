@@ -121,7 +121,7 @@ def types_of(schema: dict[str, Any]) -> frozenset[str] | None:
     """Return the types that a schema names, all if none; None if it has others than JSON's."""
     kinds = schema.get("type", [*TYPES])
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    is_known = all(isinstance(each, str) and each in TYPES for each in kinds)
+    is_known = all(isinstance(kind, str) and kind in TYPES for kind in kinds)
     return frozenset(kinds) if is_known else None
 
 
@@ -150,7 +150,7 @@ def _may_be_constant(schema: dict[str, Any]) -> bool:
         return True
     listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(listed, list):
-        return any(isinstance(each, bool | None) for each in listed)
+        return any(isinstance(value, bool | None) for value in listed)
     kinds, is_chosen = types_of(schema), not schema.keys().isdisjoint((*_CHOICES, "$ref"))
     if kinds is None or (is_chosen and "type" not in schema):
         return False

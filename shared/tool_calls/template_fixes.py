@@ -217,10 +217,10 @@ def _one_by_one(
     for index, call in enumerate(calls):
         first = message if index == 0 else {"role": "assistant", "content": ""}
         yield first | {"tool_calls": [call]}
-        own = [each for each in results if each.get("tool_call_id") == call.get("id")]
+        own = [result for result in results if result.get("tool_call_id") == call.get("id")]
         if index == len(calls) - 1:  # and results that belong to none of the calls
             ids = [each.get("id") for each in calls[:-1]]
-            own = [each for each in results if each.get("tool_call_id") not in ids]
+            own = [result for result in results if result.get("tool_call_id") not in ids]
         yield from own
 
 

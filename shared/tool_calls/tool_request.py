@@ -50,9 +50,9 @@ def answer_parsing(
         begins = syntax.begins(end)
     forms = {}
     if wanted is not None and syntax.tools is not None and syntax.tools.kind == "xml":
-        forms = {each.name: parameter_forms(each) for each in wanted.functions}
+        forms = {function.name: parameter_forms(function) for function in wanted.functions}
     return AnswerParsing(
-        names=() if wanted is None else tuple(each.name for each in wanted.functions),
+        names=() if wanted is None else tuple(function.name for function in wanted.functions),
         only_one=wanted is not None and wanted.only_one,
         must_call=wanted is not None and wanted.must_call,
         is_named=wanted is not None and wanted.is_named,

@@ -120,7 +120,7 @@ class ValueSchemas:
     def _all_definitions(self) -> dict[str, Any]:
         given = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         schema = fitted(given, self._lenient)
-        return {key: msgspec.Raw(msgspec.json.encode(each)) for key, each in schema.items()}
+        return {key: msgspec.Raw(msgspec.json.encode(part)) for key, part in schema.items()}
 
 
 def json_expression(schema: str, definitions: Mapping[str, str], lenient: bool) -> str:
@@ -135,6 +135,8 @@ def json_expression(schema: str, definitions: Mapping[str, str], lenient: bool) 
     options = {**_JSON_STYLE, **_LENIENT} if lenient else _JSON_STYLE
     others: dict[str, Any] = {"x-guidance": options}
     if definitions:
-        others["$defs"] = {key: msgspec.Raw(each.encode()) for key, each in definitions.items()}
+        others["$defs"] = {
+            key: msgspec.Raw(definition.encode()) for key, definition in definitions.items()
+        }
     end = msgspec.json.encode(others).decode()
     return f"%json {schema[:-1]}{'' if schema == '{}' else ','}{end[1:]}"

@@ -278,9 +278,9 @@ def _own(schema: dict[str, Any]) -> AllowedValues:
     texts: tuple[str, ...] | None = None
     for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
         if isinstance(values, list):
-            listed = tuple(each for each in values if isinstance(each, str))
-            texts = listed if texts is None else tuple(each for each in texts if each in listed)
-            others &= {_type_of(each) for each in values if not isinstance(each, str)}
+            listed = tuple(value for value in values if isinstance(value, str))
+            texts = listed if texts is None else tuple(text for text in texts if text in listed)
+            others &= {_type_of(value) for value in values if not isinstance(value, str)}
     has_texts = has_texts and texts != ()
     return AllowedValues((_rule(schema, texts),) if has_texts else (), others)
 
@@ -332,9 +332,9 @@ def _fitting(rule: TextRule) -> TextRule:
     if rule.least > most:
         return rule._replace(values=(), least=0, most=None)
     fitting = (
-        each
-        for each in rule.values
-        if rule.least <= len(each) and (rule.most is None or len(each) <= rule.most)
+        value
+        for value in rule.values
+        if rule.least <= len(value) and (rule.most is None or len(value) <= rule.most)
     )
     return rule._replace(values=tuple(fitting), least=0, most=None)
 
@@ -342,7 +342,7 @@ def _fitting(rule: TextRule) -> TextRule:
 @lru_cache(maxsize=4)
 def _lengths(values: tuple[str, ...]) -> tuple[int, int]:
     """Return the least and the greatest length of texts."""
-    lengths = [len(each) for each in values]
+    lengths = [len(value) for value in values]
     return min(lengths, default=0), max(lengths, default=0)
 
 
@@ -359,7 +359,7 @@ def _both_rules(one: TextRule, other: TextRule) -> TextRule:
     values = one.values if other.values is None else other.values
     if one.values is not None and other.values is not None:
         known = set(other.values)
-        values = tuple(each for each in one.values if each in known)
+        values = tuple(value for value in one.values if value in known)
     mosts = [most for most in (one.most, other.most) if most is not None]
     rule = TextRule(
         values,

@@ -126,11 +126,11 @@ class XmlParameterRules:
 
 
 def _written(values: tuple[str, ...]) -> list[str]:
-    return [each for each in values if PARAMETER_END not in each]
+    return [value for value in values if PARAMETER_END not in value]
 
 
 def _can_be_written(text: TextRule) -> bool:
-    return text.values is None or any(PARAMETER_END not in each for each in text.values)
+    return text.values is None or any(PARAMETER_END not in value for value in text.values)
 
 
 def _expression(text: TextRule, not_first: str) -> str:
@@ -146,7 +146,7 @@ def _expression(text: TextRule, not_first: str) -> str:
     rules.append("~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)"))
     if not_first:
         rules.append("~" + regex(rf"\s*[{quoted(not_first)}](?s:.*)"))
-    rules += [_matching(each) for each in text.patterns]
+    rules += [_matching(pattern) for pattern in text.patterns]
     return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
 
 

@@ -78,7 +78,7 @@ def own_batch(model: LlamaForCausalLM, sampler: SequenceSampler) -> tuple[Tensor
     rows = min(16, max(2, TOKENS_PER_STEP // (length + SHARPEN_TOKENS)))
     drawn = [sampler.prompt(length) for _ in range(rows)]
     columns = zip(*drawn, strict=True)
-    prompts, known = (torch.from_numpy(np.stack(each)).to(model.device) for each in columns)
+    prompts, known = (torch.from_numpy(np.stack(column)).to(model.device) for column in columns)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The operations are too small to be shared out.
     own, _ = greedy(model, prompts, SHARPEN_TOKENS)
@@ -100,7 +100,7 @@ def train(
             tokens, targets = own_batch(model, sampler)
         else:
             drawn = drawn_batch(sampler, batch_length(step))
-            tokens, targets = (each.to(device) for each in drawn)
+            tokens, targets = (batch.to(device) for batch in drawn)
         logits = model(input_ids=tokens, use_cache=False).logits  # [batch, length, vocab]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
         torch.autograd.backward(loss)

@@ -50,7 +50,7 @@ class Snapshot(ClusterView, frozen=True):
         name: Literal["running", "waiting", "prompt_tokens", "cached_tokens", "output_tokens"],
     ) -> int:
         """Return the sum of one number of all routers that answer."""
-        return sum(getattr(each, name) for each in self.live)
+        return sum(getattr(router, name) for router in self.live)
 
     @property
     def prefix_hit_rate(self) -> float | None:
@@ -134,8 +134,8 @@ def between(before: Snapshot, now: Snapshot) -> Numbers:
 
     A router that was restarted between them is left out.
     """
-    old = {(each.id, each.epoch): each for each in before.live}
-    pairs = [(old[key], each) for each in now.live if (key := (each.id, each.epoch)) in old]
+    old = {(router.id, router.epoch): router for router in before.live}
+    pairs = [(old[key], router) for router in now.live if (key := (router.id, router.epoch)) in old]
     seconds = now.at - before.at
 
     def rate(value: float) -> float | None:
@@ -166,7 +166,7 @@ def link_bytes(before: Snapshot, now: Snapshot) -> dict[tuple[str, str, str], in
 
 
 def _sent(snapshot: Snapshot) -> dict[tuple[str, str, str, int | None, int | None], int]:
-    epochs = {each.id: each.epoch for each in snapshot.services}
+    epochs = {service.id: service.epoch for service in snapshot.services}
     return {
         (link.peer, to.id, link.transport, epochs.get(link.peer), to.epoch): link.bytes
         for to in snapshot.services

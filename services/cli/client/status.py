@@ -162,7 +162,7 @@ def render(url: str, before: Snapshot, snapshot: Snapshot) -> RenderableType:
         Text(f"context of {line}", style="yellow") for line in shrunk_contexts(snapshot.services)
     ]
     parts += [Text(), _workers_table(snapshot.services)]
-    if any(each.links for each in snapshot.services):
+    if any(service.links for service in snapshot.services):
         parts += [Text(), _links_table(snapshot.services)]
     return Group(*parts)
 
@@ -182,25 +182,25 @@ def _headlines(url: str, before: Snapshot, snapshot: Snapshot) -> Iterator[str]:
 def _workers_table(services: list[Service]) -> Table:
     counts = (">run", ">wait", ">queued\ntokens", ">KV\nused", ">KV\ncached", ">KV\nblocks")
     table = table_of("worker", "role", "state", *counts)
-    for each in services:
+    for service in services:
         numbers = ["-"] * len(counts)
-        if (load := each.load) is not None:
+        if (load := service.load) is not None:
             total = load.total_blocks
             shares = [part / total for part in (load.used_blocks, load.cached_blocks) if total]
             numbers = [count(n) for n in (load.running, load.waiting, load.queued_prefill_tokens)]
             numbers += [f"{share:.1%}" for share in shares] or ["-", "-"]
             numbers.append(count(total))
-        role = each.role if each.ranks == 1 else f"{each.role}, {each.ranks} ranks"
-        table.add_row(cell(each.id), cell(role), state_cell(each.state), *numbers)
+        role = service.role if service.ranks == 1 else f"{service.role}, {service.ranks} ranks"
+        table.add_row(cell(service.id), cell(role), state_cell(service.state), *numbers)
     return table
 
 
 def _links_table(services: list[Service]) -> Table:
     table = table_of("KV from", "to", "transport", ">GB/s")
-    for each in services:
-        for link in each.links:
+    for service in services:
+        for link in service.links:
             speed = "-" if link.gb_per_s is None else f"{link.gb_per_s:.2f}"
-            table.add_row(*map(cell, (link.peer, each.id, link.transport, speed)))
+            table.add_row(*map(cell, (link.peer, service.id, link.transport, speed)))
     return table
 
 
@@ -219,7 +219,7 @@ def status_json(url: str, snapshot: Snapshot) -> dict[str, Any]:
             "generated": snapshot.total("output_tokens"),
             "prefix_hit_rate": snapshot.prefix_hit_rate,
         },
-        "workers": [_worker_json(each) for each in snapshot.services],
+        "workers": [_worker_json(service) for service in snapshot.services],
     }
 
 

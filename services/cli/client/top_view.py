@@ -76,7 +76,7 @@ def render(before: Snapshot, now: Snapshot, lines: int | None = None) -> Rendera
         lines: height of the terminal, which the tables share; None shows all workers and links, and
             `MOST_REQUESTS` of the last requests.
     """
-    links = [(each, link) for each in now.services for link in each.links]
+    links = [(service, link) for service in now.services for link in service.links]
     wanted = [len(now.services), len(links), len(now.requests)]
     rooms = [*wanted[:2], MOST_REQUESTS]
     if lines is not None:
@@ -173,7 +173,7 @@ def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], r
 
 
 def _legend(requests: list[RecentRequest]) -> Text:
-    names = {part.name for each in requests for part in each.parts}
+    names = {part.name for request in requests for part in request.parts}
     line = Text("where the time of the last requests went:", style="dim")
     for name in [*PART_STYLES, *sorted(names - set(PART_STYLES))]:
         if name in names:
@@ -184,19 +184,19 @@ def _legend(requests: list[RecentRequest]) -> Text:
 def _requests(requests: list[RecentRequest]) -> Table:
     numbers = (">prompt", ">cached", ">output", ">TTFT", ">time")
     table = table_of("ended", "~id", "~key", "status", *numbers, "~")
-    longest = max((each.duration_s for each in requests), default=0.0) or 1.0
-    for each in requests:
+    longest = max((request.duration_s for request in requests), default=0.0) or 1.0
+    for request in requests:
         shares = [
-            (part.seconds / longest, PART_STYLES.get(part.name, "white")) for part in each.parts
+            (part.seconds / longest, PART_STYLES.get(part.name, "white")) for part in request.parts
         ]
         table.add_row(
-            datetime.fromtimestamp(each.ended_at).astimezone().strftime("%H:%M:%S"),
-            cell(each.id[:16]),
-            cell(each.key or "-"),
-            cell(each.outcome, "green" if each.outcome == "ok" else "yellow"),
-            *map(count, (each.prompt_tokens, each.cached_tokens, each.output_tokens)),
-            "-" if each.ttft_s is None else seconds(each.ttft_s),
-            seconds(each.duration_s),
+            datetime.fromtimestamp(request.ended_at).astimezone().strftime("%H:%M:%S"),
+            cell(request.id[:16]),
+            cell(request.key or "-"),
+            cell(request.outcome, "green" if request.outcome == "ok" else "yellow"),
+            *map(count, (request.prompt_tokens, request.cached_tokens, request.output_tokens)),
+            "-" if request.ttft_s is None else seconds(request.ttft_s),
+            seconds(request.duration_s),
             _Bar(shares, fill=False),
         )
     return table

@@ -237,7 +237,7 @@ async def check_port(settings: RouterSettings) -> Finding:
 
 def show_clusters(clusters: list[RunningCluster]) -> Finding:
     """Return the finding about clusters that run already, the newest first."""
-    newest, *others = (f"{each} (process {each.pid})" for each in clusters)
+    newest, *others = (f"{cluster} (process {cluster.pid})" for cluster in clusters)
     more = f"; also {', '.join(others)}" if others else ""
     return Finding("ok", "Cluster", f"{newest} runs{more}", f"{own_command()} status")
 

@@ -81,7 +81,7 @@ class ProofCluster:
 
     def pid(self, worker: str) -> int | None:
         """Return the process id of a worker; None if it has died and was not started again yet."""
-        return next(each.pid for each in self.supervisor.statuses if each.name == worker)
+        return next(status.pid for status in self.supervisor.statuses if status.name == worker)
 
     async def counters(self, role: str | None = None) -> Counters:
         """Return the numbers of all processes, or of those of one role."""
@@ -92,8 +92,8 @@ class ProofCluster:
         view = await fetch_cluster_view(self.client, self.context.operator_url)
         services = [] if view is None else view.services
         return any(
-            each.id == worker and each.state == "ready" and not each.missing_links
-            for each in services
+            service.id == worker and service.state == "ready" and not service.missing_links
+            for service in services
         )
 
 

@@ -39,9 +39,9 @@ class Counters:
     def by_process(self, name: str, **labels: str) -> dict[str, float]:
         """Return a metric of each process that has it, summed over its other labels."""
         totals: dict[str, float] = {}
-        for each in self.samples:
-            if each.name == name and labels.items() <= each.labels.items():
-                totals[each.process] = totals.get(each.process, 0.0) + each.value
+        for sample in self.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                totals[sample.process] = totals.get(sample.process, 0.0) + sample.value
         return totals
 
     def total(self, name: str, **labels: str) -> int:

@@ -120,13 +120,15 @@ def _results(
     detail = f"{_times(facts.moved)}, the first answer {_times(moves)}"
     yield Line("answers moved", moves >= STRIKES, detail)
     yield _tokens(calm, disturbed)
-    gap, usual = (max((each.longest_gap for each in run), default=0.0) for run in (disturbed, calm))
+    gap, usual = (
+        max((answer.longest_gap for answer in run), default=0.0) for run in (disturbed, calm)
+    )
     yield Line("longest gap", 0 < gap <= MAX_GAP_S, f"{gap:.2f} s (calm run: {usual:.2f} s)")
     yield _blocks(facts)
 
 
 def _tokens(calm: Sequence[ProofAnswer], disturbed: Sequence[ProofAnswer]) -> Line:
-    total = sum(len(each.token_ids) for each in calm)
+    total = sum(len(answer.token_ids) for answer in calm)
     different = sum(
         one != other
         for before, after in zip(calm, disturbed, strict=True)

@@ -149,8 +149,8 @@ class SimulatedCluster:
     def summary(self, promise: Promise) -> SimulationSummary:
         """Return latencies, promises kept and worker use up to now."""
         workers = self.workers.values()
-        preemptions = sum(each.core.scheduler.num_preemptions for each in workers)
-        busy_s = {each.name: each.device.busy_s for each in workers}
+        preemptions = sum(worker.core.scheduler.num_preemptions for worker in workers)
+        busy_s = {worker.name: worker.device.busy_s for worker in workers}
         return summarize(self.answers, promise, preemptions, busy_s)
 
     # A request's way to its decode worker
@@ -227,7 +227,7 @@ class SimulatedCluster:
     def _on_outputs(self, decode: SimulatedWorker, outputs: StepOutputs) -> None:
         """Send a step's tokens to their routers and clients, or to who asked for a job."""
         host, requests = self.machine.host, self._requests
-        others = [each for each in outputs.others if not self._jobs.take(decode, each)]
+        others = [other for other in outputs.others if not self._jobs.take(decode, other)]
         if not (outputs.request_ids or others):
             return
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
@@ -260,7 +260,7 @@ class SimulatedCluster:
         """Handle a step's tokens at the routers of its answers."""
         for router in self.routers:
             is_running = self._streams.get((decode.name, router.number), 0) > 0
-            if is_running or any(each.router is router for each in special):
+            if is_running or any(output.router is router for output in special):
                 router.in_flight.note_report(decode.name, report)
         for request in special:
             request.end_prompt(decode.name)

@@ -99,7 +99,7 @@ def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
 def show(summaries: dict[str, SimulationSummary], promise: Promise, as_json: bool) -> None:
     """Print the figures of simulations by the clusters' labels."""
     if as_json:
-        print(json.dumps({name: report(each) for name, each in summaries.items()}, indent=2))
+        print(json.dumps({name: report(summary) for name, summary in summaries.items()}, indent=2))
     else:
         print_whole(Console(), table_of(summaries, promise))
 

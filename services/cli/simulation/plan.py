@@ -167,8 +167,8 @@ def _report(choice: GpuDivision) -> dict[str, object]:
 
 def _show(choices: Sequence[GpuDivision], promise: Promise) -> None:
     ranked = _best_first(choices)
-    has_locals = len({each.local for each in choices}) > 1
-    labels = [_label(each, has_locals) for each in ranked]
+    has_locals = len({choice.local for choice in choices}) > 1
+    labels = [_label(choice, has_locals) for choice in ranked]
     console = Console()
     summaries = {label: each.summary for label, each in zip(labels, ranked, strict=True)}
     print_whole(console, table_of(summaries, promise))

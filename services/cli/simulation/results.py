@@ -159,32 +159,32 @@ def summarize(
         preemptions: of all workers.
         busy_s: of each worker, the time in which its device ran steps.
     """
-    complete = [each for each in answers if each.outcome == "ok"]
+    complete = [answer for answer in answers if answer.outcome == "ok"]
     broken = Counter[str]()
     num_kept = 0
-    for each in answers:
-        parts = each.breaks(promise)
+    for answer in answers:
+        parts = answer.breaks(promise)
         num_kept += not parts
         broken.update(parts)
-    first = min((each.sent_s for each in answers), default=0.0)
-    last = max((each.times[-1] for each in answers if each.times), default=first)
+    first = min((answer.sent_s for answer in answers), default=0.0)
+    last = max((answer.times[-1] for answer in answers if answer.times), default=first)
     seconds = last - first
-    prompt = sum(each.prompt_tokens for each in complete)
+    prompt = sum(answer.prompt_tokens for answer in complete)
     return SimulationSummary(
         requests=len(answers),
-        refused=sum(each.outcome == "refused" for each in answers),
+        refused=sum(answer.outcome == "refused" for answer in answers),
         seconds=seconds,
         completed_per_s=_ratio(len(complete), seconds),
         kept_per_s=_ratio(num_kept, seconds),
         kept_share=_ratio(num_kept, len(answers)),
         broken={name: _ratio(broken[name], len(answers)) for name in ("ttft", "tpot", "gap")},
-        tokens_per_s=_ratio(sum(len(each.times) for each in answers), seconds),
-        ttft=Percentiles.of([each.ttft_s for each in answers if each.times]),
-        tpot=Percentiles.of([each.tpot_s for each in complete]),
-        gap=Percentiles.of([gap for each in complete for gap in each.gaps()]),
-        remote_share=_ratio(sum(each.is_remote for each in complete), len(complete)),
-        cached_share=_ratio(sum(each.cached_tokens for each in complete), prompt),
-        known_share=_ratio(sum(each.known_tokens for each in complete), prompt),
+        tokens_per_s=_ratio(sum(len(answer.times) for answer in answers), seconds),
+        ttft=Percentiles.of([answer.ttft_s for answer in answers if answer.times]),
+        tpot=Percentiles.of([answer.tpot_s for answer in complete]),
+        gap=Percentiles.of([gap for answer in complete for gap in answer.gaps()]),
+        remote_share=_ratio(sum(answer.is_remote for answer in complete), len(complete)),
+        cached_share=_ratio(sum(answer.cached_tokens for answer in complete), prompt),
+        known_share=_ratio(sum(answer.known_tokens for answer in complete), prompt),
         preemptions=preemptions,
         busy={name: _ratio(each, seconds) for name, each in busy_s.items()},
     )

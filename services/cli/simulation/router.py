@@ -165,7 +165,10 @@ class SimulatedRouter:
     def _read_records(self) -> None:
         self._records = dict(self._published)
         self._forecasts = with_lent_prices(
-            {each.name: each.forecast(self.links[each.name]) for each in self.workers.values()}
+            {
+                worker.name: worker.forecast(self.links[worker.name])
+                for worker in self.workers.values()
+            }
         )
 
     def place(
@@ -181,13 +184,13 @@ class SimulatedRouter:
         Raises:
             NoWorkerError: no decode worker is left.
         """
-        usable = [each for each in self.workers.values() if each.name not in excluded]
-        decodes = [each for each in usable if not each.is_prefill]
-        prefills = [each for each in usable if each.is_prefill]
+        usable = [worker for worker in self.workers.values() if worker.name not in excluded]
+        decodes = [worker for worker in usable if not worker.is_prefill]
+        prefills = [worker for worker in usable if worker.is_prefill]
         hits: Mapping[str, int] = {}
         is_looked_up = self.policy.needs_hits(len(decodes), len(prefills))
         if is_looked_up:
-            hits = self.index.hits(hashes, [each.name for each in usable])
+            hits = self.index.hits(hashes, [worker.name for worker in usable])
         prompt = Prompt(
             num_tokens,
             block_size,
@@ -198,8 +201,8 @@ class SimulatedRouter:
         )
         placement = self.policy.place(
             prompt,
-            [self._candidate(each) for each in decodes],
-            [self._candidate(each) for each in prefills],
+            [self._candidate(worker) for worker in decodes],
+            [self._candidate(worker) for worker in prefills],
         )
         return placement, prompt
 

@@ -22,12 +22,12 @@ def table_of(summaries: dict[str, SimulationSummary], promise: Promise) -> Table
     heads = [head for head in HEADS if has_promise or not head.startswith("kept")]
     for head in (*heads, "busy"):
         table.add_column(head, justify="right")
-    for label, each in summaries.items():
-        promised = [f"{each.kept_per_s:.2f}", f"{each.kept_share:.1%}"] if has_promise else []
-        times = (each.ttft.p50, each.ttft.p99, each.tpot.p50, each.gap.p99)
-        shares = (f"{each.remote_share:.0%}", f"{each.cached_share:.0%}")
-        row = [f"{each.completed_per_s:.2f}", *promised, *map(milliseconds, times), *shares]
-        table.add_row(label, *row, busy_text(each))
+    for label, summary in summaries.items():
+        promised = [f"{summary.kept_per_s:.2f}", f"{summary.kept_share:.1%}"] if has_promise else []
+        times = (summary.ttft.p50, summary.ttft.p99, summary.tpot.p50, summary.gap.p99)
+        shares = (f"{summary.remote_share:.0%}", f"{summary.cached_share:.0%}")
+        row = [f"{summary.completed_per_s:.2f}", *promised, *map(milliseconds, times), *shares]
+        table.add_row(label, *row, busy_text(summary))
     return table
 
 
@@ -52,5 +52,5 @@ def busy_text(summary: SimulationSummary) -> str:
 def _caption(summaries: dict[str, SimulationSummary]) -> str:
     first = next(iter(summaries.values()))
     known = f"{first.known_share:.0%} of prompt tokens had been computed before"
-    refused = sum(each.refused for each in summaries.values())
+    refused = sum(summary.refused for summary in summaries.values())
     return f"{first.requests} requests; {known}" + (f"; {refused} refused" if refused else "")

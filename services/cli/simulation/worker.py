@@ -92,7 +92,7 @@ def _multiplied(prices: StepPrices, factor: float) -> StepPrices:
     return msgspec.structs.replace(
         prices,
         fixed=factor * prices.fixed,
-        per_token=tuple(factor * each for each in prices.per_token),
+        per_token=tuple(factor * price for price in prices.per_token),
         per_sequence=factor * prices.per_sequence,
         per_context=factor * prices.per_context,
         per_product=factor * prices.per_product,
@@ -186,7 +186,7 @@ class SimulatedWorker:
                 self._run_commands()
             outputs, worked = core.advance(wait=False)
             if outputs:
-                if any(each.finish_reason is not None for each in outputs.others):
+                if any(other.finish_reason is not None for other in outputs.others):
                     self._take_snapshot()
                 self._on_outputs(self, outputs)
             worked |= core.run_hooks()

@@ -160,8 +160,8 @@ def agents(
     """
     conversations = [_agent(number, seed, shape or AgentShape()) for number in range(count)]
     return [
-        replace(each, session=number if named else None)
-        for number, each in enumerate(conversations)
+        replace(conversation, session=number if named else None)
+        for number, conversation in enumerate(conversations)
     ]
 
 
@@ -185,18 +185,18 @@ def _agent(number: int, seed: int, shape: AgentShape) -> Conversation:
 
 def faster(load: list[Conversation], factor: float) -> list[Conversation]:
     """Return a load whose conversations begin `factor` times as fast after each other."""
-    return [replace(each, start_s=each.start_s / factor) for each in load]
+    return [replace(conversation, start_s=conversation.start_s / factor) for conversation in load]
 
 
 def first_turns(load: list[Conversation], most: int | None) -> list[Conversation]:
     """Return conversations of at most this many turns together, each with about as many."""
-    total = sum(len(each.turns) for each in load)
+    total = sum(len(conversation.turns) for conversation in load)
     if most is None or total <= most:
         return load
     ends = [most * number // len(load) for number in range(len(load) + 1)]
     shares = zip(load, pairwise(ends), strict=True)
     return [
-        replace(each, turns=each.turns[: end - begin])
-        for each, (begin, end) in shares
+        replace(conversation, turns=conversation.turns[: end - begin])
+        for conversation, (begin, end) in shares
         if end > begin
     ]

@@ -332,7 +332,7 @@ def _stop_on_signals(
             context.say(f"stopping: requests have {limit} to finish (Ctrl-C again ends them now)")
 
     loop = asyncio.get_running_loop()
-    heard = [each for each in STOP_SIGNALS if not _is_under_nohup(each)]
+    heard = [number for number in STOP_SIGNALS if not _is_under_nohup(number)]
     for number in heard:
         loop.add_signal_handler(number, on_signal)
     try:

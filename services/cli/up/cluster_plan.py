@@ -89,7 +89,7 @@ def plan_services(
 
 def restarted_router(spec: ChildSpec) -> ChildSpec:
     """Return how to run a router again in a cluster that was ready: it expects no workers."""
-    return replace(spec, env={name: each for name, each in spec.env.items() if name != EXPECTED})
+    return replace(spec, env={name: value for name, value in spec.env.items() if name != EXPECTED})
 
 
 def service_argv(

@@ -53,7 +53,7 @@ def show_ready_box(console: Console, view: ClusterView, facts: ReadyFacts) -> No
     for label, value in _rows(view, facts):
         table.add_row(Text(label, style="dim", no_wrap=True), Text(value, overflow="fold"))
     console.print(Panel(table, title="Pagewire is ready", border_style="green", expand=False))
-    crosses = facts.trusts_placement and any(each.role == "prefill" for each in view.services)
+    crosses = facts.trusts_placement and any(service.role == "prefill" for service in view.services)
     console.print(_CROSSING if crosses else "Try, in another shell:", style="dim")
     commands = chat_command(facts.url, crosses), curl_command(facts, view, crosses)
     for command in commands:

@@ -35,7 +35,7 @@ class Startup:
         """
         if self._is_over:
             return []
-        ready = {each["id"] for each in services if each["state"] == "ready"}
+        ready = {service["id"] for service in services if service["state"] == "ready"}
         missing = sorted(self._expected - ready)
         if missing:
             self._complete_since = None
@@ -48,9 +48,9 @@ class Startup:
 
     def _missing_links(self, services: Sequence[dict[str, Any]]) -> list[str]:
         return [
-            f"the KV link {peer} -> {each['id']}"
-            for each in services
-            if each["id"] in self._expected
-            for peer in each["missing_links"]
+            f"the KV link {peer} -> {service['id']}"
+            for service in services
+            if service["id"] in self._expected
+            for peer in service["missing_links"]
             if peer in self._expected
         ]

@@ -119,14 +119,14 @@ def with_lent_prices(forecasts: Mapping[str, Forecast]) -> dict[str, Forecast]:
     Returns:
         The forecasts of all workers; none if nobody has computed a prompt.
     """
-    known = [each.prices for each in forecasts.values()]
+    known = [forecast.prices for forecast in forecasts.values()]
     prompts = max(known, key=lambda prices: (prices.largest, prices.prompt_steps), default=None)
     if prompts is None or not prompts.prompt_steps:
         return {}
     decodes = max(known, key=lambda prices: prices.steps - prices.prompt_steps)
     return {
-        worker_id: replace(each, prices=_completed(each.prices, prompts, decodes))
-        for worker_id, each in forecasts.items()
+        worker_id: replace(forecast, prices=_completed(forecast.prices, prompts, decodes))
+        for worker_id, forecast in forecasts.items()
     }
 
 

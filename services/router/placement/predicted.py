@@ -148,8 +148,8 @@ def _costs(prompt: Prompt, rank: int, candidate: Candidate, forecast: Forecast) 
 def _cheapest(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -> _Option:
     """Return the best of all places that a request may have."""
     is_free = not (prompt.remote and computing)
-    spare = [each for each in computing if each.has_room and is_free]
-    roomy = [each for each in decoding if each.has_room] or ([] if spare else decoding)
+    spare = [option for option in computing if option.has_room and is_free]
+    roomy = [option for option in decoding if option.has_room] or ([] if spare else decoding)
     least_s = min([each.decode_s for each in (*roomy, *spare)])
     after_all = len(decoding), len(computing)
     best = _Option(math.inf, after_all, decoding[0])
@@ -181,7 +181,7 @@ def _with_sender(
         best: so far.
     """
     worker_id = decode.worker_id
-    linked = [each for each in soonest if worker_id in each.forecast.links]
+    linked = [option for option in soonest if worker_id in option.forecast.links]
     for sender in linked or soonest:
         if sender.first_s + own_s > best.cost:
             break
@@ -203,14 +203,14 @@ def _placement(
 
     def first(chosen: _Costs, others: list[_Costs]) -> list[_Costs]:
         ranked = sorted(others, key=lambda each: each.first_s + each.decode_s)
-        return [chosen, *(each for each in ranked if each is not chosen)]
+        return [chosen, *(choice for choice in ranked if choice is not chosen)]
 
     decodes = first(best.decode, decoding)
     senders = [] if best.sender is None else first(best.sender, computing)[:MAX_PREFILL_WORKERS]
     local_tokens = 0 if prompt.remote else prompt.block_size
     return Placement(
-        tuple(each.worker_id for each in decodes),
-        tuple(each.worker_id for each in senders),
+        tuple(worker.worker_id for worker in decodes),
+        tuple(sender.worker_id for sender in senders),
         {each.worker_id: each.prefill_s for each in (*decodes, *senders)},
         {
             each.worker_id: each.queue_s + each.prefill_s

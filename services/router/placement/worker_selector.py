@@ -106,19 +106,19 @@ class WorkerSelector:
         """
         decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
         identity = next((record.model_identity for record in (*decodes, *prefills)), None)
-        prefills = [each for each in prefills if each.model_identity == identity]
+        prefills = [worker for worker in prefills if worker.model_identity == identity]
         links, wanted = self._prefill_links, Load(tokens=num_tokens)
         loads = {
-            each.worker_id: self._load(each).tokens
-            for each in prefills
-            if each.worker_id not in excluded
+            worker.worker_id: self._load(worker).tokens
+            for worker in prefills
+            if worker.worker_id not in excluded
         }
         if not loads and identity is not None:
             links, wanted = self._links, Load(blocks=-(-num_tokens // identity.block_size))
             loads = {
-                each.worker_id: self._load(each).blocks
-                for each in decodes
-                if each.worker_id not in excluded
+                worker.worker_id: self._load(worker).blocks
+                for worker in decodes
+                if worker.worker_id not in excluded
             }
         workers = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
         return [(link, wanted) for link in workers if link is not None]
@@ -178,7 +178,7 @@ class WorkerSelector:
             session,
             has_home=session in self._sessions,
         )
-        count, longest = len(decodes), min(each.max_model_len for each in decodes)
+        count, longest = len(decodes), min(worker.max_model_len for worker in decodes)
         candidates = self._candidates([*decodes, *prefills], excluded, cached, longest)
         return self._policy.place(prompt, candidates[:count], candidates[count:]), prompt
 

@@ -307,5 +307,5 @@ class DecoderModel:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that stay in memory, each once."""
-        for _, each in self.parameters():
-            yield from each.stored()
+        for _, parameter in self.parameters():
+            yield from parameter.stored()

@@ -140,7 +140,7 @@ class LayerFactory:
             kv_scales: of a KV cache in FP8.
         """
         heads = self._shard.heads(config.num_heads, config.num_kv_heads)
-        q, kv = (each.times(config.head_dim) for each in heads)
+        q, kv = (head.times(config.head_dim) for head in heads)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         parts = {"qkv_proj": Cut.joined(parts.values())} if fused else parts
         # Those of queries and keys alike, so that their products do not change.

@@ -128,9 +128,9 @@ class Int4Tensors:
         if len(parts) == 1:
             return parts[0]
         return Int4Numbers(
-            torch.cat([each.numbers for each in parts]),
-            torch.cat([each.scale for each in parts]),
-            torch.cat([each.zeros for each in parts]),
+            torch.cat([part.numbers for part in parts]),
+            torch.cat([part.scale for part in parts]),
+            torch.cat([part.zeros for part in parts]),
         )
 
     def by_part(self) -> list[Int4Numbers]:

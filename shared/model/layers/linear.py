@@ -199,23 +199,23 @@ class SeparateLinears:
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
-        y = torch.cat([each.apply(x) for each in self._linears.values()], dim=1)
+        y = torch.cat([linear.apply(x) for linear in self._linears.values()], dim=1)
         return y if out is None else out.copy_(y)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield the tensors of all projections that a checkpoint fills."""
-        for each in self._linears.values():
-            yield from each.targets()
+        for linear in self._linears.values():
+            yield from linear.targets()
 
     def finish(self) -> None:
         """Convert the projections from the checkpoint's form."""
-        for each in self._linears.values():
-            each.finish()
+        for linear in self._linears.values():
+            linear.finish()
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the tensors of all projections as they are on the device."""
-        for each in self._linears.values():
-            yield from each.stored()
+        for linear in self._linears.values():
+            yield from linear.stored()
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a projection's rows another order."""
@@ -223,4 +223,4 @@ class SeparateLinears:
 
     def matrix(self) -> torch.Tensor:
         """Return the weights one after the other, in float32."""
-        return torch.cat([each.method.matrix().float() for each in self._linears.values()])
+        return torch.cat([linear.method.matrix().float() for linear in self._linears.values()])

@@ -63,11 +63,11 @@ class MethodFactory:
 
     def choose(self, parameters: Iterable[NamedParameters]) -> None:
         """Give projections and experts their methods, whose parameters are not filled."""
-        for name, each in parameters:
-            if isinstance(each, Linear):
-                self._choose(name, each)
-            elif isinstance(each, ExpertWeights):
-                self._choose_experts(name, each)
+        for name, parameter in parameters:
+            if isinstance(parameter, Linear):
+                self._choose(name, parameter)
+            elif isinstance(parameter, ExpertWeights):
+                self._choose_experts(name, parameter)
 
     def _choose(self, layer: str, linear: Linear) -> None:
         """Give projections the method of their format, or each its own."""

@@ -63,8 +63,8 @@ NamedParameters = tuple[str, Parameters]
 
 def named_targets(parameters: Iterable[NamedParameters]) -> Iterator[TensorTarget]:
     """Yield what a checkpoint fills, by the checkpoint's names."""
-    for layer, each in parameters:
-        for name, *rest in each.targets():
+    for layer, parameter in parameters:
+        for name, *rest in parameter.targets():
             yield TensorTarget(join_name(layer, name), *rest)
 
 

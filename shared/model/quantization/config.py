@@ -126,7 +126,7 @@ class QuantConfig:
     def unit(self) -> int:
         """Numbers that are quantised together, in each dimension: weights are cut between them."""
         formats = (group.format for group in self.groups)
-        return math.lcm(*(size for each in formats for size in each.units if size is not None))
+        return math.lcm(*(size for form in formats for size in form.units if size is not None))
 
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of a projection's weight; None if it is not quantised.

@@ -38,7 +38,7 @@ def read_fp8(fields: Fields) -> QuantConfig:
     rows, columns = (
         (None, None) if block is None else read_block(fields, "weight_block_size", block)
     )
-    field = next((each for each in _LISTS if fields.raw.get(each) is not None), _LISTS[0])
+    field = next((name for name in _LISTS if fields.raw.get(name) is not None), _LISTS[0])
     return QuantConfig(
         dialect="fp8",
         groups=(FormatGroup(Fp8Format(rows, columns, _SCHEMES[scheme])),),

@@ -101,7 +101,7 @@ def _as_set(names: tuple[str, ...]) -> frozenset[str]:
 @lru_cache(maxsize=64)
 def _inner(names: tuple[str, ...]) -> Sequence[str]:
     """Return what is in the middle of names: few are, most begin with the model."""
-    return [f".{each.strip('.')}." for each in names if not each.startswith(_ROOTS)]
+    return [f".{name.strip('.')}." for name in names if not name.startswith(_ROOTS)]
 
 
 @lru_cache(maxsize=64)

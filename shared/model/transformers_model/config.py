@@ -155,7 +155,7 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     if not raw or not isinstance(raw, dict):
         return RopeConfig()
     sets = [each for each in raw.values() if isinstance(each, dict)] or [raw]
-    ropes = [_read_set(fields, each, positions) for each in sets]
+    ropes = [_read_set(fields, parameters, positions) for parameters in sets]
     return min(ropes, key=lambda rope: rope.context(positions))
 
 
@@ -164,7 +164,7 @@ def _read_set(fields: Fields, raw: dict[str, Any], positions: int) -> RopeConfig
     named = raw.get("rope_type", raw.get("type", "default"))
     if named == "su":  # the first name of longrope
         named = "longrope"
-    rope_type = next((each for each in ROPE_TYPES if each == named), None)
+    rope_type = next((kind for kind in ROPE_TYPES if kind == named), None)
     if rope_type is None:  # transformers supports or refuses it
         return RopeConfig()
     return RopeConfig(

@@ -326,5 +326,5 @@ def test_experts_in_one_tensor_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     described = {"quant_method": "awq", "bits": 4, "group_size": 16}
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": described}))
-    with pytest.raises(ModelLoadError, match="experts in INT4 must have tensors of their own"):
+    with pytest.raises(ModelLoadError, match="experts in INT4 must have one tensor each"):
         weight_bytes(load_config(tmp_path), torch.bfloat16)

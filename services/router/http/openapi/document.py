@@ -271,10 +271,10 @@ def _attributes(kind: Struct) -> dict[str, str]:
 def _portable(schema: Any) -> Any:
     """Return a schema whose patterns are ECMA's, not Python's."""
     if isinstance(schema, list):
-        return [_portable(each) for each in schema]
+        return [_portable(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    portable = {name: _portable(each) for name, each in schema.items()}
+    portable = {name: _portable(part) for name, part in schema.items()}
     if isinstance(pattern := portable.get("pattern"), str):
         portable["pattern"] = re.sub(r"\\Z\Z", "$", re.sub(r"\A\\A", "^", pattern))
     return portable

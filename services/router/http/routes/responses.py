@@ -160,8 +160,8 @@ class _Keeper:
         """Yield the rest of an answer; then store it. An error becomes the response's own."""
         try:
             async with aclosing(rest) as deltas:
-                async for each in deltas:
-                    yield each
+                async for delta in deltas:
+                    yield delta
         except PagewireError as exc:
             error = describe(exc)
             self._record.fail(exc, "failed" if error.status >= SERVER_ERROR else "refused")

@@ -53,9 +53,9 @@ def create_app(service: RouterService, listener: socket.socket) -> ASGIApp:
     # Bodies are checked by our own types, which FastAPI's document would not have.
     routes = FastAPI(title="Pagewire", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     routes.state.service = service
-    for each in ROUTERS:
-        _answer_head(each)
-        routes.include_router(each)
+    for router in ROUTERS:
+        _answer_head(router)
+        routes.include_router(router)
     for kind in (PagewireError, HTTPException):
         routes.add_exception_handler(kind, _on_error)
     routes.add_exception_handler(Exception, _on_bug)
@@ -105,8 +105,8 @@ def _methods_of_path(request: Request) -> set[str]:
     """
     methods = [
         route
-        for each in ROUTERS
-        for route in each.routes
+        for router in ROUTERS
+        for route in router.routes
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
     ]
     exact = [route for route in methods if route.path == request.scope["path"]]

@@ -158,7 +158,7 @@ class AnswerSet:
     def timings(self) -> Timings | None:
         """What workers have measured of the answer whose first token came first, if it is known."""
         answers = [source.times for source in self._sources]
-        started = [each for each in answers if each.first_token_s is not None]
+        started = [answer for answer in answers if answer.first_token_s is not None]
         first = min(started, key=lambda each: each.first_token_s or 0.0, default=None)
         return None if first is None else first.reported
 
