@@ -64,7 +64,7 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """The cluster\'s name in paths: its workers, step size and policy."""
+        """The cluster's name in paths: its workers, step size and policy."""
         return "-".join(
             filter(None, (f"{self.prefill}P{self.decode}D", str(self.budget), self.policy))
         )

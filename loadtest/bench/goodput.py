@@ -51,7 +51,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OpenLoad:
     """Requests at a mean rate for some seconds.
 
     Attributes:
@@ -63,7 +63,7 @@ class Load:
     rate: float
 
     @classmethod
-    def parse(cls, text: str) -> Load:
+    def parse(cls, text: str) -> OpenLoad:
         """Parse a load's name.
 
         Raises:
@@ -75,7 +75,7 @@ class Load:
         return cls(mix, float(rate))
 
     def contents(self) -> Contents:
-        """Return what draws the lengths."""
+        """Return the distributions that prompt and answer lengths are drawn from."""
         if self.mix == "mixed":
             return MIXED
         prompt, answer = (Lengths(int(each), int(each)) for each in self.mix.split("/"))
@@ -138,7 +138,7 @@ class Outcome:
 
 def goodput(
     urls: Sequence[str],
-    load: Load,
+    load: OpenLoad,
     seconds: float,
     seed: int = 0,
     *,
@@ -175,7 +175,7 @@ def goodput(
     return figures(load, outcomes)
 
 
-def figures(load: Load, outcomes: Sequence[Outcome]) -> Row:
+def figures(load: OpenLoad, outcomes: Sequence[Outcome]) -> Row:
     """Return a row of the table.
 
     Raises:

@@ -114,7 +114,7 @@ def _in_a_process(model: Path, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure and print."""
+    """Measure how each checkpoint loads, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS, help="SHAPE:bf16, :fp8 or :awq")
     parser.add_argument("--folder", type=Path, help="for the checkpoints; else not kept")

@@ -33,7 +33,7 @@ from pagewire.loadtest.bench.clusters import (
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
-from pagewire.loadtest.bench.goodput import PROMISE, Load, goodput
+from pagewire.loadtest.bench.goodput import PROMISE, OpenLoad, goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
         _measure_vllm(args, model, logs, ask)
 
 
-def _with_objective(args: argparse.Namespace, urls: list[str], load: Load) -> Row:
+def _with_objective(args: argparse.Namespace, urls: list[str], load: OpenLoad) -> Row:
     objective_s = PROMISE.objective_s
     return goodput(urls, load, args.seconds, args.seed, warm_up=False, slo_gap_s=objective_s)
 
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
         BenchError: a server did not start, or an answer was wrong.
     """
     rows: list[Row] = []
-    args.loads = [Load.parse(text) for text in args.loads]
+    args.loads = [OpenLoad.parse(text) for text in args.loads]
     args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
     try:
         if args.wire:

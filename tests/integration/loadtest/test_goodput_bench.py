@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from pagewire.loadtest.bench.goodput import Load, goodput
+from pagewire.loadtest.bench.goodput import OpenLoad, goodput
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.faulty_endpoint import TOKEN_S
 from pagewire.tests.support.local_cluster import free_port
@@ -19,7 +19,7 @@ def test_a_load_is_sent_and_its_figures_returned(tmp_path: Path) -> None:
     module = "pagewire.tests.support.faulty_endpoint"
     command = [sys.executable, "-P", "-m", module, str(port), str(tmp_path)]
     url = f"http://127.0.0.1:{port}"
-    load = Load.parse("20/10@12")
+    load = OpenLoad.parse("20/10@12")
     with subprocess.Popen(command) as endpoint:
         try:
             wait_until(lambda: _answers(url), 20)
