@@ -13,7 +13,7 @@ LEAST_SCALE = 1e-30
 
 
 class KvScales(NamedTuple):
-    """What the numbers of a KV cache in FP8 are multiplied by; other caches have no scales.
+    """The factors of the numbers in an FP8 KV cache; other caches have none.
 
     They are constants of a layer, so that what is cached of a token depends on the token alone.
     """

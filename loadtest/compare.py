@@ -62,7 +62,7 @@ COMPARISONS = (
 
 
 class Urls(NamedTuple):
-    """Of a cluster's HTTP endpoint and of its operator port."""
+    """The URLs of a cluster's HTTP endpoint and of its operator port."""
 
     endpoint: str
     operator: str
@@ -70,7 +70,7 @@ class Urls(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What every run is given.
+    """The options of the load, equal for every run.
 
     Attributes:
         shape: name of the load shape.

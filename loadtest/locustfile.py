@@ -51,7 +51,7 @@ class SloMissedError(Exception):
 
 
 class LoadTest:
-    """What the users of a test share: its options, its clock and its files."""
+    """The options, clock and files that the users of a test share."""
 
     def __init__(self, environment: Environment) -> None:
         options = environment.parsed_options
@@ -144,7 +144,7 @@ class ChosenShape(LoadTestShape):
 
 
 class PagewireUser(User):
-    """What all kinds have in common."""
+    """The common part of all kinds of users."""
 
     abstract = True
     kind = ""

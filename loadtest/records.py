@@ -17,7 +17,7 @@ Outcome = Literal["ok", "cancelled", "error", "unfinished"]
 
 @dataclass
 class MeasuredRequest:
-    """One request as its client saw it; times in seconds.
+    """A request as its client saw it; times in seconds.
 
     Attributes:
         kind: of the user who sent it.

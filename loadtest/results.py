@@ -22,7 +22,7 @@ BUSY_GENERATOR_CORES = 0.8  # locust has one thread: its own delays count as the
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One cluster under the load.
+    """A cluster to measure: how it is started, and which users send requests.
 
     Attributes:
         name: of its directory.
@@ -39,7 +39,7 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that the report must know besides the measurements.
+    """The facts that the report needs in addition to the measurements.
 
     Attributes:
         command: that made it.
@@ -72,7 +72,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What was measured with one cluster.
+    """The measurements of one cluster under load.
 
     Attributes:
         cpu: empty in reports of runs whose processes were not sampled.
@@ -92,7 +92,7 @@ class RunResult:
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong, each text once."""
+        """The texts of the run's errors, each once."""
         return sorted({record.error for record in self.records if record.error})
 
     @property

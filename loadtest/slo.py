@@ -22,7 +22,7 @@ def is_good(record: MeasuredRequest, slo: Slo) -> bool:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of one quantity, in seconds; NaN when nothing was measured.
+    """Percentiles of a quantity, in seconds; NaN when nothing was measured.
 
     Attributes:
         count: values that they are taken from.

@@ -27,7 +27,7 @@ CANCEL_AFTER_TOKENS = (2, 48)
 
 @dataclass(frozen=True)
 class Ask:
-    """One request.
+    """A request of a simulated user.
 
     Attributes:
         messages: of the chat endpoint.
@@ -79,7 +79,7 @@ class Conversation:
         return Ask(list(self._messages), self._rng.randint(*CHAT_ANSWER_TOKENS))
 
     def add_answer(self, text: str) -> None:
-        """Take up what the model said."""
+        """Add the model's answer to the conversation."""
         self._messages.append({"role": "assistant", "content": text})
 
 

@@ -37,7 +37,7 @@ MODES = {False: "default", True: "batch-invariant"}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is run.
+    """The prompts and lengths that the measurement runs.
 
     Attributes:
         prompt, answer: tokens of the prompt that is looked at, and of its answer.

@@ -23,7 +23,7 @@ Call = Callable[[Ops], tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
-    """One line of the table.
+    """A line of the table: an operation on one shape.
 
     Attributes:
         op: name of the operation.

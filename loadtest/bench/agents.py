@@ -52,7 +52,7 @@ ON_GPU = ("--device", "cuda", "--load-format", "dummy")
 
 @dataclass(slots=True)
 class Findings:
-    """Of one cluster. Times are in seconds; all but `turns` and `gaps` are of later turns."""
+    """The measurements of a cluster, in seconds; all but `turns` and `gaps` are of later turns."""
 
     turns: int = 0
     gaps: list[float] = field(default_factory=list)

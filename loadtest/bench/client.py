@@ -30,7 +30,7 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """One answer.
+    """An answer, and when its tokens arrived.
 
     Attributes:
         times: arrival times of its tokens, in seconds from the request.

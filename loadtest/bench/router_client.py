@@ -62,7 +62,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class SentTokens:
-    """What the stub workers have sent.
+    """The tokens that the stub workers have sent, and when.
 
     Attributes:
         worker_of: stream -> its worker.
@@ -75,7 +75,7 @@ class SentTokens:
 
 @dataclass(slots=True)
 class Arrivals:
-    """What arrived in a span of time.
+    """The tokens that arrived in a span of time.
 
     Attributes:
         events: number of events with text.
@@ -107,7 +107,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class Stream:
-    """One response.
+    """A streamed response, which is checked at the end.
 
     Attributes:
         number: number of the stream, which the request has as its seed.

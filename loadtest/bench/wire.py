@@ -61,7 +61,7 @@ def copy_gb_per_s(source: str, target: str, nbytes: int) -> float:
 
 @dataclass
 class Bench:
-    """One receiver and its senders.
+    """A receiver of KV blocks and its senders, each in a process.
 
     Attributes:
         options: the command line's options.

@@ -61,7 +61,7 @@ class BenchmarkSettings:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured of a system.
+    """The measurements of one system.
 
     Attributes:
         model: model that was requested.

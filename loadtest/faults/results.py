@@ -21,7 +21,7 @@ Status = Literal["ok", "left", "failed"]
 
 @dataclass
 class SentRequest:
-    """One request as its client saw it; times are in seconds since the request was sent.
+    """A request as its client saw it; times are in seconds since the request was sent.
 
     Attributes:
         status: answered, left by its client as planned, or without a complete answer.

@@ -49,7 +49,7 @@ class ScenarioLoad:
 
 @dataclass(frozen=True)
 class PlannedRequest:
-    """One request.
+    """A request of the load: its kind, and when it is sent.
 
     Attributes:
         index: its number, from which its prompt and its seed are made.

@@ -28,7 +28,7 @@ class Link(msgspec.Struct, frozen=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One worker that the router knows to be alive; it may be draining or unreachable.
+    """A worker that the router knows to be alive; it may be draining or unreachable.
 
     Attributes:
         ranks: number of processes that compute its model together.

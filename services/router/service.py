@@ -45,7 +45,7 @@ KEEP_ALIVE_S = 75
 
 
 class RouterService:
-    """One router. Make it with `connect`; use it as an async context manager, once.
+    """A router. Make it with `connect`; use it as an async context manager, once.
 
     Attributes:
         is_draining: the router is shutting down and refuses new requests.
@@ -228,7 +228,7 @@ class RouterService:
 
     @property
     def _state(self) -> RouterState:
-        """This router's, for the others. The start ends even if nobody asks for `/ready`."""
+        """The router's state for other routers. The start ends even if nobody asks for `/ready`."""
         if self.is_draining:
             return "draining"
         services = self.members.describe_services()

@@ -38,7 +38,7 @@ _Number = Annotated[int, Meta(ge=1, le=4096)]
 
 
 class CachedToken(msgspec.Struct, frozen=True):
-    """What a layer caches of a token: components of equal size, each `[heads, size]`.
+    """The numbers that a layer caches of a token: components of equal size, each `[heads, size]`.
 
     Attributes:
         components: two, keys and values; or one, if attention makes both of one latent vector.
@@ -64,7 +64,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What a block consists of, and the cache groups whose blocks share a pool.
+    """The parts of a KV block, and the cache groups whose blocks share a pool.
 
     Layouts may be equal although the models are not (see `ModelIdentity`).
 

@@ -21,7 +21,7 @@ EXPIRY_INTERVAL_S = 1.0  # because all sessions are looked at
 
 @dataclass(slots=True)
 class _Session:
-    """What is retained of one prompt and its answer.
+    """The blocks of one prompt and its answer that are retained.
 
     Attributes:
         blocks: of all cache groups; a parent is before its children.
@@ -34,7 +34,7 @@ class _Session:
 
 @dataclass(slots=True)
 class _Owner:
-    """What one owner retains.
+    """The sessions of one owner, and the blocks that they retain.
 
     Attributes:
         sessions: by the hash of the last block; what was retained longest ago comes first.

@@ -110,7 +110,7 @@ class RecentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RouterLive(msgspec.Struct, frozen=True, kw_only=True):
-    """One router's own numbers.
+    """The numbers of a router that its dashboard shows.
 
     Attributes:
         running, waiting, queue_limit: numbers of sequences, as in the router's metrics.

@@ -41,7 +41,7 @@ class AddedToken(msgspec.Struct, frozen=True):
 
 
 class FurtherTokens(NamedTuple):
-    """What the other files say.
+    """The tokens that files other than tokenizer.json add.
 
     Attributes:
         config: of tokenizer_config.json; may be empty.

@@ -94,7 +94,7 @@ class ModelConfig:
 
     @property
     def cached_token(self) -> CachedToken:
-        """What each layer caches of a token."""
+        """The numbers that each layer caches of a token."""
         return CachedToken(2, self.num_kv_heads, self.head_dim)
 
     def kv_layout(self, block_size: int, dtype: str, shard: Shard = WHOLE) -> KvLayout:
@@ -122,7 +122,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What a family's config.json means by a field that it lacks.
+    """The values of fields that a family's config.json may leave out.
 
     Attributes:
         num_kv_heads: None: as many as query heads.

@@ -47,7 +47,7 @@ _CONVERT = (
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a file.
+    """The dtype, shape and place of a tensor in a file.
 
     Attributes:
         name: in the file.

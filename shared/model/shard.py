@@ -117,7 +117,7 @@ def block_cuts(what: str, cuts: Cuts, widths: Sequence[int | None]) -> Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Which part of a model a rank holds.
+    """The part of a model that a rank holds.
 
     Attributes:
         rank: of this part, from 0.

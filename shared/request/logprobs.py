@@ -19,7 +19,7 @@ _NUMBER = 4  # bytes of an int32 or float32, in the machine's order
 
 
 class Token(NamedTuple):
-    """One token.
+    """A token with its log probability, and the likeliest tokens at its position.
 
     Attributes:
         logprob: its log probability; may be -inf.

@@ -59,7 +59,7 @@ from pagewire.shared.request.structured_outputs import StructuredOutputs
 class RequestSpec(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """All settings of one request: how its tokens are chosen, reported, and when they end.
+    """The settings of a request: how its tokens are chosen and reported, and when they end.
 
     Nothing is unset. `Generate`, `Prefill`, the engine's `Sequence` and `NewDeviceSlot` hold one.
 
@@ -298,7 +298,7 @@ def _forms_of(word: str, encode: Encode) -> list[tuple[int, ...]]:
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may say about the choice of tokens. None means unset.
+    """The fields with which a caller controls the choice of tokens. None means unset.
 
     `SamplingParams` and the bodies of HTTP requests have these fields by these names.
 
@@ -361,7 +361,7 @@ _OF_TEXT = {"include_stop_str_in_output", "skip_special_tokens", "truncate_promp
 class SamplingParams(
     SamplingFields, frozen=True, kw_only=True, repr_omit_defaults=True, metaclass=CheckedStruct
 ):
-    """What a caller asks for. Where something is unset, the model's defaults apply.
+    """The sampling that a caller asks for. The model's defaults apply where a field is unset.
 
     The constructor checks names and values, and raises an `InvalidRequestError`.
 

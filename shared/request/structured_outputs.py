@@ -27,7 +27,7 @@ Choices = Annotated[
 
 
 class TaggedStructure(msgspec.Struct, frozen=True):
-    """One kind of structure in the middle of text.
+    """A structure that text may contain, and the tags around it.
 
     Attributes:
         begin: the text that it begins with; begins with one of the triggers.

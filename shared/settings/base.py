@@ -58,7 +58,7 @@ class Settings(BaseSettings):
 
 
 class ClusterSettings(Settings):
-    """What must be the same for every service of one cluster."""
+    """Settings that must be the same for every service of a cluster."""
 
     cluster_secret: SecretStr = described(
         lambda: SecretStr(secrets.token_hex(32)),

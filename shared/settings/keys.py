@@ -13,7 +13,7 @@ from pagewire.shared.settings.types import ApiKeyText, GapByName, Positive
 
 
 class KeySettings(Settings):
-    """What a router asks of API keys. Where there are no keys, bounds apply to addresses."""
+    """A router's settings of API keys. Where there are no keys, bounds apply to addresses."""
 
     api_key: ApiKeyText | None = described(
         None,

@@ -61,7 +61,7 @@ class RefusalPart(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
 
     @property
     def text(self) -> str:
-        """The same by the name that it has in other parts."""
+        """The refusal, by the name that text has in other parts."""
         return self.refusal
 
 
@@ -95,7 +95,7 @@ CalledTools = Annotated[
 
 
 class MessageFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What a message may have besides its role and content.
+    """The fields that a message may have besides its role and content.
 
     Attributes:
         tool_calls: of an answer.

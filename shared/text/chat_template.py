@@ -138,7 +138,7 @@ Fit = Callable[[Fitted], Fitted]
 
 
 class ChatTemplate:
-    """One compiled template.
+    """A compiled chat template of a model.
 
     Args:
         source: the Jinja source.

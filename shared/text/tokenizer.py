@@ -111,7 +111,7 @@ class Tokenizer:
 
     @cached_property
     def text_table(self) -> list[bytes] | None:
-        """What each token adds to a text, see `TokenBytes.text_table`; 3 us a token to make."""
+        """The bytes that each token adds to a text, see `TokenBytes.text_table`."""
         return self.token_bytes.text_table()
 
     def table_with(self, visible: Collection[int]) -> list[bytes] | None:

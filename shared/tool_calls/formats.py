@@ -21,7 +21,7 @@ _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """One format. Spaces around its texts are in the grammar; the parser does not need them.
+    """A format of calls. Spaces around its texts are in the grammar; the parser does not need them.
 
     Attributes:
         name: the format's name.

@@ -45,7 +45,7 @@ _CALLS = {
 
 
 class AllowedCalls(msgspec.Struct, frozen=True, kw_only=True):
-    """Which calls an answer may have.
+    """The calls that an answer may have.
 
     Attributes:
         functions: functions that may be called.

@@ -20,7 +20,7 @@ QUESTIONS: list[str] = _TEXTS["questions"]
 
 
 class Codec(Protocol):
-    """What of a tokenizer is needed here."""
+    """The part of a tokenizer that these functions need."""
 
     vocab_size: int
 

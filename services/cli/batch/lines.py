@@ -31,7 +31,7 @@ class BatchLineError(PagewireError):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line of the input.
+    """A line of the input file: a request and the id that its answer gets.
 
     Attributes:
         url: one of `URLS`.

@@ -57,7 +57,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 class Prefill(msgspec.Struct, frozen=True):
-    """Who computed a prompt, and how long that took."""
+    """The worker that computed a prompt, and how long that took."""
 
     worker: str = ""
     ms: float = 0.0
@@ -71,7 +71,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class Decode(msgspec.Struct, frozen=True):
-    """Who wrote the answer, and how long a token took."""
+    """The worker that generated the answer, and its time per token."""
 
     worker: str | None = None
     mean_step_ms: float | None = None
@@ -86,13 +86,13 @@ class ChoiceTimings(msgspec.Struct, frozen=True):
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """What Pagewire's routers say if they are asked."""
+    """The `timings` field that Pagewire's routers add to an answer on request."""
 
     choices: list[ChoiceTimings] = []
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """One event of a stream.
+    """An event of a streamed answer.
 
     Attributes:
         timings: JSON of `Timings`; other servers have fields of this name that are not.

@@ -27,7 +27,7 @@ UCX_STRANGERS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """A line of the report: what was checked, the result, and advice.
 
     Attributes:
         level: warn: works, but not as well as it could; fail: the demo cannot run.

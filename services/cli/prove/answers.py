@@ -28,7 +28,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass
 class ProofAnswer:
-    """What a client has of one answer.
+    """The part of an answer that its client has received.
 
     Attributes:
         text: what has been streamed so far.

@@ -29,7 +29,7 @@ class Strike:
 
 @dataclass
 class Facts:
-    """What happened in the disturbed run; None and 0 until it has happened.
+    """Events of the disturbed run; None and 0 until they have happened.
 
     Attributes:
         flip: who flipped a byte of a segment whose checksum had been computed.
@@ -58,7 +58,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the result.
+    """A line of the result: a claim, and whether the runs bear it out.
 
     Attributes:
         name: what was looked at.

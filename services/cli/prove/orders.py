@@ -15,7 +15,7 @@ Kind = Literal["flip", "kill"]
 
 
 class Claim(NamedTuple):
-    """Who carries out an order.
+    """The worker that carried out an order, and the KV segment that it was sending.
 
     Attributes:
         worker: id of the prefill worker.

@@ -46,7 +46,7 @@ class Proof:
 
     @property
     def lines(self) -> list[Line]:
-        """What was to be shown, line by line, and whether it was."""
+        """The claims of the proof, each with whether it was shown."""
         return judge(self.calm, self.disturbed, self.facts)
 
     @property

@@ -48,7 +48,7 @@ from pagewire.shared.engine.step_output import StepOutput, StepOutputs
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Which workers and routers there are, and how requests are placed.
+    """Number and roles of a cluster's workers, its routers, and its placement policy.
 
     Attributes:
         prefill: number of prefill workers.
@@ -63,7 +63,7 @@ class ClusterPlan:
 
     @property
     def label(self) -> str:
-        """What this is called, such as 1P1D."""
+        """The plan's name in tables, such as 1P1D."""
         return f"{self.prefill}P{self.decode}D" if self.prefill else f"{self.decode} aggregated"
 
 

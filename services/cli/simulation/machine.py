@@ -25,7 +25,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Work(StepWork, frozen=True, gc=False):
-    """What a step computes.
+    """The tokens, rows and contexts that a step computes.
 
     Attributes:
         longest: the most tokens that one decode row attends to.
@@ -97,7 +97,7 @@ class WirePrices(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPrices(msgspec.Struct, frozen=True, kw_only=True):
-    """What passes outside steps, in milliseconds.
+    """The host's times outside steps, in milliseconds.
 
     Attributes:
         request_ms: from the client until the router places the request.

@@ -18,7 +18,7 @@ Outcome = Literal["ok", "refused", "unfinished"]
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What each answer is promised, in seconds.
+    """Upper bounds of an answer's times, in seconds.
 
     Attributes:
         ttft_s: bound on the time to the first token.
@@ -41,7 +41,7 @@ class Promise:
 
 @dataclass(slots=True, eq=False)
 class SimulatedAnswer:
-    """One request and its answer, as the client sees them.
+    """A request and its answer, as the client sees them.
 
     Attributes:
         sent_s: when the request was sent.

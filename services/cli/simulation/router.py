@@ -129,7 +129,7 @@ def run_length(known: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
 
 @dataclass(slots=True)
 class SimulatedRouter:
-    """One router process.
+    """A router process in virtual time.
 
     Attributes:
         number: of this router.

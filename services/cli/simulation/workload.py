@@ -31,7 +31,7 @@ class PromptPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation.
+    """A request of a conversation: what is new in its prompt, and its answer's length.
 
     Attributes:
         new: the prompt; if the turn continues, what comes after the last prompt and its answer.
@@ -122,7 +122,7 @@ def clients(count: int, requests: int, contents: Contents, seed: int) -> list[Co
 
 @dataclass(frozen=True, slots=True)
 class AgentShape:
-    """What agents do: many turns over a growing context, with a tool's pause before each.
+    """The shape of agents' conversations: many turns, with a tool's pause before each.
 
     Attributes:
         shared_tokens: instructions and tools, the same for all agents.

@@ -66,7 +66,7 @@ class Store:
 
 @dataclass(frozen=True)
 class ClusterContext:
-    """What a cluster runs with, in addition to its options.
+    """The parameters of a cluster that are not options: secret, Redis, output.
 
     Attributes:
         secret: the cluster secret of all services.

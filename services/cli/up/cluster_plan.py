@@ -20,7 +20,7 @@ EXPECTED = "PAGEWIRE_EXPECTED_WORKERS"
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """What `pagewire up` was asked for.
+    """The options of `pagewire up`, checked.
 
     Attributes:
         ranks, prefill_ranks: processes of each decode worker and of each prefill worker.

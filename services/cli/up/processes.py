@@ -26,7 +26,7 @@ DRAIN_S = 1.0
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What to run.
+    """The command line, environment and name of a child process.
 
     Attributes:
         name: the child's name in messages, and its log file's, e.g. "prefill-0".

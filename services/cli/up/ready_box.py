@@ -28,7 +28,7 @@ _CROSSING = "Try, in another shell: one worker computes the prompt, another one 
 
 @dataclass(frozen=True)
 class ReadyFacts:
-    """What the box shows besides the cluster.
+    """The facts that the box shows in addition to the cluster.
 
     Attributes:
         url: of the routers, without a path.

@@ -70,7 +70,7 @@ class RestartPolicy:
 
 
 class State(Enum):
-    """What a child is doing, as the progress display names it."""
+    """The state of a child process, as the progress display names it."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -104,7 +104,7 @@ class ChildStatus:
         return replace(self.spec, env={**self.spec.env, RESTARTS: str(self.restarts)})
 
     def enter(self, state: State) -> None:
-        """Go to a state; what it is in already keeps its start time."""
+        """Change to a state; the start time stays if the child is in it already."""
         if state is not self.state:
             self.state, self.since = state, time.monotonic()
 
@@ -170,7 +170,7 @@ class Supervisor:
         self._keepers[spec.name] = asyncio.create_task(self._keep(status), name=spec.name)
 
     def mark_ready(self, epochs: Mapping[str, int | None]) -> None:
-        """Note which children do their work; the others keep their state.
+        """Record the children that have become ready; the others keep their state.
 
         Args:
             epochs: of those children, by name. A child that died is not ready before its epoch
@@ -198,7 +198,7 @@ class Supervisor:
         self._statuses[spec.name].spec = spec
 
     def hurry(self) -> None:
-        """Give children that are stopping no more time."""
+        """End the grace period of children that are stopping."""
         self._hurry.set()
 
     async def stop(self) -> None:

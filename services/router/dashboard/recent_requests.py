@@ -16,7 +16,7 @@ UNAUTHORIZED = 401
 
 
 class _Entry(NamedTuple):
-    """What is kept of a request until it is shown."""
+    """The fields of a request that its line on the dashboard is made of."""
 
     request_id: str
     ended_at: float
@@ -47,7 +47,7 @@ class RecentRequests:
     def note(
         self, request_id: str, fields: Mapping[str, Any], timings: Timings | None, now: float
     ) -> None:
-        """Keep a request that is shown.
+        """Add a request to those that the dashboard shows.
 
         Args:
             request_id: its id.

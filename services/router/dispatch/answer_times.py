@@ -13,7 +13,7 @@ from pagewire.shared.control.protocol import Timings, Trace
 
 
 class MeasureOptions(msgspec.Struct, frozen=True):
-    """What is measured of one request in addition to the metrics of all requests.
+    """The measurements to take of a request in addition to the metrics of all requests.
 
     Attributes:
         timed: the response has timings, so each gap between tokens is recorded.

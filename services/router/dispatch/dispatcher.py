@@ -55,7 +55,7 @@ NO_MEASURES = MeasureOptions()
 
 
 class TokenStream:
-    """One answer's tokens, from whichever workers generate them.
+    """The tokens of an answer, from whichever workers generate them.
 
     Set `sink` and `index`, `run` it, and `close` it in any case.
 
@@ -132,7 +132,7 @@ class TokenStream:
         first._others.append(self)
 
     async def run(self) -> None:
-        """Have the request answered; return when it has ended.
+        """Get the answer from workers, one after the other if they fail; return at its end.
 
         Raises:
             InvalidRequestError: a worker refused the request as invalid.
@@ -352,7 +352,7 @@ class TokenStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dispatcher:
-    """All requests of this router.
+    """Sends requests to workers and passes their tokens on, for the whole router.
 
     Args:
         selector: chooses workers.

@@ -13,7 +13,7 @@ SESSION_RETAIN_S: RetainSeconds = 300  # of a session that does not say for how 
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """Who sent a request.
+    """The client of a request, as far as placement and workers need to know it.
 
     Attributes:
         request_id: names the request in the logs of all services.
@@ -46,7 +46,7 @@ class Sender(msgspec.Struct, frozen=True):
 
     @property
     def session_number(self) -> int | None:
-        """What placement knows the conversation by, in all routers; None: it has no name."""
+        """The number of the conversation, equal in all routers; None if it has no name."""
         session = self.session or self.cache_key
         if not session:
             return None

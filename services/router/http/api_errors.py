@@ -104,7 +104,7 @@ _OF_CLIENT: dict[type[InvalidRequestError], tuple[int, str | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """What a client gets.
+    """The HTTP status, text and headers of the error that a client gets.
 
     Attributes:
         kind: OpenAI's `type`.

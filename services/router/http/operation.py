@@ -26,7 +26,7 @@ _EXTRA = "operation"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a route of the document takes and answers, besides its path.
+    """The body, answers and errors of a route, for the OpenAPI document.
 
     Attributes:
         answer: the body of a response with status 200; None if the route never has one.

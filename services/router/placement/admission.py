@@ -15,7 +15,7 @@ MAX_EACH = "max_queue_per_key"
 
 
 class AdmissionTicket:
-    """One sequence's place in the queue, from its admission until its last token has arrived."""
+    """A sequence's place among those admitted, until its last token has arrived."""
 
     def __init__(self, admission: Admission, owner: str | None) -> None:
         self._admission, self._owner = admission, owner

@@ -16,7 +16,7 @@ from pagewire.shared.costs.step_work import StepWork
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What predicts the times of one worker.
+    """The prices and load of a worker, from which its times are predicted.
 
     Attributes:
         prices: of its steps.
@@ -91,7 +91,7 @@ def forecast_of(record: WorkerRecord) -> Forecast:
 
 
 class Forecasts:
-    """What the workers' records predict; computed again when one of them has been renewed."""
+    """Predictions from the workers' records, made again when a record is renewed."""
 
     def __init__(self) -> None:
         self._records: list[WorkerRecord] = []

@@ -23,7 +23,7 @@ ROUND_TRIP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class PlacedLoad:
-    """One request's load on one worker.
+    """The load that a request puts on the worker it was placed on.
 
     Attributes:
         expected_s: predicted seconds from the placement to the first token; None: nothing is to be

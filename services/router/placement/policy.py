@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What placement must know about a prompt.
+    """The facts about a prompt that decide where it is placed.
 
     Attributes:
         num_tokens: its length, at least 1.

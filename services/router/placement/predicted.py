@@ -42,7 +42,7 @@ ON_PREFILL_WORKER = 0.5  # what it must cost to decode there, relative to other 
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What a worker's parts of an answer cost, in seconds.
+    """The predicted seconds of an answer's parts on one worker.
 
     Attributes:
         rank: place in the order that breaks ties, from 0 on.
@@ -66,7 +66,7 @@ class _Costs:
 
 
 class _Option(NamedTuple):
-    """Who decodes a request, and who computes its prompt if that is another worker.
+    """A worker that decodes a request, and the one that computes its prompt, if another.
 
     The least option is the best one. Those of equal cost are in the order of their ranks: of the
     decode worker, then of the sender; the decode worker itself comes after all senders.

@@ -28,7 +28,7 @@ _GPTQ_ONES = 0x11111111
 
 @dataclass(frozen=True, slots=True)
 class Int4Numbers:
-    """What weights are in any layout: `(numbers - zeros) * scale`.
+    """Weights in any INT4 layout as numbers: `(numbers - zeros) * scale`.
 
     Attributes:
         numbers: `[out, in]` uint8 from 0 to 15, inputs in the order of their groups.

@@ -12,7 +12,7 @@ from pagewire.shared.model.shard import Cuts
 
 
 class TensorTarget(NamedTuple):
-    """What a checkpoint's tensor fills.
+    """A part of a parameter, and the checkpoint's tensor that fills it.
 
     Attributes:
         name: of the checkpoint's tensor.
@@ -75,7 +75,7 @@ def join_name(layer: str, name: str) -> str:
 
 @dataclass(eq=False, slots=True)
 class PlainTensor:
-    """One tensor that is stored as a checkpoint has it."""
+    """A tensor that is stored as a checkpoint has it."""
 
     name: str
     tensor: torch.Tensor
@@ -86,7 +86,7 @@ class PlainTensor:
         yield self.name, self.tensor, self.cuts
 
     def finish(self) -> None:
-        """Do nothing: the tensor has its form."""
+        """Do nothing: the checkpoint's form is the one that is used."""
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the tensor as it is on the device."""

@@ -55,7 +55,7 @@ class BodyJob(msgspec.Struct, frozen=True):
 
 
 class BodyRefusal(msgspec.Struct, frozen=True, tag=True):
-    """What is wrong with a body."""
+    """The error that a body's reader found, as it is sent to the router."""
 
     kind: RefusalKind
     message: str
@@ -74,7 +74,7 @@ class BodyRefusal(msgspec.Struct, frozen=True, tag=True):
 
 
 class BodyReply(msgspec.Struct, frozen=True):
-    """What was read of a body.
+    """The result of reading a body, without its prompts.
 
     Attributes:
         result: the request without its prompts, or what is wrong with it.

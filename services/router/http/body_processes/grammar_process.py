@@ -44,7 +44,7 @@ TRIED_TOKENS = 32
 
 
 class VocabularySettings(msgspec.Struct, frozen=True):
-    """Which vocabulary grammars are tried with; the first message."""
+    """The vocabulary that grammars are tried with; the first message."""
 
     model: str
     vocab_size: int
@@ -58,7 +58,7 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What is wrong with a grammar, None if nothing is, and what the process holds now."""
+    """The problem of a grammar, if it has one, and the memory that the process holds now."""
 
     problem: str | None
     memory_bytes: int

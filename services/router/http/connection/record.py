@@ -28,7 +28,7 @@ Answers = AnswerSet | EmbeddingAnswers
 
 
 class RequestRecord:
-    """What is known of one HTTP request.
+    """Facts about an HTTP request that are collected for its log line, span and metrics.
 
     Attributes:
         request_id: from the client's header, or made by the router.
@@ -64,7 +64,7 @@ class RequestRecord:
 
     @property
     def owner(self) -> str:
-        """Who takes turns with others: the name of the API key, or else the client's address.
+        """The name of the API key, or else the client's address; owners take turns.
 
         Of an IPv6 address it is the first half: one machine may have all addresses of a network.
         """

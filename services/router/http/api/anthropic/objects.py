@@ -19,7 +19,7 @@ class AnswerText(msgspec.Struct, tag_field="type", tag="text"):
 
 
 class AnswerThinking(msgspec.Struct, tag_field="type", tag="thinking"):
-    """What the model wrote before its answer.
+    """A block of the reasoning that precedes the answer.
 
     Attributes:
         signature: an empty string.
@@ -68,7 +68,7 @@ class AnsweredMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="messa
 
 
 class EventDelta(msgspec.Struct):
-    """What an event adds to a block, or why the message ends."""
+    """The text that an event adds to a block, or why the message ends."""
 
     type: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
@@ -79,7 +79,7 @@ class EventDelta(msgspec.Struct):
 
 
 class MessageEvent(msgspec.Struct):
-    """One event of a stream. Its type decides which other fields it has, as in Anthropic's API.
+    """An event of a stream. Its type decides which other fields it has, as in Anthropic's API.
 
     Attributes:
         type: "message_start", "ping", "content_block_start", "content_block_delta",
@@ -109,7 +109,7 @@ class ThreadProblem(msgspec.Struct):
 
 
 class MessageProblem(msgspec.Struct):
-    """What is wrong.
+    """The kind of an error, and its text.
 
     Attributes:
         details: of a request with `thread`, which is not supported.

@@ -70,7 +70,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
-    """What a call has returned.
+    """The result of a tool call.
 
     Attributes:
         is_error: the text says so to the model; this field changes nothing.
@@ -115,7 +115,7 @@ class SystemBlock(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation. The system may say something within it."""
+    """A message of a conversation, by the user, the assistant or the system."""
 
     role: Literal["user", "assistant", "system"]
     content: str | _Blocks
@@ -153,7 +153,7 @@ class AnyChoice(msgspec.Struct, frozen=True, tag_field="type", tag="any"):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, tag_field="type", tag="tool"):
-    """This tool must be called, once."""
+    """`tool_choice` that has the model call a named tool, once."""
 
     name: FunctionName
     disable_parallel_tool_use: bool | None = None
@@ -204,7 +204,7 @@ class MessageMetadata(msgspec.Struct, frozen=True):
 
 
 class ContextEdit(msgspec.Struct, frozen=True):
-    """What is to be cleared from a long conversation, where the server holds its tokens.
+    """An edit that clears parts of a long conversation, where the server holds its tokens.
 
     Nothing is: a prompt has all that its request has.
     """
@@ -219,7 +219,7 @@ class ContextEdit(msgspec.Struct, frozen=True):
 
 
 class ContextManagement(msgspec.Struct, frozen=True):
-    """What is to become of a long conversation."""
+    """The edits of a long conversation that a client asks for."""
 
     edits: Annotated[list[ContextEdit], Meta(max_length=MAX_EDITS)] | None = None
 

@@ -45,7 +45,7 @@ class Usage:
 
 
 class EmbeddingAnswers:
-    """What a request's log line says of its embeddings, see `AnswerSet`."""
+    """The counts of a request's embeddings for its log line, see `AnswerSet`."""
 
     def __init__(self, embeddings: EmbeddingSet) -> None:
         self._embeddings = embeddings
@@ -156,7 +156,7 @@ class AnswerSet:
 
     @property
     def timings(self) -> Timings | None:
-        """What workers have measured of the answer whose first token came first, if it is known."""
+        """The workers' measurements of the answer whose first token came first, if known."""
         answers = [source.times for source in self._sources]
         started = [answer for answer in answers if answer.first_token_s is not None]
         first = min(started, key=lambda each: each.first_token_s or 0.0, default=None)
@@ -168,7 +168,7 @@ class AnswerSet:
         return list(dict.fromkeys(name for source in self._sources for name in source.workers))
 
     def push_to(self, push: Push) -> None:
-        """Have deltas passed on as soon as they arrive, while none wait for `deltas`."""
+        """Call a function with each delta as it arrives, while none wait for `deltas`."""
         self._push = push
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:

@@ -52,7 +52,7 @@ class Format(Protocol):
 
 
 class _OpenAIFormat(ABC):
-    """What the responses of `/v1/completions` and `/v1/chat/completions` have in common.
+    """The common part of the formats of `/v1/completions` and `/v1/chat/completions`.
 
     Args:
         model: the model.

@@ -58,7 +58,7 @@ MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely
 
 
 class PromptInput(msgspec.Struct, frozen=True):
-    """One prompt.
+    """A prompt's tokens, and how its answers are to be generated.
 
     Attributes:
         spec: its seed is None if the client gave none.
@@ -88,7 +88,7 @@ class EmbeddingForm(msgspec.Struct, frozen=True):
 
 
 class ResponseTurn(msgspec.Struct, frozen=True):
-    """One turn of a conversation: what only a request of `/v1/responses` has.
+    """The fields that only a request of `/v1/responses` has, such as its history.
 
     Attributes:
         echo: a JSON object: the request's fields that the response repeats.
@@ -105,7 +105,7 @@ class ResponseTurn(msgspec.Struct, frozen=True):
 
 
 class GenerationInput(msgspec.Struct, frozen=True, tag=True):
-    """One checked request.
+    """A request's body once it is checked: prompts as tokens, and options.
 
     Attributes:
         model: the name that was asked for, one of the model's.

@@ -57,7 +57,7 @@ PromptLogprobs = Annotated[
 
 
 class AnswerHead(msgspec.Struct, kw_only=True):
-    """What all responses have whose answers are generated."""
+    """The fields of each response with generated answers."""
 
     id: str
     object: str
@@ -76,7 +76,7 @@ class CompletionTokens(msgspec.Struct):
 
 
 class CompletionPart(msgspec.Struct):
-    """One answer, or what a chunk of a stream adds to it.
+    """An answer, or the part of one that a chunk of a stream adds.
 
     Attributes:
         finish_reason: null if the answer is not complete.
@@ -94,7 +94,7 @@ class CompletionPart(msgspec.Struct):
 
 
 class CompletionChunk(AnswerHead, kw_only=True):
-    """One event of a stream of completions; "data: [DONE]" is the last.
+    """An event of a stream of completions; "data: [DONE]" is the last.
 
     Attributes:
         usage: with stream_options; null in all chunks but the last unless it is continuous.
@@ -179,7 +179,7 @@ class AnswerMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One answer.
+    """One of the answers to a chat request.
 
     Attributes:
         token_ids: with return_token_ids.
@@ -208,14 +208,14 @@ class ChatCompletion(AnswerHead, kw_only=True):
 
 
 class FunctionDelta(msgspec.Struct):
-    """What a chunk adds to a called function; the name comes once."""
+    """The part of a called function that a chunk adds; the name comes once."""
 
     arguments: str = ""
     name: str | UnsetType = UNSET
 
 
 class CallDelta(msgspec.Struct):
-    """What a chunk adds to a call; id and type come once."""
+    """The part of a call that a chunk adds; id and type come once."""
 
     index: int
     function: FunctionDelta
@@ -224,7 +224,7 @@ class CallDelta(msgspec.Struct):
 
 
 class MessageDelta(msgspec.Struct):
-    """What a chunk adds to a message."""
+    """The part of a message that a chunk adds."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
@@ -234,7 +234,7 @@ class MessageDelta(msgspec.Struct):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """What a chunk adds to one answer."""
+    """The part of one answer that a chunk adds."""
 
     index: int
     delta: MessageDelta
@@ -244,7 +244,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(AnswerHead, kw_only=True):
-    """One event of a chat's stream; "data: [DONE]" is the last.
+    """An event of a chat's stream; "data: [DONE]" is the last.
 
     Attributes:
         usage: with stream_options; null in all chunks but the last unless it is continuous.
@@ -356,7 +356,7 @@ class Health(msgspec.Struct):
 
 
 class Problem(msgspec.Struct):
-    """What is wrong.
+    """The message, type, field and code of an error.
 
     Attributes:
         param: the field at fault, such as "messages[0].content".

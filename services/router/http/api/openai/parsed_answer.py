@@ -13,7 +13,7 @@ from pagewire.shared.tool_calls.events import AnswerEvent, ContentText
 
 
 class ParsedAnswer:
-    """One answer while it is read, and how many of its tokens are reasoning.
+    """Parses an answer as it arrives, and counts its reasoning tokens.
 
     Args:
         model: the model.

@@ -70,7 +70,7 @@ Prompt = Annotated[str | list[str | int | list[int]], Meta(description=PROMPT_RU
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides the answer.
+    """The parts of a stream besides the answer that a client may ask for.
 
     Attributes:
         include_usage: a last chunk with the usage.
@@ -82,7 +82,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class RequestFields(FormFields, frozen=True, kw_only=True):
-    """What completions, chats and responses have in common; null means the default.
+    """The fields that completions, chats and responses have; null means the default.
 
     Attributes:
         model: one of the names that `/v1/models` lists.
@@ -120,7 +120,7 @@ class RequestFields(FormFields, frozen=True, kw_only=True):
 
 
 class GenerationBody(RequestFields, frozen=True, kw_only=True):
-    """What completion and chat requests have in common.
+    """The fields that both completion and chat requests have.
 
     Attributes:
         max_tokens: how long an answer may be, in tokens.

@@ -19,7 +19,7 @@ Milliseconds = Annotated[float, Meta(ge=0, description="milliseconds")]
 
 
 class CachedPart(msgspec.Struct):
-    """Which of a prompt's tokens were cached.
+    """The numbers of a prompt's tokens that were cached.
 
     Attributes:
         tokens: cached on the worker that computed the rest of the prompt.

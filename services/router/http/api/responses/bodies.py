@@ -51,7 +51,7 @@ Texts = Annotated[
 
 
 class Item(msgspec.Struct, frozen=True):
-    """One item of a conversation. Its type decides which fields it has.
+    """An item of a conversation. Its type decides which fields it has.
 
     Attributes:
         content: text of a message, or of reasoning.

@@ -29,7 +29,7 @@ _encode = msgspec.json.encode
 
 
 class ResponseFormat:
-    """One response, as one object or as a stream.
+    """Writes a response, as one object or as a stream.
 
     Attributes:
         id: of the response.
@@ -81,7 +81,7 @@ class ResponseFormat:
         )
 
     def fail(self, error: ApiError) -> None:
-        """Note an error in the middle of a stream."""
+        """Record the error that ends a stream."""
         code = "rate_limit_exceeded" if error.status == OVERLOADED else "invalid_prompt"
         if error.status >= SERVER_ERROR:
             code = "server_error"

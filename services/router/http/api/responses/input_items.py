@@ -38,7 +38,7 @@ _PREFIXES = {
 
 
 class ItemsQuery(msgspec.Struct, frozen=True):
-    """Which items of a response's input to return.
+    """The query of the route that lists a response's input, page by page.
 
     Attributes:
         after: the id of the item before the first one to return.

@@ -60,7 +60,7 @@ GivenPart = InputText | OutputText | ReasoningText | SummaryText | RefusalText
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model wrote before its answer."""
+    """The reasoning that precedes the answer, as an item of a response's output."""
 
     id: str
     content: list[ReasoningText] = []
@@ -176,7 +176,7 @@ class EchoedReasoning(msgspec.Struct):
 
 
 class EchoedFields(msgspec.Struct, kw_only=True):
-    """What a response repeats of its request."""
+    """The fields of the request that a response repeats."""
 
     background: bool = False
     instructions: str | None
@@ -221,7 +221,7 @@ class Response(EchoedFields):
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """One event of a stream. Its type decides which other fields it has, as in OpenAI's API."""
+    """An event of a stream. Its type decides which other fields it has, as in OpenAI's API."""
 
     type: str
     sequence_number: int = 0
