@@ -20,7 +20,7 @@ STEPS = 128
 
 
 class Vllm:
-    """An engine of vLLM, behind the calls that the bench needs.
+    """An engine of vLLM with the calls that the bench needs.
 
     It does not use the network, nor a sampler that its installation may lack.
 
