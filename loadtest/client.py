@@ -27,8 +27,8 @@ class ChatClient:
     """One user's connection.
 
     Args:
-        url: of the router, without a path.
-        model: that is asked.
+        url: URL of the router, without a path.
+        model: the name of the model that is asked.
     """
 
     def __init__(self, url: str, model: str) -> None:

@@ -67,7 +67,7 @@ class ClusterSample:
     Attributes:
         t: seconds since the beginning of the test.
         queries: prompt tokens looked up in prefix caches so far.
-        hits: those of them that were found.
+        hits: prompt tokens that the prefix caches had.
         running: sequences whose tokens come.
         waiting: sequences without a token.
         used: share of each worker's KV blocks that sequences hold, by worker.

@@ -20,7 +20,7 @@ class Stage:
 
     Attributes:
         start: seconds since the beginning of the test.
-        end: likewise.
+        end: seconds since the beginning of the test.
         rate: requests a second of all users together.
     """
 

@@ -46,12 +46,12 @@ class StageSummary:
     Attributes:
         rate: requests a second that the users wanted to send.
         duration_s: how long it was offered.
-        requests: those sent, unfinished ones left out.
+        requests: requests that were sent and finished.
         errors: refused or broken requests.
-        cancelled: those that the client cut short.
+        cancelled: requests that the client cut short.
         tokens: generated tokens that arrived.
         throughput: finished or cut requests a second.
-        goodput: those a second that met the objectives.
+        goodput: requests a second that met the objectives.
         attainment: share of requests that met the objectives.
         cached_share: prompt tokens that did not have to be computed, of all whose usage came.
     """

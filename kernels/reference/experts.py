@@ -61,7 +61,7 @@ def mix(
         chosen: `[T, K]` int32.
         weights: `[T, K]` float32.
         project_up: returns an expert's first projection, `[n, 2 I]`, of `[n, H]` and its number.
-        project_down: likewise the second one.
+        project_down: returns its second projection, `[n, H]`, of `[n, I]` and its number.
         activation: activation between them.
         interleaved: whether columns of gate and up alternate.
     """

@@ -40,7 +40,7 @@ class Arrival:
     """A request of a load.
 
     Attributes:
-        at: in seconds from the load's start.
+        at: seconds from the load's start.
         prompt: tokens of the prompt.
         answer: tokens of the answer.
     """

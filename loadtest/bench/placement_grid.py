@@ -63,7 +63,7 @@ class MixLoad:
 
     Attributes:
         mix: a name in `RATES`, or a trace file.
-        rate: of each GPU.
+        rate: requests a second for each GPU.
     """
 
     mix: str

@@ -66,7 +66,7 @@ class SentTokens:
 
     Attributes:
         worker_of: stream -> its worker.
-        steps: of each worker, by message: the time, and the number of tokens of each stream.
+        steps: for each worker and message, the time and the number of tokens of each stream.
     """
 
     worker_of: dict[int, int]

@@ -76,7 +76,7 @@ class Span:
 
     Attributes:
         start: time by the monotonic clock.
-        end: the same.
+        end: time by the monotonic clock.
         cpu_s: CPU time of the target's processes, in seconds.
         loop_s: CPU time of their main threads, which run the event loops, in seconds.
         count: events that the clients have received, including ends of streams.

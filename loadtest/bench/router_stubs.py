@@ -47,7 +47,7 @@ class Source(ABC):
     Attributes:
         streams: number of a stream -> destination of its tokens.
         position: number of tokens sent to each stream.
-        steps: of each message: the time, and the number of tokens of each stream.
+        steps: for each message, the time and the number of tokens of each stream.
         unread: number of events that the client has not received yet.
 
     Args:

@@ -45,8 +45,8 @@ class Watched(StepCosts):
     """Passes steps on to the costs of an engine, and keeps what was predicted of each.
 
     Attributes:
-        steps: those so far.
-        slower: what the seconds of each step are multiplied by.
+        steps: the steps that have run so far.
+        slower: factor of the seconds of each step.
     """
 
     def __init__(self, costs: StepCosts) -> None:

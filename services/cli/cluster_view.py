@@ -33,7 +33,7 @@ class Service(msgspec.Struct, frozen=True):
     Attributes:
         ranks: number of processes that compute its model together.
         max_model_len: longest prompt plus answer that it accepts; None if that is not known.
-        full_model_len: the same if its KV pool were large enough.
+        full_model_len: what it would accept if its KV pool were large enough.
         missing_links: prefill workers that this decode worker has no KV link to yet.
         load: the load in its worker record; None if that is not known.
     """

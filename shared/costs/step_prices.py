@@ -41,7 +41,7 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         per_context: of a token that a decode row attends to.
         per_product: of a token that a prompt token attends to.
         error: median relative error of recent predictions; None before there were any.
-        prompt_error: the same of steps with prompt tokens.
+        prompt_error: median relative error of predictions for steps with prompt tokens.
         steps: from how many steps the prices were learnt.
         prompt_steps: how many of them had prompt tokens.
         largest: most prompt tokens that one of them had.

@@ -18,7 +18,7 @@ class HttpServer(uvicorn.Server):
     """Serves one port until `should_exit` is set.
 
     Args:
-        connections: those of the port.
+        connections: the bounds and counts of the port's connections.
     """
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:

@@ -31,7 +31,7 @@ def attend(
         ops: kernels that suit the device.
         q: [T, H, D], rotated.
         k_cache: [NB, KH, BS, D], with the step's keys.
-        v_cache: likewise.
+        v_cache: [NB, KH, BS, D], with the step's values.
         batch: the step, as the layer's cache group sees it.
         scale: factor of the scores.
         out: [T, H, D], where the result goes.

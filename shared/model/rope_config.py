@@ -38,7 +38,7 @@ class RopeConfig:
         truncate: only for `yarn`: whether the ends of the ramp are rounded to whole dimensions.
         short_factors: only for `longrope`: divisor of each frequency, for sequences within the
             original context. Empty if transformers' code computes the angles.
-        long_factors: the same for longer sequences.
+        long_factors: divisors of the frequencies for longer sequences.
     """
 
     rope_type: RopeType = "default"

@@ -83,7 +83,7 @@ class RequestSpec(
             them unless `ignore_eos`.
         ignore_eos: generate on past the end of the sequence.
         logprobs: report each token's log probability and those of this many most likely tokens.
-        prompt_logprobs: likewise of the prompt's tokens but the first; the prompt is then computed
+        prompt_logprobs: report the same of all prompt tokens but the first; they are then computed
             without the prefix cache.
         logprobs_mode: "raw": log probabilities of sampled tokens by the model's logits alone;
             "processed": of the distribution that is sampled from.

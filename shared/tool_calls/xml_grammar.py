@@ -103,7 +103,7 @@ class XmlParameterRules:
         """Add the rule of texts; return the expression of a text and its end tag.
 
         Args:
-            text: which texts.
+            text: the texts that the rule allows.
             not_first: characters of JSON with which they cannot begin.
             rule: name of the rule.
         """

@@ -31,11 +31,11 @@ class ProofAnswer:
     """The part of an answer that its client has received.
 
     Attributes:
-        text: what has been streamed so far.
-        token_ids: likewise.
+        text: the text that has been streamed so far.
+        token_ids: the tokens that have been streamed so far.
         times: when it was sent, and when tokens came, in seconds.
         migrations: how often the router moved it; known at its end.
-        is_whole: its last event has come.
+        is_whole: whether the answer's last event has come.
         problem: why it ended too early.
     """
 

@@ -71,7 +71,7 @@ class SimulatedCluster:
     """A cluster and its clients; `run` simulates all of their requests.
 
     Args:
-        plan: which workers there are.
+        plan: the workers and routers that there are.
         machine: what each of them runs on.
         limits: their settings.
         seed: of the choice between equal places.

@@ -69,7 +69,7 @@ class SimulatedPrefillJobs:
 
     Attributes:
         workers: all of them, by name.
-        requests: those in progress, by name.
+        requests: the requests in progress, by name.
         links: by the names of sender and receiver.
         on_first_token: called when the router has a first token, with the request, the prefill
             worker, and the load that this worker reported with it.

@@ -115,17 +115,17 @@ class SimulationSummary:
 
     Attributes:
         requests: how many were sent.
-        refused: those that no worker took.
+        refused: requests that no worker took.
         seconds: virtual time from the first request to the last token.
         completed_per_s: complete answers a second.
-        kept_per_s: of these, the ones that kept the promise.
-        kept_share: of all requests, those that kept the promise.
+        kept_per_s: complete answers a second that kept the promise.
+        kept_share: share of all requests whose answers kept the promise.
         broken: part of the promise -> share of all requests that broke it.
         tokens_per_s: output tokens a second.
         gap: times between tokens, of all answers together.
         remote_share: of the complete answers, those whose prompt a prefill worker computed.
         cached_share: of all prompt tokens, those that did not have to be computed.
-        known_share: likewise, with a cache without bounds that all workers share.
+        known_share: the same share if all workers had one cache without bounds.
         preemptions: how often a running sequence lost its blocks.
         busy: worker's name -> share of the time in which its device ran steps.
     """
@@ -157,7 +157,7 @@ def summarize(
         answers: of all requests.
         promise: what the answers are to keep.
         preemptions: of all workers.
-        busy_s: of each worker, the time in which its device ran steps.
+        busy_s: for each worker, the seconds in which its device ran steps.
     """
     complete = [answer for answer in answers if answer.outcome == "ok"]
     broken = Counter[str]()

@@ -40,10 +40,10 @@ class RestartPolicy:
     Attributes:
         first_delay_s: before the first restart; doubles with each failure in a row.
         max_delay_s: upper bound of the delay.
-        front_max_delay_s: likewise, for a child that requests come through. Without any no
+        front_max_delay_s: upper bound for a child that requests come through. Without any no
             request is answered, and it starts in a second or two, so that it is tried more often.
             A worker's requests continue elsewhere or wait, and its start costs much more.
-        front_served_delay_s: likewise, if it was ready before it died, so that it can start.
+        front_served_delay_s: upper bound if such a child was ready, so that it can start.
         stable_s: a child that lived this long has none of its failures counted.
         start_attempts: tries that a child has before the cluster is ready.
     """

@@ -47,7 +47,7 @@ def decode_body(
         kind: what the body is to be.
         raw: the body.
         refused: unsupported fields, see `refuse_unsupported`.
-        names: likewise.
+        names: the fields to use instead, see `refuse_unsupported`.
 
     Raises:
         InvalidRequestError: it is not JSON, a field has a wrong type or value, or asks for what

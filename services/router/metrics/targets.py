@@ -22,8 +22,8 @@ def describe_targets(
     """Return an object for each process whose metrics have an address, in order of their names.
 
     Args:
-        routers: all that are alive.
-        workers: likewise.
+        routers: the live ones.
+        workers: the live ones.
         others: workers of another protocol version, whose metrics show their release.
     """
     targets = [*_routers(routers), *_workers([*workers, *others])]

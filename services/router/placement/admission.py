@@ -53,7 +53,7 @@ class Admission:
         max_connections: how many requests of all owners can be served at once, each by one.
 
     Attributes:
-        max_queue: see above.
+        max_queue: limit of one owner's sequences and bodies, as in the arguments.
         num_reading: requests whose bodies are being decoded and tokenized.
         num_waiting: sequences before their first token.
         num_running: sequences past their first token.

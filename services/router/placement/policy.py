@@ -108,7 +108,7 @@ class Placement:
 
     Attributes:
         decode_workers: in order of preference; the first is chosen, the rest are alternates.
-        prefill_workers: likewise; empty means that the decode worker prefills locally.
+        prefill_workers: in order of preference; empty: the decode worker prefills locally.
         prefill_s: predicted seconds of computing the prompt, by worker, as far as known.
         expected_s: predicted seconds until it is computed, by worker, without its pace. Only where
             less is queued than the prompt, as queues change, and the decode worker has room.

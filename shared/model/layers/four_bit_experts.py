@@ -90,7 +90,7 @@ class Int4ExpertTensors:
     """The tensors of experts in INT4, each with its own, as a checkpoint has them.
 
     Attributes:
-        experts: those of each one's gate and up projection, and of its down projection.
+        experts: the tensors of each expert's gate and up projection, and of its down projection.
     """
 
     def __init__(

@@ -25,14 +25,14 @@ class ChildPool:
     """Processes of one program, each used by one thread at a time.
 
     Args:
-        program: see `ChildProcess`.
-        settings: likewise.
+        program: the module that each process runs.
+        settings: the first message to each process.
         count: of threads; there are at most as many processes.
         name: of the threads.
 
     Attributes:
-        threads: those that may use a process.
-        processes: those that have not been ended.
+        threads: the pool whose threads may use a process.
+        processes: the processes that have not been ended.
         is_closed: all are ended.
     """
 

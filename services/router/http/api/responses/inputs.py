@@ -222,7 +222,7 @@ def _client_field(field: str, paths: list[str]) -> str:
 
     Args:
         field: its path in the chat.
-        paths: of each message the client's field.
+        paths: for each message, the path of the client's field.
     """
     if field.startswith("messages["):
         index, _, rest = field.removeprefix("messages[").partition("]")

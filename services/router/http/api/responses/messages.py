@@ -17,8 +17,8 @@ class ChatBuilder:
     Reasoning, text and calls that follow each other are one message of the assistant's.
 
     Attributes:
-        chat: the fields of each.
-        paths: of each message the field of the body that its content is from.
+        chat: the messages so far, each as its fields.
+        paths: for each message, the path of the body's field that its content is from.
     """
 
     def __init__(self) -> None:
