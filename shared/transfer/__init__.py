@@ -1,10 +1,10 @@
 """Moves KV blocks from one worker's pool to another's.
 
-    endpoint/         both halves: links, segments, credits
-    carriers/         send the bytes: CUDA IPC, UCX or ZeroMQ
-    messages.py       the protocol of a link; job_messages.py: of prefill jobs
-    staging.py        page-locked or GPU memory that blocks pass through
-    device_memory.py  memory that other processes may map; peer_process.py: who maps it
+    endpoint/        both halves: links, segments, credits
+    carriers/        send the bytes: CUDA IPC, UCX or ZeroMQ
+    messages.py      the protocol of a link; job_messages.py: of prefill jobs
+    staging.py       page-locked or GPU memory that blocks pass through
+    peer_process.py  who maps another process's memory
 
 Entry point: `KvEndpoint` (endpoint/).
 Read first: `endpoint/__init__.py`, `messages.py`.

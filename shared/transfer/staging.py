@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from pagewire.shared.transfer.device_memory import allocate
+from pagewire.shared.kv.device_memory import allocate
 
 _ALIGNMENT = 256  # of each staging slot: what kernels are quickest with
 

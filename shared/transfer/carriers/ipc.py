@@ -21,7 +21,8 @@ from msgspec import Meta
 
 from pagewire.shared.base.errors import UNDECODABLE, TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer import device_memory
+from pagewire.shared.kv import device_memory
+from pagewire.shared.kv.device_memory import HANDLE_BYTES
 from pagewire.shared.transfer.carriers.base import (
     Carrier,
     Inbound,
@@ -30,7 +31,6 @@ from pagewire.shared.transfer.carriers.base import (
     Pending,
     has_ended,
 )
-from pagewire.shared.transfer.device_memory import HANDLE_BYTES
 from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
 from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
 from pagewire.shared.transfer.staging import Staging

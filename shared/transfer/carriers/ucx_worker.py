@@ -25,7 +25,7 @@ import torch
 
 from pagewire.shared.base.errors import ConfigError, TransferError
 from pagewire.shared.base.installing import install_command
-from pagewire.shared.transfer.device_memory import DeviceBytes
+from pagewire.shared.kv.device_memory import DeviceBytes
 
 logger = logging.getLogger(__name__)
 

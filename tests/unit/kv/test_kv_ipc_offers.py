@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pagewire.shared.base.errors import TransferError
+from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
 from pagewire.shared.transfer.carriers.ipc import IpcCarrier, IpcOffer, IpcReply
-from pagewire.shared.transfer.device_memory import HANDLE_BYTES, allocate
 from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
 from pagewire.shared.transfer.peer_process import Process, this_process
 from pagewire.shared.transfer.staging import make_staging
