@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import torch
@@ -14,17 +15,22 @@ from pagewire.shared.settings.config import EngineSettings
 logger = logging.getLogger(__name__)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that a setting selects.
+def choose_device(settings: EngineSettings, rank: int = 0) -> torch.device:
+    """Return the device that settings select for a rank of the model.
+
+    One rank alone takes the current GPU. Of several each has its own, in their order.
 
     Raises:
         ConfigError: CUDA was asked for and there is none.
     """
+    name = settings.device
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device was found: install a driver, or use --device cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if settings.tensor_parallel_size == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", 0 if settings.ranks_share_gpu else rank)
 
 
 def check_ranks(settings: EngineSettings) -> None:
@@ -34,17 +40,27 @@ def check_ranks(settings: EngineSettings) -> None:
         ConfigError: it cannot; says what is missing.
     """
     count = settings.tensor_parallel_size
-    if count == 1 or choose_device(settings.device).type == "cpu":
+    if count == 1 or choose_device(settings).type == "cpu" or settings.ranks_share_gpu:
         return
+    asked = f"--tensor-parallel-size {count}"
     if (gpus := torch.cuda.device_count()) < count:
         raise ConfigError(
-            f"--tensor-parallel-size {count} needs {count} GPUs, and {gpus} can be used: lower it, "
+            f"{asked} needs {count} GPUs, and {gpus} can be used: lower it, "
             "or see CUDA_VISIBLE_DEVICES"
         )
-    raise ConfigError(
-        f"--tensor-parallel-size {count} works only with --device cpu: GPUs cannot add up their "
-        "parts of a layer's output yet"
-    )
+    names = {torch.cuda.get_device_name(gpu) for gpu in range(count)}
+    if len(names) > 1:
+        raise ConfigError(
+            f"{asked} needs GPUs of one type, since all ranks must compute the same bits; the "
+            f"first {count} are {' and '.join(sorted(names))}: choose others in "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    for one, other in itertools.permutations(range(count), 2):
+        if not torch.cuda.can_device_access_peer(one, other):
+            raise ConfigError(
+                f"{asked} needs GPUs that read each other's memory, and GPU {one} cannot read GPU "
+                f"{other}'s (see nvidia-smi topo -p2p r): choose others in CUDA_VISIBLE_DEVICES"
+            )
 
 
 def choose_max_model_len(asked: int | None, config: ModelConfig) -> int:

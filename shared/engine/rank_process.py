@@ -25,13 +25,15 @@ from pagewire.shared.base.errors import ConfigError, RankError
 from pagewire.shared.base.logs import configure_logging
 from pagewire.shared.engine.build import build_rank
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
-from pagewire.shared.engine.ranks.communicator import SocketCommunicator
+from pagewire.shared.engine.ranks.communicator import RankCommunicator, SocketCommunicator
 from pagewire.shared.engine.ranks.executor import Digests
-from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS
+from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS, LOAD_S
 from pagewire.shared.engine.ranks.messages import (
     OUT_OF_MEMORY,
     Begin,
+    Command,
     Failed,
+    Fence,
     Loaded,
     Pack,
     RankPipe,
@@ -48,6 +50,8 @@ from pagewire.shared.settings.config import EngineSettings
 logger = logging.getLogger(__name__)
 
 PARENT_POLL_S = 0.5
+MOVE_POLL_S = 0.0001  # while a move is under way
+MOST_STEPS = 2  # that rank 0 has under way
 
 
 def main(arguments: list[str]) -> int:
@@ -61,7 +65,7 @@ def main(arguments: list[str]) -> int:
     others = [other for other in range(len(fds) + 1) if other != rank]
     sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds, strict=True)}
     try:
-        _run(rank, pipe, memory_fd, SocketCommunicator(rank, sockets))
+        _run(rank, pipe, memory_fd, SocketCommunicator(rank, sockets, LOAD_S))
     except RankError as exc:
         failure = Failed(str(exc), missing=exc.rank)
     except ConfigError as exc:
@@ -85,14 +89,13 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _run(rank: int, pipe: RankPipe, memory_fd: int, communicator: SocketCommunicator) -> None:
+def _run(rank: int, pipe: RankPipe, memory_fd: int, control: SocketCommunicator) -> None:
     setup = pipe.next_command()
     if not isinstance(setup, Setup):
         return
     configure_logging(setup.log_level, setup.log_format, setup.service)
     for handler in logging.getLogger().handlers:
         handler.addFilter(RankLabel(rank))
-    communicator.patience_s = setup.patience_s
     settings = EngineSettings(**setup.settings)
 
     def agree(num_blocks: int) -> Begin:
@@ -101,9 +104,11 @@ def _run(rank: int, pipe: RankPipe, memory_fd: int, communicator: SocketCommunic
             raise RankError("rank 0 has ended", 0)
         return begin
 
-    runner = build_rank(settings, Shard(rank, setup.count), communicator, agree)
+    runner, communicator = build_rank(settings, Shard(rank, setup.count), control, agree)
+    control.patience_s = setup.patience_s
     pipe.send(encode(Ready()))
-    run_plans(pipe, runner, RankMover(rank, runner, memory_fd))
+    run_plans(pipe, runner, RankMover(rank, runner, memory_fd), communicator)
+    communicator.close()  # after an error, the process's end frees everything at once
 
 
 class RankLabel(logging.Filter):
@@ -119,8 +124,10 @@ class RankLabel(logging.Filter):
         return True
 
 
-def run_plans(pipe: RankPipe, executor: Executor, mover: RankMover) -> None:
-    """Run plans and moves until rank 0 ends; report now and then what has been sampled.
+def run_plans(
+    pipe: RankPipe, executor: Executor, mover: RankMover, communicator: RankCommunicator
+) -> None:
+    """Run plans and moves until rank 0 ends; report moves, and now and then what was sampled.
 
     Raises:
         RankError: another rank is lost.
@@ -128,7 +135,7 @@ def run_plans(pipe: RankPipe, executor: Executor, mover: RankMover) -> None:
     """
     digests = Digests()
     running: deque[PendingStep] = deque()  # steps whose tokens have not been read
-    while (command := pipe.next_command()) is not None:
+    while (command := _next_command(pipe, mover)) is not None:
         if isinstance(command, StepPlan):
             pending = executor.execute(command)
             if command.has_rows:
@@ -136,13 +143,26 @@ def run_plans(pipe: RankPipe, executor: Executor, mover: RankMover) -> None:
         elif isinstance(command, Supply):
             executor.supply(command)
         elif isinstance(command, Pack):
-            pipe.send(encode(mover.move(command)))
+            mover.move(command)
+        elif isinstance(command, Fence):
+            mover.fence()
         elif isinstance(command, Stage):
             mover.stage(command)
-        # As rank 0 does, a step's tokens are read once the next step has been launched.
-        while len(running) > 1 or (running and running[0].is_done()):
-            if (sampled := digests.add(running.popleft().wait())) is not None:
+        # Rank 0 has at most two steps under way, so that of three the first one ends soon.
+        while len(running) > MOST_STEPS or (running and running[0].is_done()):
+            result = running.popleft().wait()
+            communicator.check()
+            if (sampled := digests.add(result)) is not None:
                 pipe.send(encode(sampled))
+
+
+def _next_command(pipe: RankPipe, mover: RankMover) -> Command | None:
+    """Wait for rank 0's next command, and report moves meanwhile; None: its process has ended."""
+    while True:
+        for moved in mover.made():
+            pipe.send(encode(moved))
+        if not mover.is_busy or pipe.has_command(MOVE_POLL_S):
+            return pipe.next_command()
 
 
 if __name__ == "__main__":

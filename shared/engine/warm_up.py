@@ -2,6 +2,7 @@
 
     warm_up        a prompt and two decode rows: also shows how much memory a full step takes
     prepare        that, then CUDA graphs, then `FirstSteps`: steps of every kind that traffic has
+    prepare_ranks  that on a rank of several: first alone, then with the others
 
 A step that no CUDA graph replays is padded (`Rounding`), so that a few numbers of rows and tokens
 stand for all. tests/unit/engine/test_warm_up.py shows that no traffic needs another kernel.
@@ -23,6 +24,7 @@ from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
 from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.ranks.communicator import RankCommunicator
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
     NewDeviceSlot,
@@ -42,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 MakePool = Callable[[torch.device], GraphPool]
+Meet = Callable[[], None]
 
 # Steps of more tokens than CUDA graphs are captured for, for cuBLAS, which chooses kernels by size.
 _LARGE_STEPS = [size << n for n in range(12) for size in (1536, 2048)]
@@ -75,15 +78,60 @@ def prepare(
     max_model_len: int,
     progress: Progress,
     make_pool: MakePool = GraphPool,
+    meet: Meet = lambda: None,
 ) -> None:
-    """Compile kernels and capture CUDA graphs, so that no request waits for that."""
+    """Compile kernels and capture CUDA graphs, so that no request waits for that.
+
+    Args:
+        runner: runs the steps.
+        config: the model's shape.
+        settings: the engine's.
+        max_model_len: longest sequence.
+        progress: called with a line for people at each stage.
+        make_pool: makes what captures graphs.
+        meet: waits until all ranks of the model have captured theirs; steps would not wait so long.
+    """
     progress("compiling kernels")
     most = min(settings.max_num_batched_tokens, max_model_len - 1)
     warm_up(runner, config, most)
     if settings.cuda_graphs:
         _capture_graphs(runner, settings.max_num_batched_tokens, progress, make_pool)
+    meet()
     progress("running steps of every kind")
     FirstSteps(runner, config, settings.max_num_batched_tokens, max_model_len).run()
+
+
+def prepare_ranks(
+    runner: ModelRunner,
+    config: ModelConfig,
+    settings: EngineSettings,
+    max_model_len: int,
+    progress: Progress,
+    ranks: RankCommunicator,
+    make_pool: MakePool = GraphPool,
+) -> None:
+    """Prepare a rank of a model; all ranks call this, and take the same steps.
+
+    A step waits for other ranks, but not for as long as they may compile. So a rank first takes
+    steps of all kinds alone.
+
+    Args:
+        runner: runs the rank's steps.
+        config: the model's shape.
+        settings: the engine's.
+        max_model_len: longest sequence.
+        progress: called with a line for people at each stage.
+        ranks: connects this rank with the others.
+        make_pool: makes what captures graphs.
+
+    Raises:
+        RankError: a rank is lost.
+    """
+    alone = settings.model_copy(update={"cuda_graphs": False})
+    prepare(runner, config, alone, max_model_len, progress)
+    ranks.join()
+    prepare(runner, config, settings, max_model_len, progress, make_pool, ranks.meet)
+    ranks.check()
 
 
 def _capture_graphs(

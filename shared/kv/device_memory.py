@@ -84,6 +84,18 @@ def map_handle(handle: bytes, device: torch.device) -> int:
     return int(_call_on(device, "cudaIpcOpenMemHandle", opaque, flags))
 
 
+def mapped(handle: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return another process's memory, uint8 `[nbytes]`, for kernels of this device.
+
+    It stays mapped while this process runs. torch may say that it is on the other GPU.
+
+    Raises:
+        TransferError: it cannot be mapped; has the name of CUDA's error.
+    """
+    address = map_handle(handle, device)
+    return torch.as_tensor(DeviceBytes(address, (nbytes,)))
+
+
 def unmap(address: int, device: torch.device) -> None:
     """End a mapping; may wait for the device.
 

@@ -101,8 +101,14 @@ class EngineSettings(Settings):
     )
     tensor_parallel_size: TensorParallelSize = described(
         1,
-        "Number of processes that compute one model together, so far only with --device cpu: each "
-        "has a part of the weights and of the KV cache, and they share the cores.",
+        "Number of processes that compute one model together: each has a part of the weights and "
+        "of the KV cache, and a GPU; with --device cpu they share the cores.",
+        panel=ENGINE,
+    )
+    ranks_share_gpu: bool = described(
+        False,
+        "Put all processes of a model on one GPU, for tests: they take turns on it, and are slower "
+        "than one.",
         panel=ENGINE,
     )
     load_format: LoadFormat = described(

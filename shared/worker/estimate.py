@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.build import choose_dtype
 from pagewire.shared.engine.choices import choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
 from pagewire.shared.engine.execution.scoring import TILE_ROWS
+from pagewire.shared.engine.loading import choose_dtype
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.experts_config import MoeConfig

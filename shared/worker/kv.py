@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, get_args
 
@@ -87,7 +88,8 @@ def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[S
     executor, runner = built.core.executor, built.runner
     if not isinstance(executor, RanksExecutor):
         return make_staging(num_slots, slot_bytes, built.device), runner
-    staging = make_staging(num_slots, slot_bytes, built.device, built.ranks.stage)
+    shared = partial(built.ranks.stage, device=built.device)
+    staging = make_staging(num_slots, slot_bytes, built.device, shared)
     return staging, RanksMoves(executor, runner, staging.memory)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -33,9 +34,11 @@ class PendingMove:
 
     Attributes:
         end: event at the end of the move; None if the move has already been made.
+        is_of_one_device: what waits for `end` on a device comes after the move.
     """
 
     __slots__ = ("end",)
+    is_of_one_device: ClassVar[bool] = True
 
     def __init__(self, end: DeviceEvent) -> None:
         self.end = end

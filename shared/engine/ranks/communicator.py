@@ -1,5 +1,7 @@
 """Sums and logits among ranks on the CPUs of one host, over a Unix socket for each two ranks.
 
+Ranks on GPUs have these sockets, too, and meet over them while they load.
+
 A step of a small model has dozens of sums, each of which waits for the slowest rank, so that the
 way from one process to another counts: 8 x 128 numbers take two ranks 0.06 ms this way, and 1 ms
 with gloo, whose own threads stand between its sockets and the caller's thread. Nobody else on the
@@ -14,10 +16,12 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from pagewire.shared.base.errors import RankError
+from pagewire.shared.model.shard import Communicator
 
 STEP_S = 5.0  # at least, for another rank to get as far in a step as this one has
 # For rank 0: if its process is stopped, it may go on later, and if it hangs, its worker ends it.
@@ -25,6 +29,47 @@ RANK_0_S = 600.0
 POLL_S = 0.25
 # The number of the exchange, which is the same on all ranks, and the bytes that follow.
 _HEADER = struct.Struct("<IQ")
+
+
+class RankCommunicator(Communicator, Protocol):
+    """The `Communicator` of a rank in a process of its own."""
+
+    def open(self, device: torch.device) -> None:
+        """Connect this rank's device with those of the others; all ranks call this together.
+
+        Raises:
+            ConfigError: this machine's devices cannot be connected.
+            RankError: a rank is lost.
+        """
+        ...
+
+    def join(self) -> None:
+        """Add up with the other ranks from now on; all ranks call this together.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        ...
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        ...
+
+    def check(self) -> None:
+        """Check that a step that has ended has waited for no rank in vain.
+
+        Raises:
+            RankError: it has, and what it returned means nothing.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything; no step runs any more."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +131,23 @@ class SocketCommunicator:
             widths = self._exchange(torch.tensor([x.shape[1]]))
             return x.new_empty(0, sum(int(width) for width in widths))
         return torch.cat([part.view(len(x), -1) for part in self._exchange(x)], dim=1)
+
+    def open(self, device: torch.device) -> None:
+        """Do nothing: the sockets are open."""
+
+    def join(self) -> None:
+        """Do nothing: this has never added up alone."""
+
+    def meet(self) -> None:
+        """Wait until all ranks have called this.
+
+        Raises:
+            RankError: a rank is lost, or computes something else.
+        """
+        self._exchange(torch.zeros(1, dtype=torch.uint8))
+
+    def check(self) -> None:
+        """Do nothing: `reduce` and `gather` have raised the error."""
 
     def close(self) -> None:
         """Close the sockets; other ranks that wait for this one fail."""

@@ -12,8 +12,16 @@ import msgspec
 
 from pagewire.shared.base.errors import BlamelessRankError, RankError
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
+from pagewire.shared.engine.ranks.communicator import RankCommunicator
 from pagewire.shared.engine.ranks.group import RankGroup
-from pagewire.shared.engine.ranks.messages import OUT_OF_MEMORY, Moved, Pack, Sampled, encode
+from pagewire.shared.engine.ranks.messages import (
+    OUT_OF_MEMORY,
+    Fence,
+    Moved,
+    Pack,
+    Sampled,
+    encode,
+)
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
 
 DIGEST_STEPS = 100
@@ -69,10 +77,12 @@ class RanksExecutor:
     Attributes:
         own: the executor of rank 0, which is in this process.
         group: the other ranks.
+        communicator: adds up what the ranks compute.
     """
 
     own: Executor
     group: RankGroup
+    communicator: RankCommunicator
     _digests: Digests = field(default_factory=Digests)
     _expected: dict[int, int] = field(default_factory=dict)  # number of steps -> rank 0's hash
     _sampled: list[tuple[int, Sampled]] = field(default_factory=list)  # not compared yet
@@ -117,9 +127,14 @@ class RanksExecutor:
         Raises:
             RankError: a rank is lost.
         """
-        result = self._together(pending.wait)
+        result = self._together(lambda: self._result_of(pending))
         if (sampled := self._digests.add(result)) is not None:
             self._expected[sampled.steps] = sampled.digest
+        return result
+
+    def _result_of(self, pending: PendingStep) -> StepResult:
+        result = pending.wait()
+        self.communicator.check()
         return result
 
     def _execute(self, plan: StepPlan) -> PendingStep:
@@ -140,6 +155,14 @@ class RanksExecutor:
         left = {pipe.rank for pipe in self.group.pipes}
         move = self._moves[command.number] = OthersMove(left)
         return move
+
+    def fence(self) -> None:
+        """Have later plans of the other ranks wait for the moves so far.
+
+        Raises:
+            RankError: a rank is lost.
+        """
+        self._together(lambda: self.group.send(encode(Fence())))
 
     def look_at(self, move: OthersMove) -> bool:
         """Return whether the other ranks have made a move.

@@ -18,9 +18,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.base.errors import BlamelessRankError, ConfigError, PagewireError, RankError
+from pagewire.shared.base.errors import (
+    BlamelessRankError,
+    ConfigError,
+    PagewireError,
+    RankError,
+    TransferError,
+)
 from pagewire.shared.base.logs import LogForm
-from pagewire.shared.engine.ranks.communicator import STEP_S, SocketCommunicator, connected
+from pagewire.shared.engine.ranks.communicator import (
+    STEP_S,
+    RankCommunicator,
+    SocketCommunicator,
+    connected,
+)
 from pagewire.shared.engine.ranks.messages import (
     Begin,
     Failed,
@@ -32,6 +43,7 @@ from pagewire.shared.engine.ranks.messages import (
     Stage,
     encode,
 )
+from pagewire.shared.kv.device_memory import allocate, export_handle
 from pagewire.shared.model.shard import Shard
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.settings.config import EngineSettings, WorkerSettings
@@ -51,14 +63,14 @@ class RankGroup:
     """The other ranks' processes. With one rank there are none, and nothing here does anything.
 
     Attributes:
-        communicator: of rank 0; None with one rank.
+        control: rank 0's sockets to the others; None with one rank.
         pipes: to ranks 1, 2, ...
         processes: theirs.
         memory_fd: a file without a name, which all ranks can map; -1 with one rank.
         patience_s: how long rank 0 waits for a rank in a step, or for its part of a move.
     """
 
-    communicator: SocketCommunicator | None = None
+    control: SocketCommunicator | None = None
     pipes: Sequence[RankPipe] = ()
     processes: Sequence[subprocess.Popen[bytes]] = ()
     memory_fd: int = -1
@@ -66,6 +78,7 @@ class RankGroup:
     _poller: select.poll = field(default_factory=select.poll)
     _failures: dict[int, Failed] = field(default_factory=dict)
     _early: list[tuple[int, Report]] = field(default_factory=list)
+    _opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _is_ready: bool = False
     _loss: PagewireError | None = None
     _end: weakref.finalize[..., RankGroup] = field(init=False)
@@ -74,7 +87,7 @@ class RankGroup:
         for pipe in self.pipes:
             self._poller.register(pipe.fileno(), select.POLLIN)
         # Also when an `LLM` is collected, or its program ends.
-        parts = self.communicator, self.pipes, self.processes
+        parts = self.control, self.pipes, self.processes, self._opened
         self._end = weakref.finalize(self, _end, self.memory_fd, *parts)
 
     @classmethod
@@ -99,8 +112,8 @@ class RankGroup:
         memory_fd = os.memfd_create("pagewire-staging")
         undo.callback(os.close, memory_fd)
         sockets = connected(setup.count)
-        communicator = SocketCommunicator(0, sockets[0], setup.patience_s)
-        undo.callback(communicator.close)
+        control = SocketCommunicator(0, sockets[0], LOAD_S)
+        undo.callback(control.close)
         pipes: list[RankPipe] = []
         processes: list[subprocess.Popen[bytes]] = []
         undo.callback(_kill, processes)
@@ -115,7 +128,7 @@ class RankGroup:
             for connections in sockets[1:]:
                 for connection in connections.values():
                     connection.close()
-        return cls(communicator, pipes, processes, memory_fd, setup.patience_s)
+        return cls(control, pipes, processes, memory_fd, setup.patience_s)
 
     @property
     def count(self) -> int:
@@ -126,6 +139,11 @@ class RankGroup:
     def shard(self) -> Shard:
         """This rank's part of the model."""
         return Shard(0, self.count)
+
+    def own(self, communicator: RankCommunicator | None) -> None:
+        """Close this rank's communicator when the ranks end."""
+        if communicator is not None:
+            self._opened.callback(communicator.close)
 
     def look(self) -> None:
         """Look whether a rank is lost while this one loads; takes little time.
@@ -164,8 +182,10 @@ class RankGroup:
         Raises:
             RankError: a rank is lost.
         """
-        self._await(Ready, "made its KV pool")
+        self._await(Ready, "got ready to run steps")
         self._is_ready = True
+        if self.control is not None:
+            self.control.patience_s = self.patience_s
 
     def send(self, encoded: bytes) -> None:
         """Send a command to all ranks.
@@ -188,21 +208,30 @@ class RankGroup:
         if self._loss is not None:
             raise self._loss
 
-    def stage(self, num_bytes: int) -> torch.Tensor:
+    def stage(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return memory that all ranks share, uint8; once only.
+
+        Args:
+            num_bytes: its size.
+            device: rank 0's. On a GPU, the others map the memory of this one.
 
         Raises:
             ConfigError: it cannot be allocated.
             RankError: a rank is lost.
         """
+        handle = b""
         try:
-            os.ftruncate(self.memory_fd, num_bytes)
-            memory = shared_memory(self.memory_fd, num_bytes)
-        except OSError as exc:
+            if device.type == "cuda":
+                memory = allocate((num_bytes,), device)
+                handle = export_handle(memory)
+            else:
+                os.ftruncate(self.memory_fd, num_bytes)
+                memory = shared_memory(self.memory_fd, num_bytes)
+        except (OSError, TransferError) as exc:
             raise ConfigError(
                 f"cannot allocate {num_bytes >> 20} MiB for KV staging: {exc}"
             ) from exc
-        self.send(encode(Stage(num_bytes)))
+        self.send(encode(Stage(num_bytes, handle)))
         return memory
 
     def has_news(self) -> bool:
@@ -372,13 +401,14 @@ def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 def _end(
     memory_fd: int,
-    communicator: SocketCommunicator | None,
+    control: SocketCommunicator | None,
     pipes: Sequence[RankPipe],
     processes: Sequence[subprocess.Popen[bytes]],
+    opened: contextlib.ExitStack,
 ) -> None:
     """Close the sockets, at whose end ranks end by themselves; kill those that do not."""
-    if communicator is not None:
-        communicator.close()
+    if control is not None:
+        control.close()
         os.close(memory_fd)
     for pipe in pipes:
         pipe.close()
@@ -389,3 +419,4 @@ def _end(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    opened.close()

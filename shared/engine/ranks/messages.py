@@ -4,11 +4,11 @@ rank 0                       rank 1, 2, ...
 --Setup------------------->  loads its part of the model
 <------------------Loaded--
 --Begin------------------->  allocates its KV pool
-<-------------------Ready--
+<-------------------Ready--  after its first steps, on a GPU
 --StepPlan, Supply-------->  runs steps
 <-----------------Sampled--  once in 100 steps
 --Stage------------------->  maps the staging slots of KV transfer
---Pack, Unpack------------>  moves its part of KV blocks
+--Pack, Unpack, Fence----->  moves its part of KV blocks
 <-------------------Moved--
 <------------------Failed--  at any time; its process ends
 """
@@ -16,6 +16,7 @@ rank 0                       rank 1, 2, ...
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 from typing import Any
 
@@ -64,9 +65,18 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stage(msgspec.Struct, frozen=True, tag=True):
-    """The memory that all ranks share has `num_bytes` from now on: the staging slots."""
+    """The memory that all ranks share has `num_bytes` from now on: the staging slots.
+
+    Attributes:
+        handle: of memory on rank 0's GPU, see `export_handle`; empty: it is the shared file.
+    """
 
     num_bytes: int
+    handle: bytes = b""
+
+
+class Fence(msgspec.Struct, frozen=True, tag=True):
+    """Later plans wait for the moves so far; see `BlockMoves.fence`."""
 
 
 class Pack(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +150,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     missing: int | None = None
 
 
-Command = Setup | Begin | StepPlan | Supply | Stage | Pack | Unpack
+Command = Setup | Begin | StepPlan | Supply | Stage | Pack | Unpack | Fence
 Report = Loaded | Ready | Sampled | Moved | Failed
 
 
@@ -188,6 +198,10 @@ class RankPipe:
         with contextlib.suppress(RankError):
             return self._commands.decode(self._receive(None))
         return None
+
+    def has_command(self, timeout_s: float) -> bool:
+        """Wait until rank 0 has sent something or has ended; return whether it has."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
 
     def next_report(self, timeout_s: float) -> Report:
         """Wait for the rank's next report.

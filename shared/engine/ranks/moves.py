@@ -1,14 +1,18 @@
 """Moves of KV blocks on all ranks: each moves its part between its pool and the shared staging.
 
 A staging slot has the parts of all ranks, one after the other, each with its checksums; a rank has
-several if the other worker has more ranks. So one
-rank, which has the engine, sends and receives the whole; a segment is intact if all parts are.
+several if the other worker has more ranks. So one rank, which has the engine, sends and receives
+the whole; a segment is intact if all parts are.
+
+On GPUs staging is rank 0's memory, which the other ranks map. What one GPU queues does not come
+after another's moves: a move of all ranks has been made once each has reported its part.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +25,7 @@ from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.executor import OthersMove, RanksExecutor
 from pagewire.shared.engine.ranks.group import shared_memory
 from pagewire.shared.engine.ranks.messages import Moved, Pack, Stage, Unpack
+from pagewire.shared.kv.device_memory import mapped
 from pagewire.shared.kv.packing import part_bytes
 
 POLL_S = 0.0001
@@ -30,6 +35,7 @@ class RanksMove(PendingCheck):
     """A move on all ranks."""
 
     __slots__ = ("_executor", "_others", "_own")
+    is_of_one_device = False
 
     def __init__(self, own: PendingMove, others: OthersMove, executor: RanksExecutor) -> None:
         super().__init__(np.zeros((), np.int64), None)
@@ -112,7 +118,8 @@ class RanksMoves:
         return self.own.queue(work)
 
     def fence(self) -> None:
-        """Have later plans wait for the moves so far."""
+        """Have later plans wait for the moves so far, on all ranks."""
+        self.executor.fence()
         self.own.fence()
 
     def rehearse_launch(self) -> None:
@@ -149,13 +156,28 @@ class RankMover:
     runner: ModelRunner
     memory_fd: int
     _memory: torch.Tensor | None = None
+    # Moves that have been launched, and their numbers, in their order.
+    _pending: deque[tuple[int, PendingMove]] = field(default_factory=deque)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a move is under way."""
+        return bool(self._pending)
 
     def stage(self, command: Stage) -> None:
-        """Map the staging slots."""
-        self._memory = shared_memory(self.memory_fd, command.num_bytes)
+        """Map the staging slots.
 
-    def move(self, command: Pack) -> Moved:
-        """Move this rank's part.
+        Raises:
+            TransferError: rank 0's memory cannot be mapped.
+        """
+        if command.handle:
+            device = self.runner.kv_pool.device
+            self._memory = mapped(command.handle, command.num_bytes, device)
+        else:
+            self._memory = shared_memory(self.memory_fd, command.num_bytes)
+
+    def move(self, command: Pack) -> None:
+        """Launch the move of this rank's part.
 
         Raises:
             RankError: the command came before the staging memory.
@@ -167,7 +189,17 @@ class RankMover:
         groups = range(command.first_group, command.first_group + command.num_groups)
         ids, seed, after = command.block_ids, command.seed, command.after
         if isinstance(command, Unpack):
-            check = self.runner.unpack(part, ids, groups, seed, after, parts)
-            return Moved(command.number, check.is_intact())
-        self.runner.pack(ids, groups, part, seed, after, parts)  # done now, on a CPU
-        return Moved(command.number)
+            move: PendingMove = self.runner.unpack(part, ids, groups, seed, after, parts)
+        else:
+            move = self.runner.pack(ids, groups, part, seed, after, parts)
+        self._pending.append((command.number, move))
+
+    def fence(self) -> None:
+        """Have later plans wait for the moves so far."""
+        self.runner.fence()
+
+    def made(self) -> Iterator[Moved]:
+        """Yield a report of each move that has been made since the last call."""
+        while self._pending and self._pending[0][1].is_done():
+            number, move = self._pending.popleft()
+            yield Moved(number, not isinstance(move, PendingCheck) or move.is_intact())

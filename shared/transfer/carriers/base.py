@@ -110,7 +110,7 @@ class Inbound(Protocol):
             body: the payload, if it came with the announcement.
 
         Returns:
-            Ends when the payload is there for an unpacking that is queued afterwards.
+            Ends when the payload is there for all devices that unpack it.
 
         Raises:
             TransferError: the payload is missing.

@@ -104,5 +104,5 @@ class _ZmqInbound(Inbound):
         host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
         target = self._carrier.staging.buffers[segment.credit][: segment.nbytes]
         if target.is_cuda:
-            self._carrier.moves.queue(lambda: target.copy_(host, non_blocking=True))
+            return self._carrier.moves.queue(lambda: target.copy_(host, non_blocking=True))
         return DONE

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
+from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import has_ended
+from pagewire.shared.transfer.carriers.base import Pending, Then, has_ended
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.segments import Cut
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
@@ -88,7 +89,7 @@ class Outgoing:
                 nbytes=packed_bytes(link.layout, len(cut.positions), len(cut.groups)),
             )
             try:
-                pending = link.outbound.send(segment, slot, packed)
+                pending = _send(link, segment, slot, packed)
             except Exception as exc:  # of the device or a library: a copy may be queued
                 raise TransferError(f"a KV segment cannot be sent: {exc}") from exc
         except BaseException:  # whatever a device raises: the staging slot may not leak
@@ -118,3 +119,10 @@ class Outgoing:
     def release(self, slot: int) -> None:
         """Give a staging slot back."""
         self.notify(self.slots.give_back(slot))
+
+
+def _send(link: SenderLink, segment: Segment, slot: int, packed: PendingMove) -> Pending:
+    """Have a carrier send a segment: at once, or when several devices have packed their parts."""
+    if packed.is_of_one_device:
+        return link.outbound.send(segment, slot, packed)
+    return Then(packed, lambda: link.outbound.send(segment, slot, PendingMove(None)))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import BlamelessRankError, ConfigError, RankError
 from pagewire.shared.engine.build import build_engine
-from pagewire.shared.engine.choices import check_ranks
+from pagewire.shared.engine.choices import check_ranks, choose_device
 from pagewire.shared.engine.ranks.executor import RanksExecutor
 from pagewire.shared.engine.ranks.group import PROGRAM, RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin, Failed, RankPipe, encode
@@ -297,16 +297,48 @@ def test_more_ranks_than_the_heads_allow() -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lets torch say which GPUs there are, and which read each other's memory."""
+
+    def install(*names: str, are_peers: bool = True) -> None:
+        for name, value in (
+            ("is_available", lambda: True),
+            ("current_device", lambda: 0),
+            ("device_count", lambda: len(names)),
+            ("get_device_name", lambda index: names[index]),
+            ("can_device_access_peer", lambda one, other: are_peers),
+        ):
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    return install
+
+
 @pytest.mark.parametrize(
-    ("gpus", "problem"),
-    [(1, "needs 2 GPUs, and 1 can be used"), (2, "works only with --device cpu")],
+    ("names", "are_peers", "problem"),
+    [
+        (["H200"], True, "needs 2 GPUs, and 1 can be used"),
+        (["H200", "L4", "H200"], True, "needs GPUs of one type, .* are H200 and L4"),
+        (["L4", "L4"], False, "GPU 0 cannot read GPU 1's"),
+    ],
 )
-def test_what_is_missing_on_gpus(gpus: int, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(ConfigError, match=f"--tensor-parallel-size 2 {problem}"):
+def test_what_is_missing_on_gpus(
+    names: list[str], are_peers: bool, problem: str, gpus: Callable[..., None]
+) -> None:
+    gpus(*names, are_peers=are_peers)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size 2 .*{problem}"):
         check_ranks(LLMSettings(tensor_parallel_size=2, device="cuda"))
+
+
+def test_each_rank_has_a_gpu_unless_they_share_one(gpus: Callable[..., None]) -> None:
+    gpus("H200", "H200")
+    settings = LLMSettings(tensor_parallel_size=2, device="cuda")
+    check_ranks(settings)
+    assert [choose_device(settings, rank).index for rank in range(2)] == [0, 1]
+    gpus("L4")
+    shared = LLMSettings(tensor_parallel_size=2, device="cuda", ranks_share_gpu=True)
+    check_ranks(shared)
+    assert [choose_device(shared, rank).index for rank in range(2)] == [0, 0]
 
 
 def test_transformers_code_runs_on_one_rank() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.build import choose_dtype
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
+from pagewire.shared.engine.loading import choose_dtype
 from pagewire.shared.engine.memory import GRAPH_BYTES, pool_bytes
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config
