@@ -1,4 +1,4 @@
-#!/bin/sh
+#!/bin/bash
 # Starts a worker in a container: pagewire-worker ROLE [OPTION]...
 # Containers of one service have one configuration; what differs between them is found out here.
 set -eu
@@ -9,18 +9,31 @@ shift
 : "${PAGEWIRE_WORKER_ID:=$role-$(hostname)}" "${PAGEWIRE_ADVERTISE_HOST:=$(hostname)}"
 export PAGEWIRE_WORKER_ID PAGEWIRE_ADVERTISE_HOST
 
-# Each worker takes the first of these GPUs that is free. The lock is gone with the process. The
-# others stay visible after it, since CUDA IPC reaches only devices that a process can see.
+# Each worker takes the first of these GPUs that are free, one for each of its ranks. The locks are
+# gone with the process. The others stay visible after them, since CUDA IPC reaches only devices
+# that a process can see.
 if [ -n "${PAGEWIRE_GPUS:-}" ]; then
-    for gpu in $(echo "$PAGEWIRE_GPUS" | tr , ' '); do
-        exec 9>"${PAGEWIRE_GPU_LOCKS:-/run/pagewire}/gpu-$gpu"
-        if flock --nonblock 9; then
-            others=$(echo ",$PAGEWIRE_GPUS," | sed "s/,$gpu,/,/; s/^,//; s/,\$//")
-            export CUDA_VISIBLE_DEVICES="$gpu${others:+,$others}"
-            exec pagewire "$role" "$@"
+    locks=${PAGEWIRE_GPU_LOCKS:-/run/pagewire}
+    needed=${PAGEWIRE_TENSOR_PARALLEL_SIZE:-1} taken=0 own="" others=""
+    # One at a time: two workers might each get a part of the GPUs that one of them needs.
+    exec {turn}>"$locks/turn"
+    flock --timeout 60 "$turn"
+    for gpu in ${PAGEWIRE_GPUS//,/ }; do
+        exec {lock}>"$locks/gpu-$gpu"
+        if [ "$taken" -lt "$needed" ] && flock --nonblock "$lock"; then
+            taken=$((taken + 1)) own+=",$gpu"
+        else
+            exec {lock}>&-
+            others+=",$gpu"
         fi
     done
-    echo "pagewire: all GPUs of PAGEWIRE_GPUS=$PAGEWIRE_GPUS have a worker already" >&2
-    exit 2
+    exec {turn}>&-
+    if [ "$taken" -lt "$needed" ]; then
+        echo "pagewire: this worker needs $needed GPUs (PAGEWIRE_TENSOR_PARALLEL_SIZE), and of" \
+            "PAGEWIRE_GPUS=$PAGEWIRE_GPUS only $taken have no worker yet" >&2
+        exit 2
+    fi
+    own+=$others
+    export CUDA_VISIBLE_DEVICES=${own#,}
 fi
 exec pagewire "$role" "$@"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pagewire.services.cli.options import DECODE_ONLY
+from pagewire.services.cli.up.gpus import place, visible
 from pagewire.services.cli.up.machine import LOOPBACK, Machine
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError
@@ -49,6 +50,11 @@ class ClusterOptions:
         return [f"prefill-{index}" for index in range(self.prefill)] + [
             f"decode-{index}" for index in range(self.decode)
         ]
+
+    @property
+    def worker_ranks(self) -> list[int]:
+        """Number of processes of each of these workers."""
+        return [self.prefill_ranks] * self.prefill + [self.ranks] * self.decode
 
     @property
     def router_names(self) -> list[str]:
@@ -122,6 +128,7 @@ def _plan_workers(
     names = options.worker_names
     gpus = machine.gpus if options.device != "cpu" else ()
     share = gpu_share(options, machine) if gpus else 1.0
+    placed = _placed(options, machine) if gpus else []
     for index, name in enumerate(names):
         role = name.partition("-")[0]
         settings = {**options.worker_options, "host": LOOPBACK, "worker_id": name}
@@ -132,33 +139,35 @@ def _plan_workers(
                 settings["tensor_parallel_size"] = options.prefill_ranks
         env = dict(shared_env)
         if gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(rotated(gpus, index))
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible(gpus, placed[index]))
             settings["gpu_memory_utilization"] = share
         elif len(names) > 1 and not threads_are_chosen():  # one alone chooses by its model
-            processes = options.prefill * options.prefill_ranks + options.decode * options.ranks
+            processes = sum(options.worker_ranks)
             env["OMP_NUM_THREADS"] = str(max(1, machine.cores // processes))
         argv = service_argv(role, settings, options.modules.get(role, ()))
         yield ChildSpec(name, argv, env)
 
 
-def rotated(gpus: tuple[str, ...], index: int) -> tuple[str, ...]:
-    """Return all GPUs with this worker's first: device 0 is its own.
+def _placed(options: ClusterOptions, machine: Machine) -> list[tuple[int, ...]]:
+    """Return the GPUs of each worker, by index.
 
-    The others stay visible because CUDA IPC reaches only devices that a process can see.
+    Raises:
+        ConfigError: a worker has more ranks than there are GPUs.
     """
-    first = index % len(gpus)
-    return gpus[first:] + gpus[:first]
+    ranks = options.worker_ranks
+    if options.worker_options.get("ranks_share_gpu"):
+        ranks = [1] * len(ranks)
+    return place(ranks, len(machine.gpus), machine.links)
 
 
 def gpu_share(options: ClusterOptions, machine: Machine) -> float:
-    """Return each worker's share of its GPU's memory: the setting, or else what is free for it.
+    """Return each worker's share of its GPUs' memory: the setting, or else what is free for it.
 
     Raises:
         ConfigError: the workers of one GPU would take more memory than it has, or a GPU's memory
             is in use.
     """
-    gpus = len(machine.gpus)
-    workers = Counter(index % gpus for index in range(len(options.worker_names)))
+    workers = Counter(gpu for own in _placed(options, machine) for gpu in own)
     most = max(workers.values())
     share: float | None = options.worker_options.get("gpu_memory_utilization")
     if share is None:

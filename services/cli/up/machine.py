@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.base.errors import ConfigError
@@ -14,6 +17,7 @@ from pagewire.shared.base.listener import bound_socket
 
 NVIDIA_SMI_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
+_GPU, _NVLINK = re.compile(r"GPU\d+"), re.compile(r"NV\d+")
 
 
 class PortTakenError(ConfigError):
@@ -36,11 +40,13 @@ class Machine:
         cores: number of cores that this process may use.
         gpus: as CUDA_VISIBLE_DEVICES names them; empty without a GPU.
         free: the unused share of each GPU's memory, 0 to 1; empty if not known.
+        links: pairs of GPUs with NVLink between them, by index in `gpus`, the smaller one first.
     """
 
     cores: int
     gpus: tuple[str, ...]
     free: tuple[float, ...] = ()
+    links: frozenset[tuple[int, int]] = frozenset()
 
 
 def inspect_machine() -> Machine:
@@ -51,7 +57,18 @@ def inspect_machine() -> Machine:
         cores = os.cpu_count() or 1
     count = sum(line.startswith("GPU ") for line in _nvidia_smi("-L"))
     gpus = visible_gpus(count, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    return Machine(cores, gpus, _free_shares(gpus) if gpus else ())
+    if not gpus:
+        return Machine(cores, gpus)
+    installed = _installed_gpus()
+    free = tuple(installed[name].free if name in installed else 1.0 for name in gpus)
+    places = {installed[name].index: place for place, name in enumerate(gpus) if name in installed}
+    linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 2 else ()
+    links = {
+        tuple(sorted((places[one], places[other])))
+        for one, other in linked
+        if one in places and other in places
+    }
+    return Machine(cores, gpus, free, frozenset(links))
 
 
 def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
@@ -63,15 +80,41 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
 
 
-def _free_shares(gpus: tuple[str, ...]) -> tuple[float, ...]:
-    """Return the share of each GPU's memory that is free; 1 where the driver does not say."""
-    shares = {}
+class _Gpu(NamedTuple):
+    """A GPU: its index, as the driver counts, and the share of its memory that is free."""
+
+    index: int
+    free: float
+
+
+def _installed_gpus() -> dict[str, _Gpu]:
+    """Return the GPUs of which the driver says enough, by index and by UUID."""
+    found = {}
     fields = "--query-gpu=index,uuid,memory.free,memory.total"
     for line in _nvidia_smi(fields, "--format=csv,noheader,nounits"):
         words = [word.strip() for word in line.split(",")]
-        if len(words) == 4 and words[2].isdecimal() and words[3].isdecimal():
-            shares[words[0]] = shares[words[1]] = int(words[2]) / max(1, int(words[3]))
-    return tuple(shares.get(name, 1.0) for name in gpus)
+        if len(words) == 4 and all(words[n].isdecimal() for n in (0, 2, 3)):
+            gpu = _Gpu(int(words[0]), int(words[2]) / max(1, int(words[3])))
+            found[words[0]] = found[words[1]] = gpu
+    return found
+
+
+def nvlinks(topology: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the pairs of GPUs with NVLink between them, as the driver counts them.
+
+    Args:
+        topology: the lines of `nvidia-smi topo -m`: a table of GPUs, and of what else is there.
+    """
+    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology]
+    rows = [row for row in rows if row and _GPU.fullmatch(row[0])]
+    columns = [int(name[3:]) for name in rows[0] if _GPU.fullmatch(name)] if rows else []
+    pairs = (
+        (int(row[0][3:]), column)
+        for row in rows[1:]
+        for column, link in zip(columns, row[1:], strict=False)
+        if _NVLINK.fullmatch(link)
+    )
+    return [(one, other) for one, other in pairs if one < other]
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:

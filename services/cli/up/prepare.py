@@ -40,6 +40,8 @@ def prepare(params: dict[str, Any], settings: UpSettings) -> ClusterContext:
     router_options["drain_timeout_s"] = worker_options["drain_timeout_s"] = drain_timeout_s
     if "gpu_memory_utilization" in worker.model_fields_set:  # else the plan divides the default
         worker_options["gpu_memory_utilization"] = worker.gpu_memory_utilization
+    if worker.ranks_share_gpu:  # also if the environment says so
+        worker_options["ranks_share_gpu"] = True
     port = asyncio.run(router_port(router.host, router.port))
     model_path = resolve_model(worker.model, revision=worker.revision)
     config = load_config(model_path, worker.model_impl, worker.quantization, worker.kv_cache_dtype)

@@ -29,7 +29,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def start_one(*arguments: str, **env: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            ["sh", str(SCRIPT), *arguments],
+            ["bash", str(SCRIPT), *arguments],
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PAGEWIRE_GPU_LOCKS": str(tmp_path)}
             | env,
             text=True,
@@ -73,3 +73,23 @@ def test_each_worker_has_a_gpu_of_its_own_and_sees_the_others(start: Start) -> N
     first.kill()
     first.wait(10)
     assert _said(start("prefill", PAGEWIRE_GPUS="0,1,10"))[3] == "0,1,10"
+
+
+def test_a_worker_has_a_gpu_for_each_rank(start: Start) -> None:
+    two = {"PAGEWIRE_GPUS": "0,1,2,3", "PAGEWIRE_TENSOR_PARALLEL_SIZE": "2"}
+    first = start("prefill", **two)
+    assert _said(first)[3] == "0,1,2,3"
+    assert _said(start("decode", PAGEWIRE_GPUS="0,1,2,3"))[3] == "2,0,1,3"
+    refused = start("decode", **two)
+    assert refused.wait(10) == 2
+    assert refused.stderr is not None
+    assert "needs 2 GPUs" in (said := refused.stderr.read()) and "only 1 have" in said
+    first.kill()
+    first.wait(10)
+    assert _said(start("decode", **two))[3] == "0,1,2,3"
+
+
+def test_workers_that_start_together_do_not_each_take_a_part(start: Start) -> None:
+    two = {"PAGEWIRE_GPUS": "0,1,2,3,4", "PAGEWIRE_TENSOR_PARALLEL_SIZE": "2"}
+    own = [_said(each)[3] for each in [start("decode", **two) for _ in range(2)]]
+    assert sorted(each[:3] for each in own) == ["0,1", "2,3"]
