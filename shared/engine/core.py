@@ -80,9 +80,9 @@ class EngineCore(LiveSequences):
     def _depth(self) -> int:
         return 2 if self.overlap else 1
 
-    def is_due(self) -> bool:
-        """Whether the next iteration has something to do; cheap, so that it can be polled."""
-        return self.is_step_due() or self.are_hooks_due()
+    def poll(self) -> bool:
+        """Let the hooks go on; return whether the next iteration has something to do; quick."""
+        return self.is_step_due() or self.poll_hooks()
 
     def is_step_due(self) -> bool:
         """Whether `advance` can go on with the step on the device; cheap."""
@@ -91,9 +91,9 @@ class EngineCore(LiveSequences):
         oldest = self._in_flight[0]
         return self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done()
 
-    def are_hooks_due(self) -> bool:
-        """Whether `run_hooks` has something to do; cheap."""
-        return any(hook.is_due() for hook in self.hooks)
+    def poll_hooks(self) -> bool:
+        """Let the hooks go on; return whether `run_hooks` has something to do; quick."""
+        return any(hook.poll() for hook in self.hooks)
 
     def step(self, wait: bool = True) -> tuple[StepOutputs, bool]:
         """Run an iteration: `advance`, then `run_hooks`; returns what both return."""

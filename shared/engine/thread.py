@@ -32,7 +32,7 @@ MAX_COMMANDS = 65_536
 IDLE_WAIT_S = 0.5  # an idle iteration takes 0.4 ms
 POLL_S = 0.00001  # of the device and the hooks; a sleep takes five times as long
 EXPECTED_S = 0.005  # from the first bytes of a request until its job comes, and some more
-REHEARSAL_INTERVAL_S = 0.001  # while work is expected
+WARM_INTERVAL_S = 0.001  # while work is expected
 MAX_POLL_S = 0.01  # after this, an iteration runs in any case, to refresh the snapshot
 _PR_SET_TIMERSLACK = 29  # linux/prctl.h
 _SLACK_NS = 1000
@@ -82,7 +82,7 @@ class EngineThread:
         on_outputs: Callable[[StepOutputs], None],
         *,
         busy_polls: bool = False,
-        rehearse: Callable[[], object] = lambda: None,
+        warm_launch_path: Callable[[], object] = lambda: None,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -93,10 +93,11 @@ class EngineThread:
             busy_polls: poll without sleeping while only the hooks wait for something, or work is
                 expected, which takes a core. A thread that sleeps may wake up milliseconds late,
                 longer than a GPU takes to send a prompt's blocks.
-            rehearse: called again and again while work is expected, if the thread busy-polls: the
-                first calls of CUDA after a pause take several times as long as later ones.
+            warm_launch_path: called again and again while work is expected, if the thread
+                busy-polls: the first calls of CUDA after a pause take several times as long as
+                later ones.
         """
-        self._busy_polls, self._rehearse = busy_polls, rehearse
+        self._busy_polls, self._warm_launch_path = busy_polls, warm_launch_path
         self._polls_until_s = 0.0
         self._hooks_are_quiet = False  # for `MAX_POLL_S`: their peer may have stopped
         self.core = core
@@ -203,9 +204,9 @@ class EngineThread:
         if self.core.awaits_step or self.core.hooks_busy:
             self._poll(now + MAX_POLL_S)
         elif self._busy_polls and now < self._polls_until_s:
-            self._rehearse()
+            self._warm_launch_path()
             self._hooks_are_quiet = False
-            self._poll(min(self._polls_until_s, time.monotonic() + REHEARSAL_INTERVAL_S))
+            self._poll(min(self._polls_until_s, time.monotonic() + WARM_INTERVAL_S))
         else:
             self._idle()
 
@@ -221,7 +222,7 @@ class EngineThread:
         core = self.core
         were_quiet, self._hooks_are_quiet = self._hooks_are_quiet, True
         while not (self._has_news or core.is_step_due() or time.monotonic() > until):
-            if not core.are_hooks_due():
+            if not core.poll_hooks():
                 sleeps = core.awaits_step or were_quiet or not self._busy_polls
                 time.sleep(POLL_S if sleeps else 0.0)
                 continue
@@ -265,7 +266,7 @@ class EngineThread:
     def _idle(self) -> None:
         # This check comes after `prepare`, because only what comes after `prepare` ends the wait.
         self._waker.prepare()
-        if not (self._has_news or self.core.is_due()):
+        if not (self._has_news or self.core.poll()):
             self._waker.wait(IDLE_WAIT_S)
         self._waker.finish()
         self._is_woken = self._hooks_are_quiet = False

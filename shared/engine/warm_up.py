@@ -179,7 +179,7 @@ def warm_up(runner: ModelRunner, config: ModelConfig, most_tokens: int) -> None:
     size = packed_bytes(layout, 1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
     runner.pack([0], layout.layer_groups, staging, 1, after=0)
-    if not runner.unpack(staging, [0], layout.layer_groups, 1, after=0).is_intact():
+    if not runner.unpack(staging, [0], layout.layer_groups, 1, after=0).verify():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")
 
 
@@ -237,7 +237,7 @@ class FirstSteps:
         self._run_tiles(room)
         self._run(copies=[(0, int(self.runner.kv_pool.shape[0]) - 1)])
         self._run(freed=[0])
-        self.runner.rehearse_launch()
+        self.runner.warm_launch_path()
 
     def _run(self, supply: Supply | None = None, **fields: Any) -> None:
         plan = StepPlan(number=0, awaits_supply=supply is not None, **fields)

@@ -90,8 +90,8 @@ class Quarantine:
         self._until = self._clock() + self._seconds
         return self
 
-    def is_done(self) -> bool:
-        """Whether nothing is written any more."""
+    def poll(self) -> bool:
+        """End the quarantine if nothing can be written any more; return whether it has ended."""
         if not self.is_over and (self._poller.poll(0) or self._clock() >= self._until):
             self.close()
         return self.is_over

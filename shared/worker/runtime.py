@@ -193,7 +193,7 @@ class WorkerRuntime:
             self.built.core,
             self._on_outputs,
             busy_polls=is_gpu,
-            rehearse=self.built.runner.rehearse_launch,
+            warm_launch_path=self.built.runner.warm_launch_path,
         )
         self._engine_watch = EngineWatch(self.engine, settings.step_timeout_s)
         names = served_names(settings.served_model_name, settings.model)
@@ -269,7 +269,7 @@ class WorkerRuntime:
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         metrics = MetricsServer(
-            self.metrics_registry, self.is_healthy, "pagewire_worker", settings.restarts
+            self.metrics_registry, self.check_health, "pagewire_worker", settings.restarts
         )
         bound = await metrics.start(settings.host, settings.metrics_port, settings.own_names)
         self._metrics_endpoint = with_host(bound, self._advertised)
@@ -305,8 +305,8 @@ class WorkerRuntime:
         if service is not None:
             service.on_outputs(outputs)
 
-    def is_healthy(self) -> bool:
-        """Whether the engine's loop runs and new work is taken."""
+    def check_health(self) -> bool:
+        """Poll the engine's heartbeat; return whether its loop runs and new work is taken."""
         self._engine_watch.poll()
         return not self.is_draining and self._engine_watch.is_well
 
@@ -345,7 +345,7 @@ class WorkerRuntime:
         self._publisher.renew_now()
         report_at = self._loop.time()
         deadline = report_at + self.settings.drain_timeout_s
-        while (count := self._live_work()) and (now := self._loop.time()) < deadline:
+        while (count := self._poll_live_work()) and (now := self._loop.time()) < deadline:
             if now >= report_at:
                 logger.info("draining: requests running: %d, %.0f s left", count, deadline - now)
                 report_at = now + DRAIN_REPORT_S
@@ -353,7 +353,7 @@ class WorkerRuntime:
         if count:
             logger.warning("the drain time is over: %d requests go on elsewhere", count)
 
-    def _live_work(self) -> int:
+    def _poll_live_work(self) -> int:
         self._engine_watch.poll()
         return 0 if self._is_lost or self._service is None else self._service.num_active
 
@@ -388,7 +388,7 @@ class WorkerRuntime:
             ranks=layout.ranks,
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
-            state="ready" if self.is_healthy() else "draining",
+            state="ready" if self.check_health() else "draining",
             kv_transports=list(self.kv.receiver.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
             links=links_of(self.kv.sender),

@@ -81,7 +81,7 @@ class FakePending:
 
 
 class FakeMove(PendingCheck):
-    """A move that runs when `is_done` is called, after all moves that were launched before it."""
+    """A move that runs when `poll` is called, after all moves that were launched before it."""
 
     def __init__(self, device: FakeDevice, work: Callable[[], object]) -> None:
         self.corrupt = torch.zeros((), dtype=torch.int64)
@@ -89,7 +89,7 @@ class FakeMove(PendingCheck):
         self.work, self.has_run = work, False
         self._device = device
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         if self._device.has_moved:
             self._device.run_moves()
         return self.has_run
@@ -291,7 +291,7 @@ class FakeDevice:
                 move.work()
                 move.has_run = True
 
-    def rehearse_launch(self) -> None:
+    def warm_launch_path(self) -> None:
         """Do nothing: this device never pauses."""
 
     def _begin_move(self, block_ids: list[int], after: int) -> None:

@@ -155,11 +155,11 @@ class WatchedCheck:
     def __init__(self, check: PendingCheck, on_unpacked: Callable[[], None]) -> None:
         self._check, self._on_unpacked = check, on_unpacked
 
-    def is_done(self) -> bool:
-        return self._check.is_done()
+    def poll(self) -> bool:
+        return self._check.poll()
 
-    def is_intact(self) -> bool:
-        is_intact = self._check.is_intact()
+    def verify(self) -> bool:
+        is_intact = self._check.verify()
         self._on_unpacked()
         return is_intact
 
@@ -175,12 +175,12 @@ class WatchedSender(KvSender):
         assert isinstance(link.outbound, WatchedOutbound)
         self.receivers[job] = link.outbound.receiver
 
-    def poll(self, plan: StepPlan | None) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         for work in () if plan is None else plan.kv:
             if isinstance(work, Export) and work.request_id in self.receivers:
                 receiver = self.receivers[work.request_id]
                 self.points.reach("exported", Segment(os.getpid(), receiver))
-        return super().poll(plan)
+        return super().after_launch(plan)
 
 
 class WatchedReceiver(KvReceiver):
@@ -189,8 +189,8 @@ class WatchedReceiver(KvReceiver):
     points: ClassVar[Points]
     unpacked: ClassVar[list[Segment]] = []
 
-    def poll(self, plan: StepPlan | None) -> bool:
-        is_busy = super().poll(plan)
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        is_busy = super().after_launch(plan)
         while self.unpacked:
             self.points.reach("acknowledged", self.unpacked.pop(0))
         return is_busy

@@ -72,7 +72,7 @@ class IpcPeer:
 
     def has_arrived(self, credit: int) -> bool:
         """Whether the newest payload of a credit of the newest link has arrived."""
-        return self.inbound[-1].receive(_segment(credit, 0, 0), None).is_done()
+        return self.inbound[-1].receive(_segment(credit, 0, 0), None).poll()
 
     def end_link(self, link: int) -> None:
         self.outbound.pop(link).close()
@@ -128,7 +128,7 @@ def _segment(credit: int, seed: int, nbytes: int) -> Segment:
 
 def _wait(pending: Pending) -> None:
     deadline = time.monotonic() + MAX_COPY_S
-    while not pending.is_done():
+    while not pending.poll():
         assert time.monotonic() < deadline, "a copy takes too long"
 
 

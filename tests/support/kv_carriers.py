@@ -96,14 +96,14 @@ class HeldBack:
     def __init__(self, inner: Pending, is_held: Callable[[], bool]) -> None:
         self.inner, self.is_held = inner, is_held
 
-    def is_done(self) -> bool:
-        return self.inner.is_done() and not self.is_held()
+    def poll(self) -> bool:
+        return self.inner.poll() and not self.is_held()
 
 
 class Failed:
     """Something pending that has failed."""
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         raise TransferError("the wire is cut")
 
 

@@ -173,7 +173,7 @@ class _Carrier:
             if sends:
                 self._staging.buffers[credit][:nbytes] = _payload(link, use, nbytes)
                 pending = self._outbound[link].send(segment, credit, PendingMove(None))
-                pending.is_done()  # it is packed, so this sends it
+                pending.poll()  # it is packed, so this sends it
             else:
                 pending = self._inbound[link].receive(segment, None)
         except TransferError as exc:
@@ -205,13 +205,13 @@ class _Carrier:
             self.do(entry[1], *entry[2])
         for pending in list(self._pending):
             self._check(*pending)
-        for link in [link for link, ending in self._quarantine.items() if ending.is_done()]:
+        for link in [link for link, ending in self._quarantine.items() if ending.poll()]:
             del self._quarantine[link]
             self._say("ended", link)
 
     def _check(self, sends: bool, link: int, segment: Segment, pending: Pending) -> None:
         try:
-            if not pending.is_done():
+            if not pending.poll():
                 return
         except TransferError as exc:
             self._say("failed", link, segment.use, exc)

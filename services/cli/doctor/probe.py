@@ -122,7 +122,7 @@ def _poll_until_done(worker: UcxWorker, request: UcxRequest) -> bool:
         TransferError: the request has failed.
     """
     deadline = time.monotonic() + PEER_TIMEOUT_S
-    while not request.is_done():
+    while not request.poll():
         if time.monotonic() >= deadline:
             return False
         worker.poll()

@@ -58,8 +58,8 @@ class JobHook:
                 self.jobs.export(work)
         return False
 
-    def is_due(self) -> bool:
-        """Whether there is something to do: never, since arrivals are commands."""
+    def poll(self) -> bool:
+        """Return whether there is something to do: never, since arrivals are commands."""
         return False
 
 

@@ -43,7 +43,7 @@ class PendingMove:
     def __init__(self, end: DeviceEvent) -> None:
         self.end = end
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         """Whether the blocks have been moved, without waiting."""
         return self.end is None or self.end.query()
 
@@ -62,7 +62,7 @@ class PendingCheck(PendingMove):
         super().__init__(end)
         self._corrupt = corrupt
 
-    def is_intact(self) -> bool:
+    def verify(self) -> bool:
         """Wait for the move; return whether all checksums are right."""
         if self.end is not None:
             self.end.synchronize()
@@ -112,8 +112,8 @@ class BlockMover:
     _stream: torch.cuda.Stream | None = None
     _packing: dict[int, _MoveGraph] = field(default_factory=dict)  # by the buffer's address
     _unpacking: dict[int, _MoveGraph] = field(default_factory=dict)
-    _rehearsal: _MoveGraph | None = None  # moves nothing, so a launch need not wait for another
-    _rehearsed: torch.Tensor | None = None  # its staging
+    _empty_move: _MoveGraph | None = None  # moves nothing, so a launch need not wait for another
+    _empty_staging: torch.Tensor | None = None  # its staging
 
     def __post_init__(self) -> None:
         self._rows = self.kv_pool.view(self.kv_pool.shape[0] * len(self.layout.layer_groups), -1)
@@ -241,10 +241,10 @@ class BlockMover:
             work()
             return PendingMove(self.record_event())
 
-    def rehearse(self) -> None:
+    def warm_launch_path(self) -> None:
         """Launch an unpacking of no blocks, if there are graphs; see `BlockMoves`."""
-        if self._rehearsal is not None:
-            self._rehearsal.replay(_NO_ROWS, 0, self._stream_after(None))
+        if self._empty_move is not None:
+            self._empty_move.replay(_NO_ROWS, 0, self._stream_after(None))
 
     def fence(self) -> None:
         """Have later work on the current stream wait for the moves so far."""
@@ -262,15 +262,15 @@ class BlockMover:
     def capture_unpacking(self, buffers: Iterable[torch.Tensor]) -> None:
         """Capture CUDA graphs of unpacking from these staging slots; nothing else may run."""
         size, device = packed_bytes(self.layout, 1), self.kv_pool.device
-        self._rehearsed = torch.empty(size, dtype=torch.uint8, device=device)
+        self._empty_staging = torch.empty(size, dtype=torch.uint8, device=device)
         self._capture(
-            [*buffers, self._rehearsed],
+            [*buffers, self._empty_staging],
             self._unpacking,
             lambda copy_list, buffer, corrupt: self.ops.unpack_blocks(
                 buffer, self._rows, copy_list, corrupt
             ),
         )
-        self._rehearsal = self._unpacking.pop(self._rehearsed.data_ptr(), None)
+        self._empty_move = self._unpacking.pop(self._empty_staging.data_ptr(), None)
 
     @torch.inference_mode()
     def _capture(

@@ -111,8 +111,8 @@ class BlockMoves(Protocol):
         """Have plans that are launched from now on wait for the moves so far."""
         ...
 
-    def rehearse_launch(self) -> None:
-        """Do parts of a move and a launch, without effect: after a pause, they take longer."""
+    def warm_launch_path(self) -> None:
+        """Do parts of a move and a launch, without effect: after a pause they take longer."""
         ...
 
 
@@ -135,13 +135,13 @@ class StepHook(Protocol):
             plan: the plan that was launched in this iteration, if any.
 
         Returns:
-            Whether it has unfinished work, so that `is_due` is asked soon.
+            Whether it has unfinished work, so that `poll` is to be called soon.
         """
         ...
 
-    def is_due(self) -> bool:
-        """Whether `after_launch` has something to do. Must be quick, because it is polled.
+    def poll(self) -> bool:
+        """Go on with what is under way; return whether `after_launch` has something to do.
 
-        May go on with what is under way, such as sending what has been packed.
+        Must be quick and never wait, because it is called again and again.
         """
         ...

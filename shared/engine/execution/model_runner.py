@@ -316,9 +316,9 @@ class ModelRunner:
         self.mover.fence()
 
     @torch.inference_mode()
-    def rehearse_launch(self) -> None:
+    def warm_launch_path(self) -> None:
         """Do parts of a move and a launch, without effect, as `BlockMoves` says."""
-        self.mover.rehearse()
+        self.mover.warm_launch_path()
         self.state.apply_padding()
         PendingTokens(0, self.state.last_token[:1])
 

@@ -117,8 +117,8 @@ class RanksExecutor:
         self._together(self._take_reports)
         return False
 
-    def is_due(self) -> bool:
-        """Whether a rank reports something, or has ended."""
+    def poll(self) -> bool:
+        """Return whether a rank reports something, or has ended."""
         return self.group.has_news()
 
     def result_of(self, pending: PendingStep) -> StepResult:

@@ -41,15 +41,15 @@ class RanksMove(PendingCheck):
         super().__init__(np.zeros((), np.int64), None)
         self._own, self._others, self._executor = own, others, executor
 
-    def is_done(self) -> bool:
-        """Whether all ranks have moved their parts, without waiting.
+    def poll(self) -> bool:
+        """Read what ranks report; return whether all have moved their parts, without waiting.
 
         Raises:
             RankError: a rank is lost.
         """
-        return self._executor.look_at(self._others) and self._own.is_done()
+        return self._executor.look_at(self._others) and self._own.poll()
 
-    def is_intact(self) -> bool:
+    def verify(self) -> bool:
         """Wait for the move; return whether all checksums are right.
 
         Raises:
@@ -57,9 +57,7 @@ class RanksMove(PendingCheck):
         """
         while not self._executor.look_at(self._others):
             time.sleep(POLL_S)
-        return (
-            self._others.is_intact and isinstance(self._own, PendingCheck) and self._own.is_intact()
-        )
+        return self._others.is_intact and isinstance(self._own, PendingCheck) and self._own.verify()
 
 
 @dataclass(slots=True)
@@ -122,9 +120,9 @@ class RanksMoves:
         self.executor.fence()
         self.own.fence()
 
-    def rehearse_launch(self) -> None:
+    def warm_launch_path(self) -> None:
         """Do parts of a move and a launch on this rank, without effect."""
-        self.own.rehearse_launch()
+        self.own.warm_launch_path()
 
     def _place(
         self, block_ids: list[int], groups: range, staging: torch.Tensor, parts: int
@@ -200,6 +198,6 @@ class RankMover:
 
     def made(self) -> Iterator[Moved]:
         """Yield a report of each move that has been made since the last call."""
-        while self._pending and self._pending[0][1].is_done():
+        while self._pending and self._pending[0][1].poll():
             number, move = self._pending.popleft()
-            yield Moved(number, not isinstance(move, PendingCheck) or move.is_intact())
+            yield Moved(number, not isinstance(move, PendingCheck) or move.verify())

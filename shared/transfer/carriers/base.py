@@ -22,7 +22,7 @@ from pagewire.shared.transfer.messages import Segment
 class Pending(Protocol):
     """An operation that is under way."""
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         """Go on with it, without waiting; return whether it has ended.
 
         Raises:
@@ -31,10 +31,10 @@ class Pending(Protocol):
         ...
 
 
-def has_ended(pending: Pending) -> bool:
-    """Whether an operation has ended: it is done, or has failed."""
+def poll_settled(pending: Pending) -> bool:
+    """Poll an operation; return whether it has ended, well or not."""
     try:
-        return pending.is_done()
+        return pending.poll()
     except TransferError:
         return True
 
@@ -44,24 +44,24 @@ DONE: Pending = PendingMove(None)  # something that ended at once
 
 @dataclass(slots=True)
 class Then:
-    """An operation that begins, when `is_done` is called, once another one has ended."""
+    """An operation that begins, by a call of `poll`, once another one has ended."""
 
     first: Pending
     begin: Callable[[], Pending]
     _begun: Pending | None = None
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         """Begin it if the first one has ended; return whether it has ended.
 
         Raises:
             TransferError: one of them has failed.
         """
-        if self._begun is None and self.first.is_done():
+        if self._begun is None and self.first.poll():
             try:
                 self._begun = self.begin()
             except Exception as exc:  # whatever a device or a library raises
                 raise TransferError(str(exc)) from exc
-        return self._begun is not None and self._begun.is_done()
+        return self._begun is not None and self._begun.poll()
 
 
 class Outbound(Protocol):
@@ -86,7 +86,7 @@ class Outbound(Protocol):
 
         Returns:
             Ends when the sender's staging slot may be used again. The carrier may need its
-            `is_done` to go on.
+            `poll` to go on.
 
         Raises:
             TransferError: the link is broken.

@@ -29,7 +29,7 @@ from pagewire.shared.transfer.carriers.base import (
     LinkSocket,
     Outbound,
     Pending,
-    has_ended,
+    poll_settled,
 )
 from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
 from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
@@ -150,7 +150,7 @@ class _Copy:
 
     end: torch.cuda.Event
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         try:
             return bool(self.end.query())
         except RuntimeError as exc:
@@ -227,7 +227,7 @@ class _IpcOutbound(Outbound):
             threading.Thread(target=self._unmap, name="kv-unmap", daemon=True).start()
 
     def _unmap(self) -> None:
-        while not all(has_ended(_Copy(end)) for end in self._ends):
+        while not all(poll_settled(_Copy(end)) for end in self._ends):
             time.sleep(_POLL_INTERVAL_S)
         self.spare_ends += self._ends
         try:

@@ -101,8 +101,8 @@ class UcxRequest:
     buffer: torch.Tensor
     tag: int
 
-    def is_done(self) -> bool:
-        """Whether it has ended well, so that UCX is done with the memory.
+    def poll(self) -> bool:
+        """Note what has ended; return whether this has, well, so that UCX is done with its memory.
 
         Raises:
             TransferError: it has failed, or its worker has.

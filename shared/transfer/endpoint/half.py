@@ -85,12 +85,12 @@ class KvHalf(ABC, Generic[LinkT]):
         """Handle what a plan reserves and withdraws."""
 
     @abstractmethod
-    def poll(self, plan: StepPlan | None) -> bool:
-        """Handle a plan, messages and ended operations; return whether to poll again soon."""
+    def after_launch(self, plan: StepPlan | None) -> bool:
+        """Handle a plan, messages and ended operations; return whether to call `poll` soon."""
 
     @abstractmethod
-    def is_due(self) -> bool:
-        """Whether `poll` has something to do; takes little time."""
+    def poll(self) -> bool:
+        """Go on with what is under way; return whether `after_launch` has something to do."""
 
     @abstractmethod
     def check_deadlines(self) -> None:

@@ -32,20 +32,20 @@ class KvEndpoint:
         self.sender.before_launch(plan)
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        """Do what can be done now; return whether to poll this hook again soon."""
+        """Do what can be done now; return whether to call `poll` soon."""
         for carrier in self.receiver.carriers.values():
             carrier.poll()
-        is_receiving = self.receiver.poll(plan)
-        is_sending = self.sender.poll(plan)
+        is_receiving = self.receiver.after_launch(plan)
+        is_sending = self.sender.after_launch(plan)
         if (now := self.receiver.clock()) >= self._next_deadlines_s:
             self._next_deadlines_s = now + DEADLINE_INTERVAL_S
             self.receiver.check_deadlines()
             self.sender.check_deadlines()
         return is_receiving or is_sending
 
-    def is_due(self) -> bool:
-        """Whether `after_launch` has something to do; takes little time."""
-        if self.sender.is_due() or self.receiver.is_due():
+    def poll(self) -> bool:
+        """Go on with what is under way; return whether `after_launch` has something to do."""
+        if self.sender.poll() or self.receiver.poll():
             return True
         return any(carrier.poll() for carrier in self.receiver.carriers.values())
 

@@ -10,7 +10,7 @@ from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import Pending, Then, has_ended
+from pagewire.shared.transfer.carriers.base import Pending, Then, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.segments import Cut
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
@@ -42,9 +42,9 @@ class Outgoing:
     may_pack: bool = False
     sending: list[OutgoingSegment] = field(default_factory=list)
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         """Send what is packed; return whether something has been sent or has failed; quick."""
-        return any(has_ended(segment.pending) for segment in self.sending)
+        return any(poll_settled(segment.pending) for segment in self.sending)
 
     def has_room(self, link: SenderLink, num_links: int) -> bool:
         """Whether there is a staging slot and a credit for a link's next segment.
@@ -106,11 +106,11 @@ class Outgoing:
         """
         for segment in list(self.sending):
             try:
-                is_over = segment.pending.is_done()
+                is_over = segment.pending.poll()
             except TransferError as exc:
                 is_over = True
                 on_failed(segment.job.link, str(exc))
-            if not segment.is_packed and (is_over or segment.packed.is_done()):
+            if not segment.is_packed and (is_over or segment.packed.poll()):
                 segment.is_packed, segment.since = True, self.clock()
             if is_over:
                 self.sending.remove(segment)

@@ -27,7 +27,7 @@ from pagewire.shared.base.logs import Complaints
 from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import Pending, has_ended
+from pagewire.shared.transfer.carriers.base import Pending, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 # and polling takes most of a core; later messages wake the thread up.
 POLLED_S = 1.0
 # Meanwhile, this often: after a pause, the same calls take several times as long.
-REHEARSAL_INTERVAL_S = 0.003
+WARM_INTERVAL_S = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
     _receiving: list[_Receiving] = field(default_factory=list)
     _unpacking: deque[_Unpacking] = field(default_factory=deque)
     _quarantine: list[tuple[Pending, list[int]]] = field(default_factory=list)
-    _next_rehearsal_s: float = math.inf
+    _next_warming_s: float = math.inf
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
     def __post_init__(self) -> None:
@@ -183,15 +183,15 @@ class KvReceiver(KvHalf[ReceiverLink]):
             elif isinstance(work, Expect):
                 self.callbacks.on_reserved(self.jobs.add(work, after=plan.number - 1))
 
-    def is_due(self) -> bool:
-        """Whether `poll` has something to do; takes little time."""
-        has_unpacked = bool(self._unpacking) and self._unpacking[0].check.is_done()
-        if has_unpacked or self.socket.is_due():
+    def poll(self) -> bool:
+        """Go on with what is under way; return whether `after_launch` has something to do."""
+        has_unpacked = bool(self._unpacking) and self._unpacking[0].check.poll()
+        if has_unpacked or self.socket.poll():
             return True
-        has_arrived = any(has_ended(entry.pending) for entry in self._receiving)
-        return has_arrived or self.clock() >= self._next_rehearsal_s
+        has_arrived = any(poll_settled(entry.pending) for entry in self._receiving)
+        return has_arrived or self.clock() >= self._next_warming_s
 
-    def poll(self, plan: StepPlan | None) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         """Take messages and payloads, and activate sequences; return whether more is to come."""
         for token, message, body in self.socket.receive():
             link = next((link for link in self.links if link.token == token), None)
@@ -216,7 +216,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 self._lose(link, str(exc))
             self._unpack_received()
         self._unpack_received()
-        while self._unpacking and self._unpacking[0].check.is_done():
+        while self._unpacking and self._unpacking[0].check.poll():
             self._on_unpacked(self._unpacking.popleft())
         self._end_quarantine()
         # A thread that has slept activates a sequence later. Without a GPU, polling would only take
@@ -224,12 +224,12 @@ class KvReceiver(KvHalf[ReceiverLink]):
         is_gpu, now = self.staging.memory.is_cuda, self.clock()
         awaits_job = is_gpu and self.jobs.any_active_since(now - POLLED_S)
         if not awaits_job or self._unpacking or self.core.awaits_step:
-            self._next_rehearsal_s = math.inf
-        elif self._next_rehearsal_s == math.inf:
-            self._next_rehearsal_s = now + REHEARSAL_INTERVAL_S
-        elif now >= self._next_rehearsal_s:
-            self._next_rehearsal_s = now + REHEARSAL_INTERVAL_S
-            self.moves.rehearse_launch()
+            self._next_warming_s = math.inf
+        elif self._next_warming_s == math.inf:
+            self._next_warming_s = now + WARM_INTERVAL_S
+        elif now >= self._next_warming_s:
+            self._next_warming_s = now + WARM_INTERVAL_S
+            self.moves.warm_launch_path()
         return bool(self._receiving or self._unpacking) or awaits_job
 
     def check_deadlines(self) -> None:
@@ -251,7 +251,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             if entry not in self._receiving:  # its link has just ended
                 continue
             try:
-                if entry.pending.is_done():
+                if entry.pending.poll():
                     self._receiving.remove(entry)
                     self._unpack(entry.link, entry.segment)
             except TransferError as exc:
@@ -289,7 +289,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:
-        intact = done.check.is_intact()
+        intact = done.check.verify()
         job, segment = done.job, done.segment
         if job is not None:
             self.core.unpin(done.blocks)
@@ -364,6 +364,6 @@ class KvReceiver(KvHalf[ReceiverLink]):
         read = {entry.segment.credit for entry in self._unpacking}
         for entry in list(self._quarantine):
             pending, slots = entry
-            if pending.is_done() and read.isdisjoint(slots):
+            if pending.poll() and read.isdisjoint(slots):
                 self._quarantine.remove(entry)
                 self.send_all(self.slots.release(slots))

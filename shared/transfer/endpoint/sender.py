@@ -171,9 +171,9 @@ class KvSender(KvHalf[SenderLink]):
         if any(segment.job.name in lost for segment in self._outgoing.sending):
             self.moves.fence()
 
-    def is_due(self) -> bool:
-        """Whether `poll` has something to do; takes little time."""
-        return self._outgoing.is_due() or any(link.socket.is_due() for link in self.links)
+    def poll(self) -> bool:
+        """Go on with what is under way; return whether `after_launch` has something to do."""
+        return self._outgoing.poll() or any(link.socket.poll() for link in self.links)
 
     def _queue_exports(self, plan: StepPlan) -> None:
         """Queue the blocks that a plan exports."""
@@ -187,7 +187,7 @@ class KvSender(KvHalf[SenderLink]):
                 by_layer_group = is_large and self.moves.has_group_events(plan.number)
                 job.queue.add(work.block_ids, plan.number, by_layer_group=by_layer_group)
 
-    def poll(self, plan: StepPlan | None) -> bool:
+    def after_launch(self, plan: StepPlan | None) -> bool:
         """Send what plans export, and take the receivers' answers; return whether it sends."""
         if plan is not None:
             self._queue_exports(plan)

@@ -123,7 +123,7 @@ class _Tracked:
 
     tracker: zmq.MessageTracker
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         return bool(self.tracker.done)
 
 
@@ -138,8 +138,8 @@ class _Socket:
         self._socket = socket
         self.fd = int(socket.getsockopt(zmq.FD))
 
-    def is_due(self) -> bool:
-        """Whether a message has come."""
+    def poll(self) -> bool:
+        """Let libzmq handle what has come from the network; return whether a message is there."""
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def close(self) -> None:

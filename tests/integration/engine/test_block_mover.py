@@ -43,15 +43,13 @@ class Side:
     def pack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> torch.Tensor:
         staging = self.payload(slot, blocks, groups)
         move = self.mover.pack(blocks, groups, staging, seed, self.mover.record_event())
-        while not move.is_done():
+        while not move.poll():
             pass
         return staging
 
     def unpack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> bool:
         staging = self.payload(slot, blocks, groups)
-        return self.mover.unpack(
-            staging, blocks, groups, seed, self.mover.record_event()
-        ).is_intact()
+        return self.mover.unpack(staging, blocks, groups, seed, self.mover.record_event()).verify()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -121,17 +119,17 @@ def test_a_fence_keeps_later_work_from_blocks_that_are_packed(device: str, captu
     move = side.mover.pack(blocks, WHOLE, staging, 3, event)
     side.mover.fence()
     side.pool.zero_()
-    while not move.is_done():
+    while not move.poll():
         pass
     assert torch.equal(staging, expected)
 
 
 @each_device
-def test_a_rehearsal_moves_nothing(device: str) -> None:
+def test_warming_the_launch_path_moves_nothing(device: str) -> None:
     side = Side(device, 1, captured=True)
     pool, staging = side.pool.clone(), [buffer.clone() for buffer in side.staging.buffers]
     for _ in range(3):
-        side.mover.rehearse()
+        side.mover.warm_launch_path()
         packed = side.pack(0, [1, 2], seed=5)
         assert side.unpack(0, [1, 2], seed=5)
     assert torch.equal(side.pool, pool)
@@ -150,7 +148,7 @@ def test_the_heads_of_one_rank_go_to_two_and_back(device: str) -> None:
     size, event = part_bytes(divided, 3), source.mover.record_event()
     source.mover.pack([7, 2, 9], WHOLE, staging, 5, event, parts=2)
     for rank, part in zip(ranks, staging.split(size), strict=True):
-        assert rank.unpack(part, [1, 0, 4], WHOLE, 5, event).is_intact()
+        assert rank.unpack(part, [1, 0, 4], WHOLE, 5, event).verify()
     for head, pool in enumerate(pools):
         assert torch.equal(pool[[1, 0, 4]], source.pool[[7, 2, 9], :, :, head : head + 1])
         untouched = [block for block in range(12) if block not in (1, 0, 4)]
@@ -158,10 +156,10 @@ def test_the_heads_of_one_rank_go_to_two_and_back(device: str) -> None:
     staging.zero_()
     for rank, part in zip(ranks, staging.split(size), strict=True):
         rank.pack([1, 0, 4], WHOLE, part, 6, event)
-    assert target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).is_intact()
+    assert target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).verify()
     assert torch.equal(target.pool[[3, 5]], source.pool[[7, 9]])
     staging[size + 1] ^= 1  # of the second part
-    assert not target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).is_intact()
+    assert not target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).verify()
 
 
 def test_heads_that_make_no_such_parts() -> None:

@@ -195,7 +195,7 @@ class Hook:
         self.then()
         return self.iterations < self.busy_iterations
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return self.due and self.iterations < self.busy_iterations
 
 
@@ -251,7 +251,7 @@ class SilentHook(Hook):
         self.iterations, self.due = self.iterations + 1, False
         return False
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return self.due
 
 
@@ -263,11 +263,11 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
     core, _ = make_core()
     hook = SilentHook()
     core.hooks.append(hook)
-    rehearsals: list[None] = []
-    rehearse = partial(rehearsals.append, None)
-    with started(core, busy_polls=busy_polls, rehearse=rehearse) as engine:
+    warmings: list[None] = []
+    warm = partial(warmings.append, None)
+    with started(core, busy_polls=busy_polls, warm_launch_path=warm) as engine:
         wait_until(lambda: hook.iterations == 1)
-        assert not rehearsals
+        assert not warmings
         for _ in range(2):  # news while work is expected: the loop goes on without sleeping
             engine.expect_work()
             wait_until(lambda before=hook.iterations: hook.iterations > before)
@@ -276,13 +276,13 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
         hook.due = True
         time.sleep(0.1)
         assert (hook.iterations > before) == busy_polls
-        assert (len(rehearsals) > 2) == busy_polls
+        assert (len(warmings) > 2) == busy_polls
         time.sleep(1.0)
-        before, num_rehearsals = hook.iterations, len(rehearsals)
+        before, num_warmings = hook.iterations, len(warmings)
         hook.due = True
         time.sleep(0.1)
         assert hook.iterations == before  # it sleeps
-        assert len(rehearsals) == num_rehearsals
+        assert len(warmings) == num_warmings
 
 
 def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
@@ -372,7 +372,7 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
                 core.unpin(written.pop())
             return False
 
-        def is_due(self) -> bool:
+        def poll(self) -> bool:
             return False
 
     def start(core: EngineCore) -> None:

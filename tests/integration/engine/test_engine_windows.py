@@ -128,7 +128,7 @@ class MostUsed:
         self.blocks = 0
         self._llm = llm
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
     def before_launch(self, plan: StepPlan) -> None:

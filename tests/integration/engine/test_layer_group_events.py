@@ -42,7 +42,7 @@ class Plans:
             self.last = plan.number
         return False
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
 
@@ -134,7 +134,7 @@ class Packed:
         groups = range(group, group + 1)
         move = self._runner.pack(blocks, groups, self._staging[group], 1, after)
         deadline = time.monotonic() + 30
-        while not move.is_done():
+        while not move.poll():
             assert time.monotonic() < deadline
 
     def assert_holds(self, blocks: list[int], group: int) -> None:
@@ -215,7 +215,7 @@ def test_an_event_in_a_graph_is_recorded_again_by_each_replay() -> None:
         graph.replay()
         move = mover.pack([0, 1, 2, 3], layout.layer_groups, staging, 1, events[0])
         deadline = time.monotonic() + 30
-        while not move.is_done():
+        while not move.poll():
             assert time.monotonic() < deadline
         assert not torch.cuda.current_stream().query()  # the step goes on
         torch.cuda.synchronize()

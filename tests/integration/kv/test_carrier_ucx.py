@@ -183,7 +183,7 @@ class LatePacking(PendingMove):
         super().__init__(None)
         self.has_ended = False
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         return self.has_ended
 
 
@@ -207,7 +207,7 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
     received = inbound.receive(segment, None)
     sent = outbound.send(segment, 0, PendingMove(None))
-    poll_until(lambda: sent.is_done() and received.is_done(), sender, receiver)
+    poll_until(lambda: sent.poll() and received.poll(), sender, receiver)
     fds = receiver.fds()
     poll_until(lambda: not select.select(fds, [], [], 0)[0] and not receiver.poll(), receiver)
     assert not select.select(fds, [], [], 0.3)[0]
@@ -215,13 +215,13 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
     source.buffers[1].fill_(7)
     late = Segment(0, 1, "job", 0, 1, 0, 1, 0, 1000)
     sent = outbound.send(late, 1, PendingMove(None))
-    poll_until(lambda: sent.is_done() or bool(select.select(fds, [], [], 0)[0]), sender)
+    poll_until(lambda: sent.poll() or bool(select.select(fds, [], [], 0)[0]), sender)
     received = inbound.receive(late, None)
-    poll_until(lambda: sent.is_done() and received.is_done(), sender, receiver)
+    poll_until(lambda: sent.poll() and received.poll(), sender, receiver)
     assert target.buffers[0][:1000].eq(7).all()
 
     outbound.close()
-    assert inbound.close().is_done()
+    assert inbound.close().poll()
     for carrier in (sender, receiver):
         carrier.close()
         assert carrier.library.num_abandoned == 0
@@ -240,23 +240,23 @@ def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool)
         first = Segment(2, 1, "job", 0, 1, 0, 1, 0, MIB)
         received.append(inbound.receive(first, None))
         announced.append(outbound.send(first, 2, PendingMove(None)))
-        poll_until(lambda: announced[2].is_done() and received[2].is_done(), sender, receiver)
-    assert not any(pending.is_done() for pending in (*announced[:2], *received[:2]))
+        poll_until(lambda: announced[2].poll() and received[2].poll(), sender, receiver)
+    assert not any(pending.poll() for pending in (*announced[:2], *received[:2]))
     outbound.close()
-    assert inbound.close().is_done()
+    assert inbound.close().poll()
     # The next link's file descriptors have the numbers of this one's.
     outbound = sender.outbound(2, receiver.offer(2), Silent())
     inbound = receiver.inbound(2, outbound.reply)
     packing.has_ended = True
     for pending in announced[:2]:
         with pytest.raises(TransferError, match="the link has ended"):
-            pending.is_done()
+            pending.poll()
     sender.poll()
     arriving = inbound.receive(segments[0], None)
     sending = outbound.send(segments[0], 0, packing)
-    poll_until(lambda: sending.is_done() and arriving.is_done(), sender, receiver)
+    poll_until(lambda: sending.poll() and arriving.poll(), sender, receiver)
     outbound.close()
-    assert inbound.close().is_done()
+    assert inbound.close().poll()
     for carrier in (sender, receiver):
         carrier.close()
         assert carrier.library.num_abandoned == 0

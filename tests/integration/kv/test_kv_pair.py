@@ -102,9 +102,9 @@ def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
         pair.decode.device.has_moved = False
         request = pair.ask(PROMPT)
         pair.until(lambda: request.tokens and pair.decode.is_receiving)
-        assert not pair.decode.core.is_due()
+        assert not pair.decode.core.poll()
         pair.decode.device.has_moved = True
-        assert pair.decode.core.is_due()
+        assert pair.decode.core.poll()
         pair.step(pair.decode)
         assert (pair.decode.worked, request.sequence.status) == (True, RequestStatus.RUNNING)
         pair.finish()
@@ -227,7 +227,7 @@ def test_a_write_that_does_not_end_leaves_slots_to_other_links() -> None:
         carrier.holds_writes = True
         stuck = pair.ask(PROMPT, pair.decodes[0])
         pair.until(lambda: pair.decodes[0].receiver.stats.outcomes["ok"])
-        pair.until(lambda: not pair.prefill.sender.is_due())
+        pair.until(lambda: not pair.prefill.sender.poll())
         assert pair.prefill.slots.num_idle == 1
         going = pair.ask(PROMPT, pair.decodes[1])
         pair.until(lambda: pair.decodes[1].receiver.stats.outcomes["ok"])
@@ -241,10 +241,10 @@ def test_a_slot_that_is_free_again_is_noticed_at_once() -> None:
         pair.prefill.carrier.holds_writes = True
         pair.ask(PROMPT)
         pair.until(lambda: pair.decode.receiver.stats.outcomes["ok"])
-        pair.until(lambda: not pair.prefill.core.is_due())
+        pair.until(lambda: not pair.prefill.core.poll())
         assert pair.prefill.core.hooks_busy
         pair.prefill.carrier.holds_writes = False
-        assert pair.prefill.core.is_due()
+        assert pair.prefill.core.poll()
         pair.finish()
 
 
@@ -306,7 +306,7 @@ class FailsToWithdraw:
     def after_launch(self, plan: StepPlan | None) -> bool:
         return False
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
 

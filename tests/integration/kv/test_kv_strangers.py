@@ -111,10 +111,10 @@ def test_only_the_cluster_gets_anything_in(key: str) -> None:
         sender = SenderSocket(others, socket.endpoint, token)
         sender.post(OPEN)
         if key == "the cluster's":
-            await eventually(socket.is_due)
+            await eventually(socket.poll)
             assert list(socket.receive()) == [(token, OPEN, None)]
             socket.send(token, Grant([1]))
-            await eventually(sender.is_due)
+            await eventually(sender.poll)
             assert list(sender.receive()) == [Grant([1])]
         elif key == "its own":
             await eventually(lambda: sockets.denied)

@@ -40,7 +40,7 @@ class Plans:
             self.all.append(plan)
         return False
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
 

@@ -36,7 +36,7 @@ class FailingHook:
             raise RuntimeError("hook on fire")
         return False
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
 

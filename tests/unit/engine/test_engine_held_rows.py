@@ -49,7 +49,7 @@ class LateMasks(Constraints):
     def open(self, sequence: Sequence) -> None:
         pass
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return True
 
     def fill(self, launched: Launched, wait: bool, usual_step_s: float) -> Masked | None:

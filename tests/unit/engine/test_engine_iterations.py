@@ -41,7 +41,7 @@ class Hook:
         self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
         return self.busy
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return self.due
 
 
@@ -111,16 +111,16 @@ def test_an_iteration_is_due_when_the_device_has_done_what_is_waited_for(overlap
     core, device = make_core(overlap=overlap)
     hook = Hook(device, core)
     core.hooks.append(hook)
-    assert not core.is_due()
+    assert not core.poll()
     core.add(make_sequence("a", [1] * 5))
     device.has_run = False
     iterate(core)
-    assert not core.is_due()
+    assert not core.poll()
     hook.due = True
-    assert core.is_due()
+    assert core.poll()
     hook.due = False
     device.has_run = True
-    assert core.is_due()
+    assert core.poll()
 
 
 @pytest.mark.parametrize(("overlap", "depth"), [(False, 1), (True, 2)], ids=["serial", "overlap"])

@@ -275,7 +275,7 @@ class Simulation:
         plain.num_replayed_tokens = len(replayed)
         return plain
 
-    def is_due(self) -> bool:
+    def poll(self) -> bool:
         return False
 
     def before_launch(self, plan: StepPlan) -> None:

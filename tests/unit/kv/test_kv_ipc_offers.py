@@ -151,14 +151,14 @@ def test_slots_are_free_when_the_senders_process_has_gone(
 ) -> None:
     sender = msgspec.structs.replace(HERE, pid=child.pid)
     quarantine = carrier.inbound(1, make_reply(sender)).close()
-    assert not quarantine.is_done()
+    assert not quarantine.poll()
     child.kill()
     deadline = time.monotonic() + 10
-    while not quarantine.is_done():  # also before anybody has waited for the process
+    while not quarantine.poll():  # also before anybody has waited for the process
         assert time.monotonic() < deadline
         time.sleep(0.01)
     child.wait(10)
-    assert quarantine.is_done()
+    assert quarantine.poll()
 
 
 def test_slots_are_free_if_the_senders_process_had_gone_before(
@@ -167,7 +167,7 @@ def test_slots_are_free_if_the_senders_process_had_gone_before(
     child.kill()
     child.wait(10)
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    assert carrier.inbound(1, make_reply(sender)).close().is_done()
+    assert carrier.inbound(1, make_reply(sender)).close().poll()
 
 
 def test_slots_are_free_after_a_time_if_the_sender_lives_on(
@@ -178,9 +178,9 @@ def test_slots_are_free_after_a_time_if_the_sender_lives_on(
     clock.now += 60  # the link's life does not count
     quarantine = inbound.close()
     clock.now += 9.9
-    assert not quarantine.is_done()
+    assert not quarantine.poll()
     clock.now += 0.2
-    assert quarantine.is_done()
+    assert quarantine.poll()
 
 
 def test_a_sender_of_another_pid_namespace_is_given_the_time(
@@ -191,6 +191,6 @@ def test_a_sender_of_another_pid_namespace_is_given_the_time(
     quarantine = carrier.inbound(1, make_reply(apart)).close()
     child.kill()
     child.wait(10)
-    assert not quarantine.is_done()
+    assert not quarantine.poll()
     clock.now += 10.1
-    assert quarantine.is_done()
+    assert quarantine.poll()

@@ -16,7 +16,7 @@ def test_whatever_goes_wrong_later_is_an_error_of_the_link(error: type[Exception
     pending = Then(DONE, begin)
     for _ in range(2):
         with pytest.raises(TransferError, match="the device is broken"):
-            pending.is_done()
+            pending.poll()
 
 
 def test_it_begins_once_and_when_the_first_has_ended() -> None:
@@ -24,7 +24,7 @@ def test_it_begins_once_and_when_the_first_has_ended() -> None:
     begun: list[Pending] = []
 
     class First:
-        def is_done(self) -> bool:
+        def poll(self) -> bool:
             return states.pop(0)
 
     def begin() -> Pending:
@@ -32,5 +32,5 @@ def test_it_begins_once_and_when_the_first_has_ended() -> None:
         return DONE
 
     pending = Then(First(), begin)
-    assert [pending.is_done() for _ in range(4)] == [False, False, True, True]
+    assert [pending.poll() for _ in range(4)] == [False, False, True, True]
     assert len(begun) == 1
